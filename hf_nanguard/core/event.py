@@ -1,0 +1,77 @@
+"""The public event: one line of `events.jsonl`, strict JSON, versioned."""
+
+import math
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from .signal import Action, Cause, Signal
+
+SCHEMA = 1
+
+
+def strict(value: Any) -> Any:
+    """Returns `value` with every non-finite float as the string "nan", "inf" or "-inf", as strict JSON needs."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, dict):
+        return {str(key): strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [strict(item) for item in value]
+    return value
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Where a bad number came from. Unknown fields are `None`."""
+
+    phase: str | None = None
+    module: str | None = None
+    op: str | None = None
+    source: str | None = None
+    parameter: str | None = None
+    term: str | None = None
+    samples: list[int] | None = None
+    rows: list[int] | None = None
+    tokens: list[list[int]] | None = None
+    reward_function: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that was seen and what was done about it."""
+
+    step: int
+    signal: Signal
+    action: Action
+    message: str
+    micro_step: int | None = None
+    rank: int = 0
+    values: dict[str, Any] = field(default_factory=dict)
+    culprit: Culprit | None = None
+    cause: Cause | None = None
+    remedies: tuple[dict[str, Any], ...] = ()
+    bundle: str | None = None
+    time: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the event as the public schema has it, ready for a strict JSON writer."""
+        return strict(
+            {
+                "schema": SCHEMA,
+                "time": self.time,
+                "step": self.step,
+                "micro_step": self.micro_step,
+                "rank": self.rank,
+                "signal": str(self.signal),
+                "action": str(self.action),
+                "message": self.message,
+                "values": self.values,
+                "culprit": asdict(self.culprit) if self.culprit is not None else None,
+                "cause": str(self.cause) if self.cause is not None else None,
+                "remedies": list(self.remedies),
+                "bundle": self.bundle,
+            }
+        )

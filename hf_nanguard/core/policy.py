@@ -1,0 +1,165 @@
+"""What is done about what is seen: the policy, the decision of one step, and the ladder of escalation, all as data."""
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from ..errors import ArgumentError
+from .signal import Signal
+from .statistic import RobustWindow
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "mode": ("act", "observe", "off"),
+    "on_nonfinite": ("drop", "skip", "repair", "floor", "halt"),
+    "on_loss_error": ("raise", "drop"),
+    "on_bad_input": ("drop", "repair", "halt"),
+    "on_spike": ("observe", "clip", "skip"),
+    "on_halt": ("raise", "stop"),
+}
+AT_LEAST: dict[str, int] = {"max_bad_steps": 1}
+POSITIVE = ("skip_grad_norm", "loss_floor")
+
+
+def check_settings(settings: dict[str, Any], prefix: str = "") -> None:
+    """Checks settings by name and raises an [`ArgumentError`] that names the first bad one and the way out.
+
+    Args:
+        settings (`dict[str, Any]`):
+            Names (without `prefix`) and values.
+        prefix (`str`, *optional*, defaults to `""`):
+            What the user's spelling of the names begins with.
+    """
+    for name, value in settings.items():
+        spelled = f"{prefix}{name}"
+        if name in CHOICES and value not in CHOICES[name]:
+            hint = " Rewinding needs snapshots, which this version does not have." if value == "rewind" else ""
+            raise ArgumentError(f"{spelled} must be one of {', '.join(CHOICES[name])}, got {value!r}.{hint}")
+        if name in AT_LEAST and (isinstance(value, bool) or not isinstance(value, int) or value < AT_LEAST[name]):
+            raise ArgumentError(f"{spelled} must be an integer of at least {AT_LEAST[name]}, got {value!r}.")
+        if name in POSITIVE and value is not None:
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ArgumentError(f"{spelled} must be a number, got {value!r}.")
+            if not (math.isfinite(value) and value > 0):
+                raise ArgumentError(f"{spelled} must be a finite number above 0, got {value!r}.")
+    if settings.get("skip_grad_norm") is not None and settings.get("mode") == "observe":
+        raise ArgumentError(
+            f"{prefix}skip_grad_norm was set to {settings['skip_grad_norm']!r} while {prefix}mode is 'observe', which "
+            f"never skips. Set {prefix}mode='act' or leave {prefix}skip_grad_norm out."
+        )
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What the guard does about what it sees.
+
+    Args:
+        mode (`str`, *optional*, defaults to `"act"`):
+            `"act"`, `"observe"` (events only, nothing is changed) or `"off"`.
+        on_nonfinite (`str`, *optional*, defaults to `"drop"`):
+            `"drop"`: redo the group without the culprit micro-batches, skip the step if none is left. `"skip"`: the
+            whole step. `"repair"`: bad gradient entries zeroed, the rest steps. `"floor"`: as drop, with `loss_floor`
+            in the log for the bad one. `"halt"`.
+        on_loss_error (`str`, *optional*, defaults to `"raise"`):
+            `"raise"` or `"drop"`: an exception inside the loss.
+        on_bad_input (`str`, *optional*, defaults to `"drop"`):
+            `"drop"`, `"repair"` (fill and go on) or `"halt"`: labels or inputs that cannot be trained on.
+        on_spike (`str`, *optional*, defaults to `"observe"`):
+            `"observe"`, `"clip"` (to the threshold of the statistics) or `"skip"`: a norm out of line with the past.
+        on_halt (`str`, *optional*, defaults to `"raise"`):
+            `"raise"` a `NonFiniteError` or `"stop"` the run cleanly.
+        skip_grad_norm (`float`, *optional*):
+            Fixed pre-clip norm above which a step is skipped.
+        loss_floor (`float`, *optional*, defaults to `1e-6`):
+            What `on_nonfinite="floor"` shows in the log for a dropped micro-batch.
+        max_bad_steps (`int`, *optional*, defaults to `10`):
+            Bad steps in a row after which the run halts.
+    """
+
+    mode: str = "act"
+    on_nonfinite: str = "drop"
+    on_loss_error: str = "raise"
+    on_bad_input: str = "drop"
+    on_spike: str = "observe"
+    on_halt: str = "raise"
+    skip_grad_norm: float | None = None
+    loss_floor: float = 1e-6
+    max_bad_steps: int = 10
+
+    def __post_init__(self):
+        check_settings(vars(self))
+
+    @property
+    def acts(self) -> bool:
+        """Whether the guard may change what the step does."""
+        return self.mode == "act"
+
+
+class Course(StrEnum):
+    """How the step goes on."""
+
+    STEP = "step"
+    REDO = "redo"
+    REPAIR = "repair"
+    CLIP = "clip"
+    SKIP = "skip"
+    HALT = "halt"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How the step goes on and, unless it is healthy, which signal says why."""
+
+    course: Course
+    signal: Signal | None = None
+
+
+HEALTHY = Decision(Course.STEP)
+
+
+def decide(losses: list[float], norm: float, policy: Policy, norms: RobustWindow) -> Decision:
+    """Decides an optimizer step from what was read of it: finite first, then thresholds, then statistics.
+
+    The norm is the same on every rank, and everything but `STEP` depends on it alone, so all ranks decide alike. A
+    non-finite loss whose gradients are finite is news of this rank only and therefore never more than observed.
+
+    Args:
+        losses (`list[float]`):
+            The losses of the group's micro-batches on this rank.
+        norm (`float`):
+            The total norm of the gradients before clipping.
+        policy (`Policy`):
+            What to do.
+        norms (`RobustWindow`):
+            Norms of healthy steps so far.
+    """
+    if not math.isfinite(norm):
+        signal = Signal.GRAD_NONFINITE if all(map(math.isfinite, losses)) else Signal.LOSS_NONFINITE
+        courses = {"skip": Course.SKIP, "repair": Course.REPAIR, "halt": Course.HALT}
+        course = courses.get(policy.on_nonfinite, Course.REDO)
+        return Decision(course if policy.acts else Course.STEP, signal)
+    if not all(map(math.isfinite, losses)):
+        return Decision(Course.STEP, Signal.LOSS_NONFINITE)
+    if policy.skip_grad_norm is not None and norm > policy.skip_grad_norm:
+        return Decision(Course.SKIP, Signal.GRAD_SPIKE)
+    if norms.is_spike(norm):
+        course = {"clip": Course.CLIP, "skip": Course.SKIP}.get(policy.on_spike, Course.STEP)
+        return Decision(course if policy.acts else Course.STEP, Signal.GRAD_SPIKE)
+    return HEALTHY
+
+
+class Ladder:
+    """Counts bad steps in a row and says when skipping is no longer an answer."""
+
+    def __init__(self, max_bad_steps: int):
+        self.max_bad_steps = max_bad_steps
+        self.bad_in_a_row = 0
+
+    def healthy(self) -> None:
+        """A step went through: the count starts again."""
+        self.bad_in_a_row = 0
+
+    def bad(self) -> bool:
+        """Counts a bad step; returns whether the run has to halt."""
+        self.bad_in_a_row += 1
+        return self.bad_in_a_row >= self.max_bad_steps

@@ -1,0 +1,197 @@
+"""How the guard runs micro-batches again: alone to find the bad ones, then the good ones as the loop would have.
+
+A runner knows the loop it belongs to; the guard knows what to do. Under DDP a probe stays on its rank (`no_sync`), and
+a rank with nothing left joins the others' reduction with zeros. Sharded parameters (FSDP2) need every rank in every
+pass: `lockstep` is then true and a micro-batch is dropped on all ranks or on none.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .buffer import BufferKeeper
+from .group import Group, MicroBatch
+from .skip import ScalerState, clear_gradients
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Returns whether `tensor` is a DTensor."""
+    return hasattr(tensor, "device_mesh")
+
+
+def same_on_all_ranks(norm: Tensor) -> Tensor:
+    """Returns the norm as a value every rank has, for a sharded model by one small reduction (the clip's own)."""
+    if not is_sharded(norm):
+        return norm
+    from torch.distributed.tensor import Replicate
+
+    return norm.redistribute(placements=[Replicate()] * norm.device_mesh.ndim)  # type: ignore[attr-defined]
+
+
+class Runner(ABC):
+    """Runs held micro-batches again.
+
+    Args:
+        model (`nn.Module`):
+            The model as the loop calls it, that is, with its DDP wrapper if it has one.
+        scaler (`torch.amp.GradScaler`, *optional*):
+            The loss scaler in use.
+    """
+
+    def __init__(self, model: nn.Module, scaler: Any = None):
+        self.model = model
+        self.scaler = scaler
+        self.buffers = BufferKeeper(model)
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.lockstep = any(is_sharded(parameter) for parameter in self.parameters)
+        self.device_type = self.parameters[0].device.type if self.parameters else "cpu"
+
+    @abstractmethod
+    def run(self, micro: MicroBatch, share: Any) -> Tensor:
+        """Runs forward and backward of one micro-batch as the loop does and returns its loss, detached."""
+
+    @abstractmethod
+    def forward(self, micro: MicroBatch) -> None:
+        """Runs the forward only, with gradients enabled."""
+
+    @abstractmethod
+    def regroup(self, good: list[MicroBatch], num_good: list[int]) -> Any:
+        """Returns the share of each good micro-batch, given how many each rank has left. Every rank calls it."""
+
+    @abstractmethod
+    def unscale(self) -> None:
+        """Divides the gradients by the loss scale, once a step, if there is one."""
+
+    def why_not(self, group: Group) -> str | None:
+        """Returns why the group cannot be redone, `None` if it can."""
+        return None
+
+    def isolated(self) -> AbstractContextManager:
+        """Returns a context in which running a micro-batch leaves nothing behind in the loop's own books."""
+        return nullcontext()
+
+    def recorded(self) -> AbstractContextManager:
+        """Returns a context in which the good micro-batches replace what the group had left in the loop's books."""
+        return nullcontext()
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """Returns the trainable parameters with the names the user knows, in model order."""
+        bare = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        return [
+            (name.replace("_orig_mod.", ""), parameter)
+            for name, parameter in bare.named_parameters()
+            if parameter.requires_grad
+        ]
+
+    def named_gradients(self) -> list[tuple[str, Tensor]]:
+        """Returns the gradients that exist, in model order."""
+        return [(name, p.grad) for name, p in self.named_parameters() if p.grad is not None]
+
+    def measure(self) -> Tensor:
+        """Unscales the gradients and returns their total norm on the device, the same on every rank."""
+        self.unscale()
+        return self.norm()
+
+    def norm(self) -> Tensor:
+        """Returns the total norm of the gradients as they are."""
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return same_on_all_ranks(torch.nn.utils.get_total_norm(gradients))
+
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        """Keeps gradients of the passes inside on this rank."""
+        if isinstance(self.model, DistributedDataParallel):
+            with self.model.no_sync():
+                yield
+        elif self.lockstep:
+            self.model.set_requires_gradient_sync(False)  # type: ignore[operator]
+            yield
+            self.model.set_requires_gradient_sync(True)  # type: ignore[operator]
+        else:
+            yield
+
+    def clear(self) -> None:
+        """Forgets all gradients, and that they were unscaled."""
+        clear_gradients(self.parameters)
+        if self.scaler is not None:
+            ScalerState(self.scaler).forget_unscale()
+
+    def probe(self, micro: MicroBatch, share: Any) -> Tensor:
+        """Runs one micro-batch alone, with the random state it had, and leaves its gradients in place."""
+        self.clear()
+        self.buffers.restore()
+        micro.rng.restore()
+        self.quiet_forward()
+        with self.isolated(), nullcontext() if self.lockstep else self.unsynced():
+            return self.run(micro, share)
+
+    def rerun(self, group: Group, good: list[MicroBatch], share: Any) -> list[Tensor]:
+        """Runs the good micro-batches from the group's first random state, as if the others had never come."""
+        self.clear()
+        self.buffers.restore()
+        group.micro_batches[0].rng.restore()
+        self.quiet_forward()
+        with self.recorded():
+            if not good:
+                self.join(group.micro_batches[0])
+            losses = []
+            for micro in good:
+                with nullcontext() if micro is good[-1] else self.unsynced():
+                    losses.append(self.run(micro, share))
+            return losses
+
+    def quiet_forward(self) -> None:
+        """Keeps DDP from broadcasting buffers in the next forward: ranks may run different numbers of passes here."""
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.require_forward_param_sync = False
+
+    def join(self, micro: MicroBatch) -> None:
+        """Takes part in the others' gradient reduction with zeros."""
+        if isinstance(self.model, DistributedDataParallel):
+            with self.isolated():
+                self.forward(micro)
+            torch.autograd.backward(self.parameters, [torch.zeros_like(p) for p in self.parameters])
+
+
+class LoopRunner(Runner):
+    """The runner of a hand-written loop: a loss function, a model and an optimizer.
+
+    Args:
+        model (`nn.Module`):
+            The model in training.
+        optimizer (`torch.optim.Optimizer`):
+            Its optimizer.
+        scaler (`torch.amp.GradScaler`, *optional*):
+            The loss scaler.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any = None):
+        super().__init__(model, scaler)
+        self.optimizer = optimizer
+        self.loss_fn: Callable[[Any], Tensor] | None = None
+
+    def _loss(self, payload: Any) -> Tensor:
+        if self.loss_fn is None:
+            raise RuntimeError("LoopRunner was asked to run a micro-batch before Guard.step gave it a loss function.")
+        return self.loss_fn(payload)
+
+    def run(self, micro: MicroBatch, share: float) -> Tensor:
+        loss = self._loss(micro.payload)
+        weighed = loss * share
+        (weighed if self.scaler is None else self.scaler.scale(weighed)).backward()
+        return loss.detach()
+
+    def forward(self, micro: MicroBatch) -> None:
+        self._loss(micro.payload)
+
+    def regroup(self, good: list[MicroBatch], num_good: list[int]) -> float:
+        return len(num_good) / sum(num_good)
+
+    def unscale(self) -> None:
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)

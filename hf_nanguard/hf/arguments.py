@@ -1,0 +1,95 @@
+"""The settings of the guard, as TrainingArguments extensions that HfArgumentParser, TrlParser and YAML can fill."""
+
+from dataclasses import dataclass, field, fields
+
+from transformers import TrainingArguments
+
+from ..core.policy import Policy, check_settings
+
+PREFIX = "nanguard_"
+
+
+@dataclass
+class GuardArguments:
+    """What the guard does. The defaults act on what is bad and change nothing else.
+
+    Parameters:
+        nanguard_mode (`str`, *optional*, defaults to `"act"`):
+            `"act"`, `"observe"` (events only, the run goes as stock) or `"off"`.
+        nanguard_on_nonfinite (`str`, *optional*, defaults to `"drop"`):
+            What happens when loss or gradients are not finite. `"drop"` redoes the accumulation group without the
+            culprit micro-batches and skips the step if none is left; `"skip"` skips the whole step; `"repair"` zeroes
+            the bad gradient entries before clipping and lets the rest step; `"floor"` is drop with
+            `nanguard_loss_floor` in the log for the bad one; `"halt"` ends the run.
+        nanguard_loss_floor (`float`, *optional*, defaults to `1e-6`):
+            What `"floor"` shows.
+        nanguard_on_loss_error (`str`, *optional*, defaults to `"raise"`):
+            An exception inside the loss: `"raise"` it, or `"drop"` the micro-batch on its rank, in lockstep.
+        nanguard_on_bad_input (`str`, *optional*, defaults to `"drop"`):
+            Labels all masked or out of the vocabulary, ids out of the embedding, non-finite inputs: `"drop"` the
+            micro-batch, `"repair"` (fill) or `"halt"`.
+        nanguard_skip_grad_norm (`float`, *optional*):
+            Pre-clip gradient norm above which a step is skipped.
+        nanguard_on_spike (`str`, *optional*, defaults to `"observe"`):
+            A norm far out of line with the recent past: `"observe"`, `"clip"` it to the threshold, or `"skip"`.
+        nanguard_max_bad_steps (`int`, *optional*, defaults to `10`):
+            Bad steps in a row after which the run halts.
+        nanguard_on_halt (`str`, *optional*, defaults to `"raise"`):
+            A halt saves the last good state and then `"raise"`s `NonFiniteError`, or `"stop"`s the run cleanly.
+    """
+
+    nanguard_mode: str = field(default="act", metadata={"help": "act, observe (events only) or off."})
+    nanguard_on_nonfinite: str = field(
+        default="drop",
+        metadata={
+            "help": "Non-finite loss or gradients: drop (redo the group without the culprits), skip (the whole step), "
+            "repair (zero the bad gradient entries), floor (as drop, with the loss floor in the log) or halt."
+        },
+    )
+    nanguard_loss_floor: float = field(
+        default=1e-6, metadata={"help": "What nanguard_on_nonfinite=floor shows in the log for a dropped micro-batch."}
+    )
+    nanguard_on_loss_error: str = field(
+        default="raise", metadata={"help": "An exception inside the loss: raise, or drop the micro-batch in lockstep."}
+    )
+    nanguard_on_bad_input: str = field(
+        default="drop",
+        metadata={"help": "Labels or inputs that cannot be trained on: drop the micro-batch, repair (fill) or halt."},
+    )
+    nanguard_skip_grad_norm: float | None = field(
+        default=None, metadata={"help": "Pre-clip gradient norm above which a step is skipped. Off by default."}
+    )
+    nanguard_on_spike: str = field(
+        default="observe", metadata={"help": "A gradient norm out of line with the recent past: observe, clip or skip."}
+    )
+    nanguard_max_bad_steps: int = field(
+        default=10, metadata={"help": "Bad steps in a row after which the run halts."}
+    )
+    nanguard_on_halt: str = field(
+        default="raise",
+        metadata={"help": "A halt saves the last good state, then raises NonFiniteError (raise) or ends cleanly (stop)."},
+    )
+
+    def __post_init__(self):
+        check_settings(self._settings(), PREFIX)
+        if isinstance(self, TrainingArguments):
+            super().__post_init__()
+
+    def _settings(self) -> dict:
+        return {f.name.removeprefix(PREFIX): getattr(self, f.name) for f in fields(GuardArguments)}
+
+    def policy(self) -> Policy:
+        """Returns the settings as the core knows them."""
+        return Policy(**self._settings())
+
+
+@dataclass
+class GuardedTrainingArguments(GuardArguments, TrainingArguments):
+    """[`~transformers.TrainingArguments`] with the settings of the guard; all other defaults are the host's."""
+
+
+def find_guard_arguments(guard: GuardArguments | None, args: TrainingArguments) -> GuardArguments:
+    """Returns the guard's settings: given by themselves, else part of the training arguments, else the defaults."""
+    if guard is not None:
+        return guard
+    return args if isinstance(args, GuardArguments) else GuardArguments()

@@ -1,0 +1,218 @@
+"""The callback that contains bad steps on an untouched stock trainer: all that a callback can do."""
+
+import json
+import logging
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ...core.agreement import Ranks
+from ...core.event import Culprit, Event
+from ...core.finite import find_nonfinite, read_host
+from ...core.group import Group, MicroBatch
+from ...core.guard import Guard
+from ...core.rng import RngState
+from ...core.runner import Runner
+from ...core.signal import Action, Signal
+from ...errors import NonFiniteError
+from ...report.jsonl import JsonlWriter, events_path
+from ..arguments import GuardArguments, find_guard_arguments
+from ..compat import hold_schedule
+from ..session import FOLDER, STATE_FILE
+from .tap import GradientTap
+
+logger = logging.getLogger(__name__)
+
+CANNOT = (
+    "hf_nanguard: NanGuardCallback skips bad steps whole. What only a guarded trainer or attach(trainer) can do: redo an "
+    "accumulation group without its bad micro-batch, check labels and inputs before the forward, name dataset rows, and "
+    "keep a filtered loss out of the logged mean."
+)
+
+
+class CallbackRunner(Runner):
+    """A runner that can look and clear, but not run anything again: a callback does not know the trainer's loss."""
+
+    def __init__(self, model: nn.Module, tap: GradientTap):
+        super().__init__(model)
+        self.tap = tap
+
+    def why_not(self, group: Group) -> str | None:
+        return "a callback cannot run the trainer's loss again"
+
+    def measure(self) -> Tensor:
+        assert self.tap.norm is not None
+        return self.tap.norm
+
+    def named_gradients(self) -> list[tuple[str, Tensor]]:
+        return self.tap.named_magnitudes()
+
+    def run(self, micro: MicroBatch, share: Any) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, micro: MicroBatch) -> None:
+        raise NotImplementedError
+
+    def regroup(self, good: list[MicroBatch], num_good: list[int]) -> Any:
+        raise NotImplementedError
+
+    def unscale(self) -> None:
+        raise NotImplementedError
+
+
+class NanGuardCallback(TrainerCallback):
+    """Sees bad gradients before clipping has spread them, names the parameters, and skips the step without a trace.
+
+    Works on an untouched stock trainer. What it cannot do is said once at the start and in the README.
+
+    Args:
+        guard (`GuardArguments`, *optional*):
+            The settings; taken from guarded training arguments or the defaults otherwise.
+
+    It adds the same `nanguard/` metrics to log rows as [`GuardedTrainerMixin`].
+
+    Example:
+
+    ```python
+    trainer = Trainer(model, args, train_dataset=dataset, callbacks=[NanGuardCallback()])
+    ```
+    """
+
+    def __init__(self, guard: GuardArguments | None = None):
+        self.arguments = guard
+        self.guard: Guard | None = None
+        self.runner: CallbackRunner | None = None
+        self.writer: JsonlWriter | None = None
+        self.halting: str | None = None
+        self.steps_since_log = 0
+        self.skips_since_log = 0
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self._close()
+        policy = find_guard_arguments(self.arguments, args).policy()
+        if policy.mode == "off":
+            self.guard = None
+            return
+        # A callback sees gradients that are clipped already: there is nothing left to repair, or to clip once more.
+        milder = {"drop": "drop", "floor": "drop", "skip": "skip", "repair": "skip", "halt": "halt"}
+        policy = replace(
+            policy,
+            on_nonfinite=milder[policy.on_nonfinite],
+            on_spike="observe" if policy.on_spike == "clip" else policy.on_spike,
+        )
+        if args.process_index == 0:
+            logger.warning(CANNOT)
+        self.writer = JsonlWriter(events_path(Path(args.output_dir) / FOLDER, args.process_index))
+        self.guard = Guard(policy=policy, ranks=Ranks(args.device), on_event=self.writer)
+        self.runner = CallbackRunner(model, GradientTap(model))
+        self.halting = None
+        saved = self._state_file(args, state)
+        if state.global_step and saved.is_file():
+            self.guard.load_state_dict(json.loads(saved.read_text(encoding="utf-8")))
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._close()
+
+    def _close(self) -> None:
+        if self.runner is not None:
+            self.runner.tap.remove()
+            self.runner = None
+        if self.writer is not None:
+            self.writer.close()
+
+    def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
+        if self.guard is None or self.runner is None:
+            return
+        self.guard.group = Group(micro_batches=[MicroBatch(0, None, RngState.capture(args.device.type))])
+        self.runner.buffers.keep()
+        self.runner.tap.arm()
+        if optimizer.scaler is None:
+            hold_schedule(optimizer, False)
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
+        guard, runner = self.guard, self.runner
+        if guard is None or runner is None:
+            return
+        tap = runner.tap
+        tap.armed = False
+        if tap.norm is None:
+            if Signal.GUARD_FAILED not in guard.told:
+                message = "the gradients could not be tapped: no output of the model's forward led to the backward pass"
+                guard.emit(Event(state.global_step, Signal.GUARD_FAILED, Action.OBSERVED, message, rank=args.process_index))
+            return
+        if optimizer.scaler is not None:
+            if not math.isfinite(read_host([tap.norm])[0]):
+                guard.counter.scaler_skips += 1  # the scaler skips this step by itself
+            return
+        guard.group.micro_batches[0].loss = _worst(tap.losses)
+        settlement = guard.settle(guard.group, runner, state.global_step)
+        self.steps_since_log += 1
+        if settlement.steps:
+            return
+        self.skips_since_log += 1
+        hold_schedule(optimizer, True)
+        if settlement.halt is not None:
+            self._halt(args, state, control, model, settlement.halt)
+
+    def _halt(self, args: Any, state: Any, control: Any, model: nn.Module, message: str) -> None:
+        assert self.guard is not None
+        control.should_training_stop = True
+        if any(self.guard.ranks.gather(bool(find_nonfinite(model.named_parameters())))):
+            message += " Nothing was saved, for the weights themselves are not finite."
+            logger.error("hf_nanguard: %s", message)
+            if self.guard.policy.on_halt == "raise":
+                raise NonFiniteError(message)
+            return
+        control.should_save = True
+        folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step + 1}"
+        self.halting = f"{message} The last good state is in {folder}."
+        logger.error("hf_nanguard: %s", self.halting)
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        for name, value in (metrics or {}).items():
+            if self.guard is not None and name.endswith("loss") and isinstance(value, float) and not math.isfinite(value):
+                message = f"{name} is {value} at step {state.global_step}"
+                culprit = Culprit(phase="loss")
+                self.guard.emit(
+                    Event(state.global_step, Signal.EVAL_NONFINITE, Action.OBSERVED, message, rank=args.process_index,
+                          values={name: value}, culprit=culprit)
+                )  # fmt: skip
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.guard is None or logs is None or "loss" not in logs:
+            return
+        row = state.log_history[-1]
+        metrics: dict[str, Any] = self.guard.counter.as_metrics()
+        if self.steps_since_log and self.skips_since_log == self.steps_since_log:
+            for shown in (logs, row):  # every step was skipped: what stands there is the host's filter, not a loss
+                shown.pop("loss", None)
+                shown.pop("grad_norm", None)
+        self.steps_since_log = self.skips_since_log = 0
+        logs.update(metrics)
+        row.update(metrics)
+
+    def on_save(self, args, state, control, **kwargs):
+        if self.guard is not None and args.should_save and self._state_file(args, state).parent.is_dir():
+            text = json.dumps(self.guard.state_dict(), allow_nan=False)
+            self._state_file(args, state).write_text(text, encoding="utf-8")
+        if self.halting is not None and self.guard is not None and self.guard.policy.on_halt == "raise":
+            self._close()
+            raise NonFiniteError(self.halting)
+
+    def _state_file(self, args: Any, state: Any) -> Path:
+        return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / STATE_FILE
+
+
+def _worst(losses: list[Tensor]) -> Tensor | None:
+    """Returns one scalar that is not finite if any loss is not, without a host read."""
+    if not losses:
+        return None
+    total = losses[0]
+    for loss in losses[1:]:
+        total = total + loss
+    return total.mean() if total.ndim else total

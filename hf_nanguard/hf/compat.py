@@ -1,0 +1,141 @@
+"""Every private name of a host library that we touch, each with the condition under which it can go."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from transformers import Trainer
+
+ONE_NORM = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU,
+            DistributedType.MULTI_NPU, DistributedType.MULTI_MLU, DistributedType.MULTI_HPU)  # fmt: skip
+
+
+@contextmanager
+def poisoned_backward(accelerator: Accelerator) -> Iterator[None]:
+    """Makes the next backward carry NaN, so that the reduced norm tells every rank to redo the group.
+
+    Can go when accelerate offers a hook on the loss before its backward.
+    """
+    backward = accelerator.backward
+
+    def poison(loss: torch.Tensor, **kwargs: Any) -> None:
+        backward(loss * float("nan"), **kwargs)
+
+    accelerator.backward = poison
+    try:
+        yield
+    finally:
+        del accelerator.backward
+
+
+@contextmanager
+def local_collectives(active: bool) -> Iterator[None]:
+    """Makes accelerate's gathers and reductions local, so that one rank can run a loss that the others do not run.
+
+    Can go when accelerate has a public switch for this, or TRL's losses stop reducing their metrics inline.
+    """
+    stores = (AcceleratorState._shared_state, PartialState._shared_state) if active else ()
+    before = [store.get("distributed_type") for store in stores]
+    for store in stores:
+        store["distributed_type"] = DistributedType.NO
+    try:
+        yield
+    finally:
+        for store, value in zip(stores, before, strict=True):
+            store["distributed_type"] = value
+
+
+def hold_schedule(optimizer: Any, held: bool) -> None:
+    """Tells the Trainer whether the optimizer step was skipped, so that the learning rate schedule is held.
+
+    Can go when `AcceleratedOptimizer.step_was_skipped` has a setter.
+    """
+    optimizer._is_overflow = held
+
+
+def clips_in_one_piece(trainer: Trainer) -> bool:
+    """Returns whether the host clips by torch's own `get_total_norm` and `clip_grads_with_norm_`, so that we can look
+    between the two.
+
+    Can go when the Trainer measures and clips in two calls.
+    """
+    accelerator = trainer.accelerator
+    sharded = accelerator.distributed_type == DistributedType.FSDP and accelerator.is_fsdp2
+    return sharded or accelerator.distributed_type in ONE_NORM
+
+
+def metric_lists(trainer: Trainer) -> dict[str, list]:
+    """Returns the lists of training metrics a TRL trainer collects between two log rows, `{}` for other trainers.
+
+    Can go when TRL's trainers have a public metric store.
+    """
+    metrics = vars(trainer).get("_metrics")
+    return metrics["train"] if isinstance(metrics, dict) and "train" in metrics else {}
+
+
+def running_loss(trainer: Trainer) -> torch.Tensor:
+    """Returns the loss the Trainer sums up between two log rows, on its device.
+
+    Can go when the Trainer lets a subclass say what is logged.
+    """
+    return trainer._tr_loss
+
+
+def forget_step(trainer: Trainer) -> None:
+    """Takes a skipped step out of the means that the Trainer logs, which would else show part of a 0.0.
+
+    Can go together with `running_loss`.
+    """
+    trainer._globalstep_last_logged += 1
+    trainer._initial_global_step += 1
+
+
+def loss_shifts_labels(trainer: Trainer) -> bool:
+    """Returns whether position 0 of the labels is never a target.
+
+    Can go when the Trainer makes `_loss_shifts_labels` public.
+    """
+    return bool(vars(trainer).get("_loss_shifts_labels", False))
+
+
+def count_items(trainer: Trainer, batches: list[Any], device: torch.device) -> torch.Tensor | int | None:
+    """Returns the host's own count of loss items in these batches on this rank alone, `None` if it does not count.
+
+    Can go when `get_batch_samples` is split in fetching and counting.
+    """
+    with local_collectives(trainer.args.world_size > 1):
+        return trainer._get_num_items_in_batch(batches, device)
+
+
+def lost_loss(error: Exception) -> bool:
+    """Returns whether the host raised because the model returned no loss.
+
+    Can go when the Trainer raises an error of its own for this.
+    """
+    return isinstance(error, ValueError) and "did not return a loss" in str(error)
+
+
+def record_batches(dataloader: Any, record: list) -> bool:
+    """Makes the batch sampler of a prepared dataloader write down which rows each batch of the epoch is made of.
+
+    The class of the sampler is swapped, because accelerate and torch both refuse another object once a dataloader is
+    built. Returns whether there is a batch sampler. Can go when a DataLoader tells the indices of a batch.
+    """
+    base = vars(dataloader).get("base_dataloader", dataloader)
+    sampler = vars(base).get("batch_sampler")
+    if sampler is None or vars(base).get("in_order") is False:
+        return False
+    original = type(sampler)
+
+    def __iter__(self):  # noqa: N807 - it becomes the method of that name
+        record.clear()
+        for batch in original.__iter__(self):
+            record.append(list(batch))
+            yield batch
+
+    sampler.__class__ = type(original.__name__, (original,), {"__iter__": __iter__, "__module__": original.__module__})
+    return True

@@ -1,0 +1,80 @@
+"""Plain facts about a model that the checks need: how large its vocabularies are, which labels it can take."""
+
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+TOKEN_LABELS = (
+    modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+)
+CLASS_LABELS = (
+    modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
+)
+PLACEHOLDER_IDS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id", "audio_token_index")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a batch may hold.
+
+    Args:
+        num_labels (`int`, *optional*):
+            Valid labels are 0 to this, exclusive, and -100; `None` if it is not known what labels mean here.
+        token_labels (`bool`):
+            Whether labels are tokens of a sequence, so that all of them may be masked.
+        shifted (`bool`):
+            Whether position 0 of the labels is never a target.
+        num_ids (`int`, *optional*):
+            Valid input ids are 0 to this, exclusive; `None` if not known.
+        placeholders (`tuple[int, ...]`):
+            Ids the model replaces before it embeds them.
+    """
+
+    num_labels: int | None = None
+    token_labels: bool = False
+    shifted: bool = False
+    num_ids: int | None = None
+    placeholders: tuple[int, ...] = ()
+
+
+def find_limits(model: nn.Module, shifted: bool) -> Limits:
+    """Reads the limits off a model; what cannot be known is left open and then not checked.
+
+    Args:
+        model (`nn.Module`):
+            The model, without DDP wrapper; a PEFT model is looked into.
+        shifted (`bool`):
+            Whether its loss shifts the labels by one.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft is optional
+    if not isinstance(base, PreTrainedModel):
+        return Limits()
+    config = base.config
+    name = type(base).__name__
+    embedding = _rows(base.get_input_embeddings)
+    num_labels, token_labels = None, False
+    if any(name in mapping.values() for mapping in TOKEN_LABELS):
+        num_labels, token_labels = _rows(base.get_output_embeddings) or embedding, True
+    elif any(name in mapping.values() for mapping in CLASS_LABELS):
+        regression = config.num_labels == 1 or config.problem_type in ("regression", "multi_label_classification")
+        num_labels = None if regression else config.num_labels
+    known = config.to_dict()
+    placeholders = tuple(known[key] for key in PLACEHOLDER_IDS if isinstance(known.get(key), int))
+    return Limits(num_labels, token_labels, shifted, embedding, placeholders)
+
+
+def _rows(get_embeddings) -> int | None:
+    try:
+        weight = vars(get_embeddings() or nn.Identity()).get("_parameters", {}).get("weight")
+    except NotImplementedError:  # what transformers raises for a model without token embeddings
+        return None
+    return None if weight is None or weight.ndim != 2 else weight.shape[0]

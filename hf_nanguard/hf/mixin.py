@@ -1,0 +1,139 @@
+"""The mixin that guards any Trainer: each override calls the host once and tells the session what happened."""
+
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from .arguments import GuardArguments, find_guard_arguments
+from .session import Session
+
+
+class GuardedTrainerMixin:
+    """Puts the guard into a [`~transformers.Trainer`] or any subclass of it. Mix it in first.
+
+    Args:
+        guard (`GuardArguments`, *optional*):
+            The guard's settings. Without it they are taken from the training arguments if these are guarded ones, and
+            are the defaults otherwise. All other arguments are the host's.
+
+    Metrics that are added to every row of training losses:
+
+    | metric | meaning |
+    |---|---|
+    | `nanguard/skipped_steps` | optimizer steps that were skipped |
+    | `nanguard/dropped_microbatches` | micro-batches, of all ranks, that were left out |
+    | `nanguard/success_rate` | micro-batches used / seen; `_recent`: of the last 100 |
+    | `nanguard/grad_norm_max` | largest pre-clip norm since the last row |
+    | `nanguard/scaler_skips` | steps the GradScaler skipped by itself, once there are any |
+
+    Example:
+
+    ```python
+    class MyGuardedTrainer(GuardedTrainerMixin, MyTrainer):
+        pass
+    ```
+    """
+
+    nanguard: Session
+
+    def __init__(self, *args: Any, guard: GuardArguments | None = None, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.begin_guarding(guard)
+
+    def begin_guarding(self, guard: GuardArguments | None) -> None:
+        """Sets the guard up on a trainer that is already built."""
+        self.nanguard = Session(self, find_guard_arguments(guard, self.args))  # type: ignore[arg-type, attr-defined]
+
+    def train(self, *args, **kwargs):
+        with self.nanguard.training():
+            return super().train(*args, **kwargs)
+
+    # ---- data ----
+
+    def get_train_dataloader(self):
+        with self.nanguard.checked_collate():
+            dataloader = super().get_train_dataloader()
+        self.nanguard.rows.follow(dataloader, self.accelerator.num_processes)
+        return dataloader
+
+    def _run_epoch(self, **kwargs):
+        resumed = kwargs["resume_from_checkpoint"] is not None and kwargs["epoch"] == kwargs["epochs_trained"]
+        skipped = resumed and not self.args.ignore_data_skip
+        self.nanguard.rows.begin_epoch(kwargs["steps_trained_in_current_epoch"] if skipped else 0)
+        return super()._run_epoch(**kwargs)
+
+    def get_batch_samples(self, *args, **kwargs):
+        batches, num_items = super().get_batch_samples(*args, **kwargs)
+        self.nanguard.begin_group(batches)
+        return batches, num_items
+
+    def _prepare_inputs(self, inputs):
+        session = self.nanguard
+        if session.runner is not None and session.runner.replayed is not None:
+            return session.runner.replayed.again()
+        prepared = super()._prepare_inputs(inputs)
+        if session.recording:
+            session.hold_inputs(prepared)
+        return prepared
+
+    # ---- one step ----
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        session = self.nanguard
+        if not session.on or session.replaying:
+            return super().training_step(model, inputs, num_items_in_batch)
+        return session.run_micro_batch(super().training_step, model, inputs, num_items_in_batch)
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        result = super().compute_loss(model, inputs, *args, **kwargs)
+        with_outputs = bool(args[0]) if args else bool(kwargs.get("return_outputs", False))
+        return self.nanguard.check_loss(result, with_outputs, self.model.training) if self.nanguard.on else result
+
+    def _clip_grad_norm(self, model):
+        if not self.nanguard.on:
+            return super()._clip_grad_norm(model)
+        clip = super()._clip_grad_norm
+        return self.nanguard.settle(model, self.args.max_grad_norm, lambda: clip(model))
+
+    def _get_grad_norm(self, model, grad_norm=None):
+        session = self.nanguard
+        if session.on and not session.settled:  # max_grad_norm is 0, or a subclass clips by itself
+            measure = super()._get_grad_norm
+            return session.settle(model, 0.0, lambda: measure(model), grad_norm)
+        if session.on and grad_norm is None:  # skipped: there is nothing to measure
+            return None
+        return super()._get_grad_norm(model, grad_norm)
+
+    def _maybe_log_save_evaluate(self, *args, **kwargs):
+        self.nanguard.after_step()
+        return super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    # ---- evaluation, log, checkpoint ----
+
+    def evaluate(self, *args, **kwargs):
+        metrics = super().evaluate(*args, **kwargs)
+        if self.nanguard.on:
+            self.nanguard.check_evaluation(metrics)
+        return metrics
+
+    def _determine_best_metric(self, metrics, trial):
+        if self.nanguard.on and self.nanguard.spoils_best(metrics):
+            return False
+        return super()._determine_best_metric(metrics=metrics, trial=trial)
+
+    def log(self, logs, *args, **kwargs):
+        if self.nanguard.replaying:
+            return
+        self.nanguard.add_metrics(logs)
+        super().log(logs, *args, **kwargs)
+        self.nanguard.write_metrics()
+
+    def _save_checkpoint(self, model, trial):
+        super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        self.nanguard.save_state(folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        self.nanguard.load_state(checkpoint)

@@ -1,0 +1,39 @@
+"""Which dataset rows a micro-batch was made of.
+
+Map-style datasets: written down by the batch sampler, looked up by position in the epoch, so shuffling, workers,
+sharding over ranks and a resume in mid-epoch are all right. Iterable datasets have no row numbers: one process that
+reads them in order counts samples, otherwise the rows are not known.
+"""
+
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from .compat import record_batches
+
+
+class RowRecord:
+    """The rows of every batch of the current epoch, on this rank."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.position = 0
+        self.known = False
+        self.stream_batch_size: int | None = None
+
+    def follow(self, dataloader: Any, num_processes: int) -> None:
+        """Begins to record a prepared training dataloader."""
+        self.known = record_batches(dataloader, self.batches)
+        streamed = isinstance(dataloader.dataset, IterableDataset) and num_processes == 1 and dataloader.num_workers == 0
+        self.stream_batch_size = dataloader.batch_size if streamed else None
+
+    def begin_epoch(self, position: int) -> None:
+        """Starts at a batch of the epoch; not 0 after a resume in mid-epoch."""
+        self.position = position
+
+    def next(self) -> list[int] | None:
+        """Returns the rows of the next batch, `None` if they cannot be known."""
+        position, self.position = self.position, self.position + 1
+        if self.stream_batch_size is not None:
+            return list(range(position * self.stream_batch_size, (position + 1) * self.stream_batch_size))
+        return self.batches[position] if self.known and position < len(self.batches) else None

@@ -1,0 +1,148 @@
+"""How a Trainer's micro-batches are run again: through its own `training_step`, with the inputs it had prepared."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from transformers import Trainer
+
+from ..core.agreement import Ranks
+from ..core.group import Group, MicroBatch
+from ..core.runner import Runner
+from .compat import count_items, local_collectives, metric_lists
+from .isolation import untouched
+
+
+@dataclass(frozen=True)
+class Share:
+    """How the Trainer weighs a micro-batch: by the number of them, or by the items of the whole group.
+
+    Args:
+        steps (`float`):
+            What per-batch means are divided by; not whole when ranks have different numbers left.
+        num_items (`Tensor` or `int`, *optional*):
+            What token losses are divided by.
+        even (`bool`):
+            Whether all ranks run the same number of micro-batches, so that metrics may be reduced across them.
+    """
+
+    steps: float
+    num_items: Tensor | int | None
+    even: bool = True
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The inputs of a micro-batch as `_prepare_inputs` returned them: a copy of the dictionary, not of the tensors."""
+
+    inputs: Any
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, inputs: Any) -> "Prepared":
+        """Takes hold of prepared inputs."""
+        return cls(dict(inputs) if type(inputs) is dict else inputs, _versions(inputs))
+
+    def again(self) -> Any:
+        """Returns the inputs for another run; the loss may change the dictionary it gets."""
+        return dict(self.inputs) if isinstance(self.inputs, dict) else self.inputs
+
+    @property
+    def written(self) -> bool:
+        """Whether a tensor among them was changed in place since."""
+        return _versions(self.inputs) != self.versions
+
+
+def _versions(inputs: Any) -> tuple[int, ...]:
+    values = inputs.values() if isinstance(inputs, Mapping) else ()
+    return tuple(v._version for v in values if isinstance(v, Tensor) and not v.is_inference())
+
+
+class TrainerRunner(Runner):
+    """The runner of a guarded Trainer.
+
+    Args:
+        trainer (`Trainer`):
+            The trainer.
+        model (`nn.Module`):
+            The model as its training loop calls it.
+        ranks (`Ranks`):
+            The processes that train together.
+    """
+
+    def __init__(self, trainer: Trainer, model: nn.Module, ranks: Ranks):
+        super().__init__(model, trainer.accelerator.scaler)
+        self.trainer = trainer
+        self.ranks = ranks
+        self.replayed: Prepared | None = None
+        self.metric_lengths: dict[str, int] = {}
+
+    def why_not(self, group: Group) -> str | None:
+        trainer = self.trainer
+        if trainer.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            return "DeepSpeed steps its engine inside the backward"
+        if trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1:
+            return "ranks that share a batch cannot redo it apart"
+        if any(not isinstance(micro.payload, Prepared) for micro in group.micro_batches):
+            return "the trainer did not prepare its inputs through _prepare_inputs"
+        if any(micro.payload.written for micro in group.micro_batches):
+            return "the loss changed its inputs in place"
+        return None
+
+    def keep_books(self) -> None:
+        """Notes where the trainer's metric lists end, before the group adds to them."""
+        self.metric_lengths = {name: len(values) for name, values in metric_lists(self.trainer).items()}
+
+    def strike_group(self) -> None:
+        """Takes what the group added to the metric lists out again."""
+        for name, values in metric_lists(self.trainer).items():
+            del values[self.metric_lengths.get(name, 0) :]
+
+    def isolated(self) -> AbstractContextManager:
+        return untouched(self.trainer)
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        self.strike_group()
+        metrics = metric_lists(self.trainer)
+        with untouched(self.trainer):
+            yield
+            added = {name: list(values) for name, values in metrics.items()}
+        for name, values in added.items():
+            metrics[name] = values
+
+    def run(self, micro: MicroBatch, share: Share) -> Tensor:
+        trainer = self.trainer
+        trainer.current_gradient_accumulation_steps = share.steps
+        self.replayed = micro.payload
+        try:
+            with local_collectives(trainer.args.world_size > 1 and not (self.lockstep or share.even)):
+                return trainer.training_step(self.model, micro.payload.again(), share.num_items)
+        finally:
+            self.replayed = None
+
+    def probe(self, micro: MicroBatch, share: Share) -> Tensor:
+        return super().probe(micro, Share(share.steps, share.num_items, even=False))
+
+    def forward(self, micro: MicroBatch) -> None:
+        trainer = self.trainer
+        with local_collectives(trainer.args.world_size > 1), trainer.compute_loss_context_manager():
+            trainer.compute_loss(self.model, micro.payload.again())
+
+    def regroup(self, good: list[MicroBatch], num_good: list[int]) -> Share:
+        trainer = self.trainer
+        steps: float = sum(num_good) / len(num_good)
+        batches = [micro.payload.inputs for micro in good]
+        counted = None if not batches else count_items(trainer, batches, trainer.args.device)
+        if trainer.args.average_tokens_across_devices and trainer.args.world_size > 1:
+            counts = self.ranks.gather(None if counted is None else int(counted))
+            known = [count for count in counts if count is not None]
+            counted = torch.tensor(sum(known), device=trainer.args.device) if known else None
+        return Share(int(steps) if steps.is_integer() else steps, counted, even=len(set(num_good)) == 1)
+
+    def unscale(self) -> None:
+        self.trainer.accelerator.unscale_gradients()

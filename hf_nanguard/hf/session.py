@@ -1,0 +1,372 @@
+"""The guard of one trainer: what the mixin's overrides call, in the order of a training step."""
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import Tensor, nn
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ..core.agreement import Ranks
+from ..core.event import Culprit, Event, strict
+from ..core.finite import find_nonfinite, read_host
+from ..core.group import Finding, Group, MicroBatch
+from ..core.guard import Guard, Settlement
+from ..core.rng import RngState
+from ..core.signal import Action, Signal
+from ..core.skip import ScalerState
+from ..errors import LossMissingError, NonFiniteError
+from ..report.jsonl import JsonlWriter, events_path
+from . import compat
+from .arguments import GuardArguments
+from .collate import NOTE, BatchNote, CheckedCollator
+from .fact import find_limits
+from .row import RowRecord
+from .runner import Prepared, Share, TrainerRunner
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "nanguard"
+STATE_FILE = "nanguard_state.json"
+
+
+class Session:
+    """Everything the guard knows about one trainer.
+
+    Args:
+        trainer (`Trainer`):
+            The guarded trainer, already built.
+        arguments (`GuardArguments`):
+            The settings.
+    """
+
+    def __init__(self, trainer: Trainer, arguments: GuardArguments):
+        self.trainer = trainer
+        self.arguments = arguments
+        self.policy = arguments.policy()
+        self.on = self.policy.mode != "off"
+        self.acts = self.policy.acts
+        self.guard = Guard(policy=self.policy, ranks=Ranks(trainer.args.device), on_event=self.write_event)
+        self.directory = Path(trainer.args.output_dir) / FOLDER
+        self.event_writer = JsonlWriter(events_path(self.directory, self.guard.ranks.rank))
+        self.metric_writer = JsonlWriter(self.directory / "metrics.jsonl")
+        self.rows = RowRecord()
+        self.runner: TrainerRunner | None = None
+        self.notes: list[BatchNote] = []
+        self.batch_rows: list[list[int] | None] = []
+        self.prepared: tuple[Prepared, RngState] | None = None
+        self.recording = False
+        self.settled = True
+        self.stand_in: Prepared | None = None
+        self.loss_before: Tensor | None = None
+        self.scaler_before: ScalerState | None = None
+        self.eval_losses: list[Tensor] = []
+        self.labelled = False
+
+    @property
+    def replaying(self) -> bool:
+        """Whether the guard is running a held micro-batch again."""
+        return self.guard.replaying
+
+    def write_event(self, event: dict[str, Any]) -> None:
+        """Appends an event to this rank's file."""
+        self.event_writer(event)
+
+    # ---- a run ----
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Surrounds `train()`: the log filter that hides NaN (and reads every loss twice) is off meanwhile."""
+        args = self.trainer.args
+        hidden = args.logging_nan_inf_filter
+        if self.on:
+            self._say_limits()
+        if self.acts:
+            args.logging_nan_inf_filter = False
+        try:
+            yield
+        finally:
+            args.logging_nan_inf_filter = hidden
+            self.recording = False
+            self.guard.group = Group()
+            self.event_writer.close()
+            self.metric_writer.close()
+
+    def _say_limits(self) -> None:
+        if self.trainer.accelerator.distributed_type == DistributedType.DEEPSPEED:
+            logger.warning(
+                "hf_nanguard: DeepSpeed steps its engine inside the backward, so bad labels and inputs are caught before "
+                "it, but a bad loss or gradient can only be reported, not contained. Use DDP or FSDP2 for containment."
+            )
+
+    @contextmanager
+    def checked_collate(self) -> Iterator[None]:
+        """Wraps the data collator while the training dataloader is built."""
+        trainer = self.trainer
+        collator = trainer.data_collator
+        if self.on and not trainer.args.accelerator_config.dispatch_batches:
+            limits = find_limits(trainer.model, compat.loss_shifts_labels(trainer))
+            verdict = self.policy.on_bad_input if self.acts else "observe"
+            trainer.data_collator = CheckedCollator(collator, limits, verdict)
+        try:
+            yield
+        finally:
+            trainer.data_collator = collator
+
+    # ---- a group ----
+
+    def begin_group(self, batches: list[Any]) -> None:
+        """Takes the notes out of the batches of the next optimizer step and looks up their rows."""
+        self.notes = [
+            batch.pop(NOTE, BatchNote()) if isinstance(batch, MutableMapping) else BatchNote() for batch in batches
+        ]
+        self.batch_rows = [self.rows.next() for _ in batches]
+        self.guard.group = Group()
+        self.settled = False
+
+    def hold_inputs(self, inputs: Any) -> None:
+        """Takes hold of what `_prepare_inputs` returned, and of the random state right before the forward."""
+        device_type = self.trainer.args.device.type
+        self.prepared = (Prepared.of(inputs), RngState.capture(device_type))
+
+    def run_micro_batch(
+        self, training_step: Callable[..., Tensor], model: nn.Module, inputs: Any, num_items: Tensor | int | None
+    ) -> Tensor:
+        """Runs one micro-batch of the group through the host's `training_step` and holds it."""
+        guard, trainer = self.guard, self.trainer
+        group = guard.group
+        if not group.micro_batches:
+            self._open_group(model, num_items)
+        assert self.runner is not None
+        index = len(group.micro_batches)
+        note = self.notes[index] if index < len(self.notes) else BatchNote()
+        findings = note.findings
+        must_go = any(finding.verdict in ("drop", "halt") for finding in findings)
+        self.prepared, self.recording = None, True
+        try:
+            with compat.poisoned_backward(trainer.accelerator) if must_go else nullcontext():
+                loss = training_step(model, inputs, num_items)
+        except Exception as error:
+            self.recording = False
+            finding = self._judge_error(error, index)
+            loss = self._stand_in_for(training_step, model, num_items, error)
+            findings = (*findings, finding)
+        finally:
+            self.recording = False
+        payload, rng = self.prepared or (None, RngState.capture(trainer.args.device.type))
+        micro = MicroBatch(index, payload, rng, findings, self._rows_of(payload, index), loss.detach())
+        group.micro_batches.append(micro)
+        return loss
+
+    def _open_group(self, model: nn.Module, num_items: Tensor | int | None) -> None:
+        if self.runner is None or self.runner.model is not model:
+            self.runner = TrainerRunner(self.trainer, model, self.guard.ranks)
+        self.runner.keep_books()
+        self.runner.buffers.keep()
+        self.guard.group.share = Share(self.trainer.current_gradient_accumulation_steps, num_items)
+        self.loss_before = compat.running_loss(self.trainer).clone()
+        if self.scaler_before is None:
+            compat.hold_schedule(self.trainer.optimizer, False)
+
+    def _rows_of(self, payload: Prepared | None, index: int) -> list[int] | None:
+        if payload is not None and isinstance(payload.inputs, dict):
+            self.labelled = "labels" in payload.inputs
+            rows = payload.inputs.get("nanguard_rows")
+            if rows is not None:
+                return [int(row) for row in rows]
+        return self.batch_rows[index] if index < len(self.batch_rows) else None
+
+    def current_rows(self) -> list[int] | None:
+        """Returns the dataset rows of the batch that is being prepared."""
+        index = len(self.guard.group.micro_batches)
+        return self.batch_rows[index] if self.recording and index < len(self.batch_rows) else None
+
+    def _judge_error(self, error: Exception, index: int) -> Finding:
+        """Turns an exception inside the loss into an event and raises it again, unless the policy drops it."""
+        missing = isinstance(error, LossMissingError) or compat.lost_loss(error)
+        signal = Signal.LOSS_MISSING if missing else Signal.LOSS_ERROR
+        text = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+        message = f"{type(error).__name__} inside the loss: {text}"
+        drop = self.acts and self.policy.on_loss_error == "drop" and not isinstance(error, torch.OutOfMemoryError)
+        if not drop or (self.guard.ranks.size > 1 and self.stand_in is None):
+            rows = self.batch_rows[index] if index < len(self.batch_rows) else None
+            self.guard.emit(
+                Event(self.trainer.state.global_step, signal, Action.REFUSED, message, index, self.guard.ranks.rank,
+                      culprit=Culprit(phase="loss", rows=rows))
+            )  # fmt: skip
+            raise error
+        return Finding(signal, message, "drop", None, "loss")
+
+    def _stand_in_for(
+        self, training_step: Callable[..., Tensor], model: nn.Module, num_items: Tensor | int | None, error: Exception
+    ) -> Tensor:
+        """Keeps the other ranks company while this one has nothing to add, and tells them by a NaN gradient."""
+        assert self.runner is not None
+        if self.stand_in is None:
+            parameter = self.runner.parameters[0]
+            parameter.grad = torch.full_like(parameter, float("nan"))
+            return torch.zeros((), device=self.trainer.args.device)
+        rng = RngState.capture(self.trainer.args.device.type) if self.prepared is None else self.prepared[1]
+        self.prepared = (self.stand_in, rng)
+        self.runner.replayed = self.stand_in
+        try:
+            with compat.poisoned_backward(self.trainer.accelerator):
+                return training_step(model, self.stand_in.again(), num_items)
+        finally:
+            self.runner.replayed = None
+
+    # ---- the decision ----
+
+    def settle(self, model: nn.Module, max_norm: float, host_clip: Callable[[], Any] | None, norm: Any = None) -> Any:
+        """Settles the group and clips what is left of it.
+
+        Args:
+            model (`nn.Module`):
+                The model in training.
+            max_norm (`float`):
+                What to clip to; 0 for no clipping.
+            host_clip (`Callable`, *optional*):
+                The host's own clip, for set-ups where norm and clip cannot be told apart.
+            norm (`Tensor` or `float`, *optional*):
+                The norm, if somebody has clipped already.
+
+        Returns:
+            The norm for the log, `None` for a step that is skipped.
+        """
+        guard, trainer, runner = self.guard, self.trainer, self.runner
+        self.settled = True
+        if runner is None or not guard.group.micro_batches:
+            return norm if host_clip is None else host_clip()
+        apart = host_clip is None or (compat.clips_in_one_piece(trainer) and not trainer._has_mixed_mesh_grads(model))
+        if not apart and norm is None:
+            norm = host_clip()  # type: ignore[misc]
+        clipped = norm is not None
+        if runner.scaler is not None:
+            self.scaler_before = ScalerState(runner.scaler)
+        given = torch.as_tensor(norm, device=trainer.args.device) if clipped else None
+        settlement = guard.settle(guard.group, runner, trainer.state.global_step, given, self.labelled)
+        self._keep_log_true(settlement)
+        if settlement.steps:
+            self.scaler_before = None
+            norm = settlement.norm
+            if clipped and settlement.redone is not None and host_clip is not None:
+                norm = host_clip()
+            elif not clipped or settlement.redone is not None or settlement.clip_to is not None:
+                bounds = [bound for bound in (max_norm, settlement.clip_to) if bound]
+                if bounds:
+                    torch.nn.utils.clip_grads_with_norm_(runner.parameters, min(bounds), settlement.norm)
+            if settlement.redone is None and self.policy.on_loss_error == "drop":
+                self.stand_in = guard.group.micro_batches[0].payload
+        else:
+            norm = None
+            compat.hold_schedule(trainer.optimizer, True)
+        trainer.current_gradient_accumulation_steps = guard.group.share.steps
+        guard.group = Group()
+        if settlement.halt is not None:
+            self._halt(model, settlement.halt)
+        return norm
+
+    def _keep_log_true(self, settlement: Settlement) -> None:
+        """Makes the running loss what it would be had the dropped micro-batches never come."""
+        if settlement.redone is None or not self.acts:
+            return
+        assert self.runner is not None and self.loss_before is not None
+        total = compat.running_loss(self.trainer)
+        total.copy_(self.loss_before)
+        for loss in settlement.redone:
+            total += loss.to(total.device)
+        if self.policy.on_nonfinite == "floor":
+            total += settlement.num_dropped * self.policy.loss_floor
+        elif not settlement.steps:
+            compat.forget_step(self.trainer)
+        if not settlement.steps:
+            self.runner.strike_group()
+
+    def after_step(self) -> None:
+        """Runs right after the optimizer: a contained step must not have moved the loss scale."""
+        if self.scaler_before is not None:
+            self.scaler_before.restore()
+            self.scaler_before = None
+            compat.hold_schedule(self.trainer.optimizer, False)
+
+    def _halt(self, model: nn.Module, message: str) -> None:
+        """Ends the run in order: the last good state saved, then an error or a clean stop."""
+        trainer = self.trainer
+        bad = find_nonfinite(trainer.model.named_parameters())
+        sick = any(self.guard.ranks.gather(bool(bad)))
+        folder = Path(trainer.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        if sick:
+            message += " Nothing was saved, for the weights themselves are not finite."
+        else:
+            if not any(self.guard.ranks.gather(folder.is_dir())):
+                trainer._save_checkpoint(model, None)
+            message += f" The last good state is in {folder}."
+        logger.error("hf_nanguard: %s", message)
+        self.event_writer.close()
+        if self.policy.on_halt == "raise":
+            raise NonFiniteError(message)
+        trainer.control.should_training_stop = True
+
+    # ---- evaluation ----
+
+    def check_loss(self, result: Any, with_outputs: bool, training: bool) -> Any:
+        """Looks at what `compute_loss` returned: nothing at all is an error, an evaluation loss is remembered."""
+        loss = result[0] if with_outputs and isinstance(result, tuple) else result
+        if loss is None:
+            raise LossMissingError(
+                "compute_loss must return a loss, got None. Check that the batch holds labels and that the model or "
+                "compute_loss_func returns its loss."
+            )
+        if not training and isinstance(loss, Tensor):
+            self.eval_losses.append(loss.detach().mean())
+        return result
+
+    def check_evaluation(self, metrics: dict[str, float]) -> None:
+        """Reports an evaluation loss that is not finite, with the first batch that made it so."""
+        bad = {k: v for k, v in metrics.items() if k.endswith("loss") and isinstance(v, float) and not math.isfinite(v)}
+        losses = read_host(self.eval_losses) if bad else []
+        self.eval_losses = []
+        for name, value in bad.items():
+            first = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
+            where = f", first in evaluation batch {first}" if first is not None else ""
+            message = f"{name} is {value} at step {self.trainer.state.global_step}{where}; it cannot become the best metric"
+            self.guard.emit(
+                Event(self.trainer.state.global_step, Signal.EVAL_NONFINITE, Action.OBSERVED, message, first,
+                      self.guard.ranks.rank, {name: value}, Culprit(phase="loss"))
+            )  # fmt: skip
+
+    def spoils_best(self, metrics: dict[str, float]) -> bool:
+        """Returns whether the metric that chooses the best model is not finite."""
+        name = self.trainer.args.metric_for_best_model or "loss"
+        value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
+        return isinstance(value, float) and not math.isfinite(value)
+
+    # ---- log and checkpoint ----
+
+    def add_metrics(self, logs: dict[str, float]) -> None:
+        """Adds the guard's metrics to a row of training losses."""
+        if self.on and "loss" in logs:
+            logs.update(self.guard.counter.as_metrics())
+
+    def write_metrics(self) -> None:
+        """Appends the newest log row to `metrics.jsonl`."""
+        if self.on and self.trainer.is_world_process_zero() and self.trainer.state.log_history:
+            self.metric_writer(strict(dict(self.trainer.state.log_history[-1])))
+
+    def save_state(self, folder: Path) -> None:
+        """Writes the guard's state beside the trainer's, in a checkpoint."""
+        if self.on and self.trainer.args.should_save and folder.is_dir():
+            (folder / STATE_FILE).write_text(json.dumps(self.guard.state_dict(), allow_nan=False), encoding="utf-8")
+
+    def load_state(self, checkpoint: str | None) -> None:
+        """Restores the guard's state from a checkpoint that has one."""
+        file = None if checkpoint is None else Path(checkpoint) / STATE_FILE
+        if self.on and file is not None and file.is_file():
+            self.guard.load_state_dict(json.loads(file.read_text(encoding="utf-8")))

@@ -1,0 +1,49 @@
+"""JSONL files of a run: strict JSON, one object a line, flushed at once so that a killed run loses nothing."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+
+class JsonlWriter:
+    """Appends objects to a file, which is made (with its folder) by the first of them.
+
+    Args:
+        path (`str` or `Path`):
+            The file.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._file: TextIO | None = None
+
+    def __call__(self, item: dict[str, Any]) -> None:
+        """Writes one object. Non-finite floats must have been made strings (`core.event.strict`)."""
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("a", encoding="utf-8")
+        self._file.write(json.dumps(item, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file; a later write opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def events_path(directory: str | Path, rank: int) -> Path:
+    """Returns the event file of a rank below a run's `nanguard` folder."""
+    return Path(directory) / ("events.jsonl" if rank == 0 else f"events-rank{rank}.jsonl")
+
+
+def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
+    """Yields the objects of a file. A last line cut off by a crash is left out."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines):
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            if number < len(lines) - 1:
+                raise
