@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .buffer import BufferKeeper
+from .finite import local
 from .group import Group, MicroBatch
 from .skip import ScalerState, clear_gradients
 
@@ -114,6 +115,13 @@ class Runner(ABC):
             self.model.set_requires_gradient_sync(True)  # type: ignore[operator]
         else:
             yield
+
+    def poison(self) -> None:
+        """Leaves NaN in a sharded gradient of this rank: the norm, reduced over all shards, then tells every rank."""
+        for parameter in self.parameters:
+            if parameter.grad is not None and local(parameter.grad).numel():
+                local(parameter.grad).view(-1)[0] = float("nan")
+                return
 
     def clear(self) -> None:
         """Forgets all gradients, and that they were unscaled."""

@@ -15,15 +15,16 @@ ONE_NORM = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI
 
 
 @contextmanager
-def poisoned_backward(accelerator: Accelerator) -> Iterator[None]:
-    """Makes the next backward carry NaN, so that the reduced norm tells every rank to redo the group.
+def poisoned_backward(accelerator: Accelerator, parameter: torch.Tensor) -> Iterator[None]:
+    """Makes the next backward leave NaN in one gradient, so that the reduced norm tells every rank to redo the group.
 
+    A NaN factor on the loss would not do: the backward of a cross-entropy over masked labels writes zeros all the same.
     Can go when accelerate offers a hook on the loss before its backward.
     """
     backward = accelerator.backward
 
     def poison(loss: torch.Tensor, **kwargs: Any) -> None:
-        backward(loss * float("nan"), **kwargs)
+        backward(loss + (parameter.sum() * float("nan")).to(loss.device), **kwargs)
 
     accelerator.backward = poison
     try:

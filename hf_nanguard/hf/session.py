@@ -4,7 +4,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +151,7 @@ class Session:
         must_go = any(finding.verdict in ("drop", "halt") for finding in findings)
         self.prepared, self.recording = None, True
         try:
-            with compat.poisoned_backward(trainer.accelerator) if must_go else nullcontext():
+            with self._poisoned() if must_go else nullcontext():
                 loss = training_step(model, inputs, num_items)
         except Exception as error:
             self.recording = False
@@ -164,6 +164,13 @@ class Session:
         micro = MicroBatch(index, payload, rng, findings, self._rows_of(payload, index), loss.detach())
         group.micro_batches.append(micro)
         return loss
+
+    def _poisoned(self) -> AbstractContextManager:
+        """Returns a context whose backward tells all ranks that this micro-batch must go. Shards are told in `settle`."""
+        assert self.runner is not None
+        if self.runner.lockstep:
+            return nullcontext()
+        return compat.poisoned_backward(self.trainer.accelerator, self.runner.parameters[0])
 
     def _open_group(self, model: nn.Module, num_items: Tensor | int | None) -> None:
         if self.runner is None or self.runner.model is not model:
@@ -217,7 +224,7 @@ class Session:
         self.prepared = (self.stand_in, rng)
         self.runner.replayed = self.stand_in
         try:
-            with compat.poisoned_backward(self.trainer.accelerator):
+            with self._poisoned():
                 return training_step(model, self.stand_in.again(), num_items)
         finally:
             self.runner.replayed = None
@@ -250,6 +257,8 @@ class Session:
         clipped = norm is not None
         if runner.scaler is not None:
             self.scaler_before = ScalerState(runner.scaler)
+        if runner.lockstep and any(micro.must_go for micro in guard.group.micro_batches):
+            runner.poison()
         given = torch.as_tensor(norm, device=trainer.args.device) if clipped else None
         settlement = guard.settle(guard.group, runner, trainer.state.global_step, given, self.labelled)
         self._keep_log_true(settlement)

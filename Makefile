@@ -1,0 +1,34 @@
+# Works on a fresh machine with Python >= 3.11, pip and make; everything is installed into .venv, once.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+TORCH := $(shell grep '^torch==' constraints.txt)
+# One thread a process, so that two test workers fit two cores.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
+
+.PHONY: demo test quick slow lint
+
+demo: $(STAMP)
+	$(BIN)/nanguard demo
+
+test: lint
+	$(PYTEST) -m "not slow"
+
+quick: lint
+	$(PYTEST) -m "not slow and not distributed" --ignore=tests/laws
+
+slow: $(STAMP)
+	$(PYTEST) -m slow --timeout=3600
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python must be 3.11 or newer, got $$($(PYTHON) --version 2>&1). Run make PYTHON=/path/to/python3."; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	touch $(STAMP)

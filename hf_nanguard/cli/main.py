@@ -1,0 +1,51 @@
+"""The `nanguard` command: reads the command line and hands over to the file of the command.
+
+Nothing heavy is imported here or at the head of a command's file, so that `--help` answers at once.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NoReturn
+
+from .. import __version__
+from ..errors import ArgumentError
+from . import demo
+
+# Each has `add_parser(subparsers)`, which sets `run`, a function from the parsed arguments to an exit code.
+COMMANDS: tuple[ModuleType, ...] = (demo,)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that complains in one sentence, without the usage block."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(f"{message}. Run `{self.prog} --help` for what it takes.")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands."""
+    parser = Parser(prog="nanguard", description="Numerical safety for Hugging Face training.")
+    parser.add_argument("--version", action="version", version=f"nanguard {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for command in COMMANDS:
+        command.add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code: 0, 2 for bad arguments, 130 for Ctrl-C."""
+    try:
+        arguments = build_parser().parse_args(argv)
+        return arguments.run(arguments)
+    except ArgumentError as error:
+        print(f"nanguard: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("nanguard: stopped by Ctrl-C; what was written so far is whole.", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

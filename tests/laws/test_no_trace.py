@@ -1,0 +1,143 @@
+"""L2 and L3: a contained step leaves no trace, and a bad micro-batch costs only itself."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ..faults import INF, NAN, Fault, plant
+from ..reference import assert_same, losses_of, tensors_of, without
+from ..trainers import KINDS, build, events_of, stock_class
+
+LAYER = "model.layers.1.mlp.up_proj.weight"
+
+
+def _run(trainer):
+    trainer.train()
+    return tensors_of(trainer)
+
+
+def _prove(kind: str, tmp_path, faults: list[Fault], **overrides):
+    """Runs the guarded trainer with faults and the stock one that never saw those batches, and compares all of it."""
+    places = [(fault.step, fault.micro_step) for fault in faults]
+    reference = build(kind, tmp_path / "reference", without(stock_class(kind), *places), guard=False, **overrides)
+    expected = _run(reference)
+    ours = build(kind, tmp_path / "guarded", **overrides)
+    planted = plant(ours, *faults)
+    found = _run(ours)
+    assert planted.struck == faults or {*planted.struck} == {*faults}
+    assert_same(found, expected)
+    assert ours.lr_scheduler.state_dict()["last_epoch"] == reference.lr_scheduler.state_dict()["last_epoch"]
+    assert ours.state.global_step == reference.state.global_step
+    return ours, reference
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", ["loss", "gradient"])
+@pytest.mark.parametrize("micro_step", [0, 1, 2])
+def test_one_bad_micro_batch_costs_only_itself(kind, fault, micro_step, tmp_path):
+    name = LAYER if fault == "gradient" else None
+    ours, _ = _prove(kind, tmp_path, [Fault(fault, step=1, micro_step=micro_step, parameter=name)])
+    [event] = events_of(ours)
+    assert (event["action"], event["step"], event["micro_step"]) == ("dropped", 1, micro_step)
+    assert event["signal"] == {"loss": "loss_nonfinite", "gradient": "grad_nonfinite"}[fault]
+    assert event["culprit"]["parameter"] == name
+    assert all(math.isfinite(loss) for loss in losses_of(ours))
+    assert kind == "grpo" or 0.0 not in losses_of(ours)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fault", ["loss", "gradient"])
+def test_a_step_with_nothing_left_is_skipped(kind, fault, tmp_path):
+    name = LAYER if fault == "gradient" else None
+    ours, _ = _prove(
+        kind, tmp_path, [Fault(fault, step=2, parameter=name)], gradient_accumulation_steps=1, max_steps=5
+    )
+    [event] = events_of(ours)
+    assert (event["action"], event["step"]) == ("skipped", 2)
+    assert len(losses_of(ours)) == 4
+    assert kind == "grpo" or 0.0 not in losses_of(ours)
+
+
+VARIANTS = {
+    "inf": {"value": INF},
+    "fused": {"optim": "adamw_torch_fused"},
+    "sgd": {"optim": "sgd"},
+    "adafactor": {"optim": "adafactor"},
+    "bf16": {"bf16": True},
+    "float16 weights": {"dtype": torch.float16, "optim": "sgd", "learning_rate": 1e-3},
+    "bf16 weights": {"dtype": torch.bfloat16},
+    "checkpointing": {"gradient_checkpointing": True},
+    "reentrant checkpointing": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "lora": {"lora": True},
+    "no clipping": {"max_grad_norm": 0.0},
+    "sparse log": {"logging_steps": 3},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("fault", ["loss", "gradient"])
+def test_no_trace_in_every_set_up(variant, fault, tmp_path):
+    overrides = dict(VARIANTS[variant])
+    value = overrides.pop("value", NAN)
+    name = None if fault == "loss" else LAYER
+    if overrides.get("lora") and name:
+        name = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.default.weight"
+    faults = [Fault(fault, step=1, micro_step=1, parameter=name, value=value)]
+    faults += [Fault("loss", step=2, micro_step=m) for m in range(3)]
+    ours, reference = _prove("plain", tmp_path, faults, **overrides)
+    assert [event["action"] for event in events_of(ours)] == ["dropped", "skipped", "skipped", "skipped"]
+    theirs = {row["step"]: row["loss"] for row in reference.state.log_history if "loss" in row}
+    if "logging_steps" in overrides:  # one row for three steps, one of which never was: the mean is over two
+        assert losses_of(ours) == pytest.approx([theirs[3] * 3 / 2])
+    else:
+        assert losses_of(ours) == [theirs[step] for step in (1, 2, 4)]
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    places=st.sets(st.tuples(st.integers(0, 3), st.integers(0, 2)), min_size=1, max_size=5),
+    kinds=st.lists(st.sampled_from(["loss", "gradient"]), min_size=5, max_size=5),
+    value=st.sampled_from([NAN, INF]),
+)
+def test_faults_anywhere_leave_no_trace(places, kinds, value, tmp_path_factory):
+    faults = [
+        Fault(kind, step, micro_step, parameter=LAYER if kind == "gradient" else None, value=value)
+        for (step, micro_step), kind in zip(sorted(places), kinds, strict=False)
+    ]
+    ours, _ = _prove("plain", tmp_path_factory.mktemp("run"), faults)
+    assert sorted((e["step"], e["micro_step"]) for e in events_of(ours)) == sorted(places)
+
+
+@pytest.mark.parametrize("value", [None, 10_000, -5])
+def test_bad_labels_never_reach_the_model(value, tmp_path):
+    fault = Fault("label", step=1, micro_step=2, value=value)
+    ours, _ = _prove("plain", tmp_path, [fault], train_sampling_strategy="sequential")
+    [event] = events_of(ours)
+    assert event["signal"] == ("labels_masked" if value is None else "label_out_of_range")
+    assert event["action"] == "dropped"
+    assert event["culprit"]["rows"] == [10, 11]
+
+
+def test_a_step_of_masked_labels_is_skipped_whole(tmp_path):
+    faults = [Fault("label", step=1, micro_step=m, value=None) for m in range(3)]
+    ours, _ = _prove("plain", tmp_path, faults)
+    assert {event["signal"] for event in events_of(ours)} == {"labels_masked"}
+    assert {event["action"] for event in events_of(ours)} == {"skipped"}
+
+
+def test_batch_norm_statistics_are_untouched(tmp_path):
+    from .batchnorm import build_batchnorm, reference_batchnorm
+
+    fault = Fault("loss", step=1, micro_step=1)
+    reference = reference_batchnorm(tmp_path / "reference", (1, 1))
+    expected = _run(reference)
+    ours = build_batchnorm(tmp_path / "guarded")
+    plant(ours, fault)
+    assert_same(_run(ours), expected)

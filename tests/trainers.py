@@ -1,0 +1,118 @@
+"""One builder for every kind of trainer the laws are proved on, stock or guarded, on the same tiny data."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import Trainer, TrainingArguments
+
+from hf_nanguard import guarded
+
+from .models import text_rows, tiny_llama, tiny_tokenizer, token_dataset
+
+KINDS = ("plain", "sft", "dpo", "grpo")
+
+
+def reward_length(completions: list, **kwargs: Any) -> list[float]:
+    """A reward that differs between completions."""
+    return [float(sum(map(ord, text)) % 7) for text in completions]
+
+
+def stock_class(kind: str) -> type[Trainer]:
+    """Returns the stock class of a kind."""
+    if kind == "plain":
+        return Trainer
+    import trl
+
+    return {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer, "grpo": trl.GRPOTrainer}[kind]
+
+
+def common_arguments(output_dir: Path, **overrides: Any) -> dict[str, Any]:
+    """Arguments for a short, deterministic run whose schedule does not depend on its length."""
+    arguments = {
+        "output_dir": str(output_dir),
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 3,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 6,
+        "weight_decay": 0.1,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 7,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "dataloader_pin_memory": False,
+    }
+    return {**arguments, **overrides}
+
+
+def build(
+    kind: str,
+    output_dir: Path,
+    trainer_class: type | None = None,
+    guard: bool = True,
+    lora: bool = False,
+    dtype: torch.dtype = torch.float32,
+    dropout: float = 0.1,
+    extra: dict[str, Any] | None = None,
+    **overrides: Any,
+) -> Any:
+    """Builds a trainer.
+
+    Args:
+        kind: one of `KINDS`.
+        trainer_class: the class to use in place of the stock one.
+        guard: guard that class.
+        extra: more arguments for the constructor.
+        overrides: training arguments.
+    """
+    base = trainer_class or stock_class(kind)
+    cls = guarded(base) if guard else base
+    arguments = common_arguments(output_dir, **overrides)
+    model = tiny_llama(dropout=dropout, dtype=dtype)
+    extra = dict(extra or {})
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        config = LoraConfig(r=2, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        torch.manual_seed(3)
+        model = get_peft_model(model, config)
+    if kind == "plain":
+        dataset = extra.pop("train_dataset", None) or token_dataset(48)
+        return cls(model, TrainingArguments(**arguments), train_dataset=dataset, **extra)
+    import trl
+
+    extra["processing_class"] = tiny_tokenizer()
+    if kind == "sft":
+        dataset = extra.pop("train_dataset", None) or Dataset.from_list(text_rows(48))
+        args = trl.SFTConfig(**{"max_length": 16, **arguments})
+    elif kind == "dpo":
+        rows = text_rows(96)
+        dataset = Dataset.from_list(
+            [
+                {"prompt": "w1 w2", "chosen": " " + rows[2 * i]["text"], "rejected": " " + rows[2 * i + 1]["text"]}
+                for i in range(48)
+            ]
+        )
+        args = trl.DPOConfig(**{"max_length": 24, **arguments})
+        if not lora:
+            extra["ref_model"] = tiny_llama(dropout=dropout, dtype=dtype)
+    else:
+        dataset = Dataset.from_list([{"prompt": row["text"]} for row in text_rows(48)])
+        args = trl.GRPOConfig(**{"num_generations": 2, "max_completion_length": 4, **arguments})
+        extra.setdefault("reward_funcs", reward_length)
+    return cls(model, args=args, train_dataset=dataset, **extra)
+
+
+def events_of(trainer: Any, rank: int = 0) -> list[dict]:
+    """Returns the events a run has written."""
+    from hf_nanguard.report.jsonl import events_path, read_jsonl
+
+    path = events_path(Path(trainer.args.output_dir) / "nanguard", rank)
+    return list(read_jsonl(path)) if path.exists() else []
