@@ -18,9 +18,10 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
+@torch.no_grad()
 def magnitudes(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns for each tensor its largest magnitude on its device: NaN if it holds NaN, else inf if it holds inf."""
-    parts = [local(tensor.detach()) for tensor in tensors]
+    parts = [local(tensor) for tensor in tensors]
     full = [part for part in parts if part.numel()]
     measured = iter(torch._foreach_norm(full, math.inf) if full else ())
     return [next(measured) if part.numel() else part.new_zeros(()) for part in parts]

@@ -47,16 +47,21 @@ class MicroBatch:
             The random state right before its forward.
         findings (`tuple[Finding, ...]`, *optional*):
             What is known to be wrong with it.
-        rows (`list[int]`, *optional*):
-            The dataset rows it was made of, where they are known.
+        row_numbers (`list[int]` or `Tensor`, *optional*):
+            The dataset rows it was made of, where they are known; a tensor is read only when somebody asks.
     """
 
     index: int
     payload: Any
     rng: RngState
     findings: tuple[Finding, ...] = ()
-    rows: list[int] | None = None
+    row_numbers: list[int] | Tensor | None = None
     loss: Tensor | None = None
+
+    @property
+    def rows(self) -> list[int] | None:
+        """The dataset rows as plain numbers."""
+        return self.row_numbers.tolist() if isinstance(self.row_numbers, Tensor) else self.row_numbers
 
     @property
     def must_go(self) -> bool:

@@ -3,8 +3,7 @@
 import torch
 
 from .mixin import GuardedTrainerMixin
-
-ROWS = "nanguard_rows"
+from .row import ROWS
 
 
 class ReinforcementMixin(GuardedTrainerMixin):

@@ -12,6 +12,10 @@ from torch.utils.data import IterableDataset
 from .compat import record_batches
 
 
+ROWS = "nanguard_rows"
+"""The key under which rows travel with completions, which RL trainers shuffle and split."""
+
+
 class RowRecord:
     """The rows of every batch of the current epoch, on this rank."""
 

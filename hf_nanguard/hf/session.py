@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from . import compat
 from .arguments import GuardArguments
 from .collate import NOTE, BatchNote, CheckedCollator
 from .fact import find_limits
-from .row import RowRecord
+from .row import ROWS, RowRecord
 from .runner import Prepared, Share, TrainerRunner
 
 logger = logging.getLogger(__name__)
@@ -182,12 +182,11 @@ class Session:
         if self.scaler_before is None:
             compat.hold_schedule(self.trainer.optimizer, False)
 
-    def _rows_of(self, payload: Prepared | None, index: int) -> list[int] | None:
-        if payload is not None and isinstance(payload.inputs, dict):
+    def _rows_of(self, payload: Prepared | None, index: int) -> list[int] | Tensor | None:
+        if payload is not None and isinstance(payload.inputs, Mapping):
             self.labelled = "labels" in payload.inputs
-            rows = payload.inputs.get("nanguard_rows")
-            if rows is not None:
-                return [int(row) for row in rows]
+            if ROWS in payload.inputs:
+                return payload.inputs[ROWS]
         return self.batch_rows[index] if index < len(self.batch_rows) else None
 
     def current_rows(self) -> list[int] | None:

@@ -149,7 +149,10 @@ class NanGuardCallback(TrainerCallback):
             if not math.isfinite(read_host([tap.norm])[0]):
                 guard.counter.scaler_skips += 1  # the scaler skips this step by itself
             return
-        guard.group.micro_batches[0].loss = _worst(tap.losses)
+        first = guard.group.micro_batches[0]
+        guard.group.micro_batches = [
+            MicroBatch(index, None, first.rng, loss=loss) for index, loss in enumerate(tap.losses)
+        ] or [first]
         settlement = guard.settle(guard.group, runner, state.global_step)
         self.steps_since_log += 1
         if settlement.steps:
@@ -206,13 +209,3 @@ class NanGuardCallback(TrainerCallback):
 
     def _state_file(self, args: Any, state: Any) -> Path:
         return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / STATE_FILE
-
-
-def _worst(losses: list[Tensor]) -> Tensor | None:
-    """Returns one scalar that is not finite if any loss is not, without a host read."""
-    if not losses:
-        return None
-    total = losses[0]
-    for loss in losses[1:]:
-        total = total + loss
-    return total.mean() if total.ndim else total

@@ -1,0 +1,126 @@
+"""The trainers that the scenarios run: tiny models, real classes, one epoch with an uneven tail."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+
+from hf_nanguard import (
+    GuardArguments,
+    GuardedGRPOTrainer,
+    GuardedSFTTrainer,
+    GuardedTrainer,
+    NanGuardCallback,
+    attach,
+)
+from tests.models import VOCAB, text_rows, tiny_llama, tiny_tokenizer, token_dataset
+
+from .scenario import ATTACH, CALLBACK, GRPO, LLAMA, MEAN, MIXIN, NORM, SFT, Scenario
+from .stock import StopAt, never_had, zeroed
+
+STOCK = {LLAMA: Trainer, MEAN: Trainer, NORM: Trainer, SFT: SFTTrainer, GRPO: GRPOTrainer}
+GUARDED = {LLAMA: GuardedTrainer, MEAN: GuardedTrainer, NORM: GuardedTrainer, SFT: GuardedSFTTrainer, GRPO: GuardedGRPOTrainer}
+CONFIG = {LLAMA: TrainingArguments, MEAN: TrainingArguments, NORM: TrainingArguments, SFT: SFTConfig, GRPO: GRPOConfig}
+FIRST_WORD = 7
+
+
+class NormNet(nn.Module):
+    """A plain module with running statistics and dropout; its loss is a per-batch mean."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(5, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.dropout = nn.Dropout(0.2)
+        self.last = nn.Linear(8, 1)
+
+    def forward(self, x, labels):
+        out = self.last(self.dropout(torch.relu(self.norm(self.first(x)))))[:, 0]
+        return {"loss": ((out - labels) ** 2).mean(), "out": out}
+
+
+def reward(completion_ids, **kwargs):
+    """A reward that tells completions apart."""
+    return [float(sum(ids) % 7) for ids in completion_ids]
+
+
+def num_rows(scenario: Scenario, world: int) -> int:
+    """Three whole steps and a tail of two micro-batches, the last of them short of a sample."""
+    return 2 * world * (scenario.accumulation * 3 + min(2, scenario.accumulation)) - 1
+
+
+def make_data(scenario: Scenario, world: int) -> Any:
+    """Rows whose first entry tells their number."""
+    count = num_rows(scenario, world)
+    if scenario.host == NORM:
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(count, 5, generator=generator)
+        return [
+            {"x": torch.cat([torch.tensor([float(i)]), noise[i, 1:]]), "labels": noise[i, 0]} for i in range(count)
+        ]
+    if scenario.host == GRPO:
+        return [{"prompt": f"w{i} {row['text'].split()[0]}"} for i, row in enumerate(text_rows(16))]
+    if count > VOCAB - 3:
+        raise ValueError(f"{count} rows cannot be told apart by {VOCAB - 3} tokens")
+    return token_dataset(count)
+
+
+def rows_of(inputs: dict) -> list[int]:
+    """Returns the dataset rows of a batch, read off the batch itself."""
+    if "prompt_ids" in inputs:
+        return (inputs["prompt_ids"][:, 0] - FIRST_WORD).tolist()
+    if "x" in inputs:
+        return inputs["x"][:, 0].int().tolist()
+    return (inputs["input_ids"][:, 0] - 3).tolist()
+
+
+def make_arguments(scenario: Scenario, folder: str) -> TrainingArguments:
+    """The arguments of both runs."""
+    common: dict[str, Any] = {
+        "output_dir": folder, "use_cpu": True, "per_device_train_batch_size": 2, "num_train_epochs": 1, "seed": 7,
+        "gradient_accumulation_steps": scenario.accumulation, "learning_rate": 1e-2, "weight_decay": 0.1,
+        "lr_scheduler_type": "linear", "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True,
+        "ddp_timeout": 20, "bf16": False,
+    }  # fmt: skip
+    if scenario.host == SFT:
+        common |= {"max_length": None, "gradient_checkpointing": False}
+    if scenario.host == GRPO:
+        common |= {"num_generations": 2, "max_completion_length": 4, "max_steps": 4, "gradient_checkpointing": False}
+    return CONFIG[scenario.host](**{**common, **scenario.options})
+
+
+def make_trainer(scenario: Scenario, folder: str, world: int, guarded: bool) -> Any:
+    """Builds the guarded trainer, or the stock one it must equal."""
+    args = make_arguments(scenario, folder)
+    settings = GuardArguments(**{f"nanguard_{name}": value for name, value in scenario.guard.items()})
+    host = scenario.host
+    model = NormNet() if host == NORM else tiny_llama()
+    parts: dict[str, Any] = {"model": model, "args": args, "train_dataset": make_data(scenario, world)}
+    if host in (SFT, GRPO):
+        parts["processing_class"] = tiny_tokenizer()
+    if host == GRPO:
+        from datasets import Dataset
+
+        parts["reward_funcs"] = reward
+        parts["train_dataset"] = Dataset.from_list(parts["train_dataset"])
+    if guarded:
+        trainer_class = GUARDED[host] if scenario.way == MIXIN else STOCK[host]
+        callbacks = [NanGuardCallback(settings)] if scenario.way == CALLBACK else []
+        if scenario.way == MIXIN:
+            parts["guard"] = settings
+    else:
+        trainer_class = STOCK[host]
+        if scenario.gone:
+            trainer_class = never_had(trainer_class, scenario.gone)
+        if scenario.zeroed is not None:
+            trainer_class = zeroed(trainer_class, *scenario.zeroed)
+        callbacks = [StopAt(scenario.stops_at)] if scenario.stops_at is not None else []
+    trainer = trainer_class(**parts, callbacks=callbacks)
+    if guarded and scenario.way == ATTACH:
+        attach(trainer, settings)
+    if host == MEAN:
+        trainer.model_accepts_loss_kwargs = False
+    return trainer

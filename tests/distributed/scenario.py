@@ -1,0 +1,224 @@
+"""What is played on several ranks: the run, the culprit planted in it, and all that must come of it."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.faults import Fault
+
+LLAMA, MEAN, NORM, SFT, GRPO = "llama", "mean", "norm", "sft", "grpo"
+MIXIN, ATTACH, CALLBACK = "mixin", "attach", "callback"
+NAMED = {
+    LLAMA: "model.layers.0.mlp.up_proj.weight",
+    MEAN: "model.layers.0.mlp.up_proj.weight",
+    NORM: "last.weight",
+    SFT: "model.layers.0.mlp.up_proj.weight",
+    GRPO: "model.layers.0.mlp.up_proj.weight",
+}
+Place = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """An event that must be in the files: in rank 0's, and in that of the culprit's rank.
+
+    Args:
+        signal, action (`str`):
+            As in the event.
+        step, micro_step, rank:
+            Where and on whom; `micro_step` is `None` where no single micro-batch is blamed.
+        rows (`bool`):
+            Whether the event must name the dataset rows of that micro-batch.
+        parameter (`str`, *optional*):
+            The parameter it must name.
+    """
+
+    signal: str
+    action: str
+    step: int
+    micro_step: int | None
+    rank: int
+    rows: bool = True
+    parameter: str | None = None
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One guarded run on all ranks, and the stock run it must equal.
+
+    Args:
+        name (`str`):
+            Unique in its suite.
+        host (`str`):
+            Model and trainer: `llama` (token losses), `mean` (the same by per-batch means), `norm` (BatchNorm and dropout
+            in a plain module), `sft`, `grpo`.
+        way (`str`):
+            How the guard is put in: `mixin` (the Guarded class), `attach`, `callback`.
+        faults (`tuple[Fault, ...]`):
+            The culprits. Kinds beyond those of `tests.faults`: `late_error` (raised after the loss was computed), `constant`
+            (NaN added to the loss, which leaves the gradients finite).
+        guard (`dict`):
+            The `nanguard_` settings, without the prefix.
+        accumulation (`int`):
+            Micro-batches of a step.
+        options (`dict`):
+            Further training arguments.
+        gone (`tuple[Place, ...]`):
+            The (step, micro-step, rank) that the stock run never has.
+        zeroed (`tuple[int, str]`, *optional*):
+            The stock run zeroes the first gradient entry of that parameter in that step.
+        stops_at (`int`, *optional*):
+            The stock run ends after so many steps, and the guarded one must halt there.
+        events (`tuple[Expected, ...]`):
+            All events there may be, one to one.
+        silent (`bool`):
+            Whether the number of messages between ranks must be that of the stock run.
+    """
+
+    name: str
+    host: str = LLAMA
+    way: str = MIXIN
+    faults: tuple[Fault, ...] = ()
+    guard: dict[str, Any] = field(default_factory=dict)
+    accumulation: int = 3
+    options: dict[str, Any] = field(default_factory=dict)
+    gone: tuple[Place, ...] = ()
+    zeroed: tuple[int, str] | None = None
+    stops_at: int | None = None
+    events: tuple[Expected, ...] = ()
+    silent: bool = False
+
+
+def whole_step(step: int, accumulation: int, world: int) -> tuple[Place, ...]:
+    """Every micro-batch of a step on every rank."""
+    return tuple((step, micro, rank) for micro in range(accumulation) for rank in range(world))
+
+
+def healthy(world: int) -> list[Scenario]:
+    """Nothing is wrong: the guard must not be seen, nor heard."""
+    runs = [(host, way, 3) for host in (LLAMA, NORM, SFT) for way in (MIXIN,)]
+    runs += [(GRPO, MIXIN, 2), (LLAMA, MIXIN, 1), (LLAMA, ATTACH, 3), (LLAMA, CALLBACK, 3)]
+    return [Scenario(f"healthy-{host}-{way}-{n}", host, way, accumulation=n, silent=True) for host, way, n in runs]
+
+
+def dropped(world: int, culprit: int) -> list[Scenario]:
+    """One bad micro-batch of one rank, of every kind and in every place."""
+    found = []
+
+    def add(name: str, host: str, faults: tuple[Fault, ...], signals: tuple[str, ...], accumulation: int = 3, way: str = MIXIN, **more: Any) -> None:
+        gone = tuple((f.step, f.micro_step, f.rank) for f in faults)
+        events = tuple(
+            Expected(signal, "dropped", *place, parameter=f.parameter) for f, signal, place in zip(faults, signals, gone, strict=True)
+        )
+        found.append(Scenario(name, host, way, faults, accumulation=accumulation, gone=gone, events=events, **more))
+
+    for micro, where in enumerate(("first", "middle", "last")):
+        for host in (LLAMA, NORM):
+            bad = Fault("loss", step=1, micro_step=micro, rank=culprit)
+            add(f"loss-{where}-{host}", host, (bad,), ("loss_nonfinite",))
+            bad = Fault("gradient", step=1, micro_step=micro, rank=culprit, parameter=NAMED[host])
+            add(f"gradient-{where}-{host}", host, (bad,), ("grad_nonfinite",))
+        add(f"label-{where}", LLAMA, (Fault("label", 1, micro, culprit, 1000),), ("label_out_of_range",))
+        add(f"masked-{where}", LLAMA, (Fault("label", 1, micro, culprit, None),), ("labels_masked",))
+        add(f"error-{where}", LLAMA, (Fault("error", 1, micro, culprit),), ("loss_error",), guard={"on_loss_error": "drop"})
+        add(f"sft-{where}", SFT, (Fault("loss", 1, micro, culprit),), ("loss_nonfinite",))
+    for kind, signal, value in (("loss", "loss_nonfinite", float("inf")), ("error", "loss_error", None), ("label", "label_out_of_range", 1000)):
+        for host in (LLAMA, NORM) if kind != "label" else (LLAMA, SFT):
+            every = tuple(Fault(kind, 1, micro, culprit, value) for micro in range(3))
+            guard = {"on_loss_error": "drop"} if kind == "error" else {}
+            add(f"{kind}-all-{host}", host, every, (signal,) * 3, guard=guard)
+    for kind, signal, value in (("loss", "loss_nonfinite", float("nan")), ("label", "label_out_of_range", 1000)):
+        for step in (0, 2):
+            add(f"{kind}-single-{step}", LLAMA, (Fault(kind, step, 0, culprit, value),), (signal,), accumulation=1)
+    # The tail of the epoch is a group of two micro-batches.
+    add("loss-tail", LLAMA, (Fault("loss", 3, 1, culprit),), ("loss_nonfinite",))
+    add("mean-tail", MEAN, (Fault("loss", 3, 0, culprit),), ("loss_nonfinite",))
+    add("norm-last-step", NORM, (Fault("loss", 3, 0, culprit),), ("loss_nonfinite",))
+    add("mean-middle", MEAN, (Fault("gradient", 1, 1, culprit, parameter=NAMED[MEAN]),), ("grad_nonfinite",))
+    add("attached", LLAMA, (Fault("gradient", 1, 1, culprit, parameter=NAMED[LLAMA]),), ("grad_nonfinite",), way=ATTACH)
+    add("attached-sft", SFT, (Fault("gradient", 1, 1, culprit, parameter=NAMED[SFT]),), ("grad_nonfinite",), way=ATTACH)
+    add("sft-single", SFT, (Fault("loss", 1, 0, culprit),), ("loss_nonfinite",), accumulation=1)
+    add("grpo-loss", GRPO, (Fault("loss", 1, 0, culprit),), ("loss_nonfinite",), accumulation=2)
+    add("grpo-gradient", GRPO, (Fault("gradient", 1, 1, culprit, parameter=NAMED[GRPO]),), ("grad_nonfinite",), accumulation=2)
+    add("input", NORM, (Fault("input", 1, 1, culprit, field="x"),), ("input_nonfinite",))
+    # Buckets are rebuilt by a collective in the first forward after the first reduction.
+    strict = {"options": {"ddp_find_unused_parameters": False}}
+    add("label-first-step-rebuilt", LLAMA, (Fault("label", 0, 0, culprit, 1000),), ("label_out_of_range",), accumulation=1, **strict)
+    add("loss-first-step-rebuilt", LLAMA, (Fault("loss", 0, 0, culprit),), ("loss_nonfinite",), accumulation=1, **strict)
+    every = tuple(Fault("label", 0, micro, culprit, 1000) for micro in range(3))
+    add("label-all-first-step-rebuilt", LLAMA, every, ("label_out_of_range",) * 3, **strict)
+    # Two ranks, two faults: each is blamed for its own.
+    other = (culprit + 1) % world
+    both = (Fault("loss", 1, 0, culprit), Fault("label", 1, 2, other, 1000))
+    add("two-culprits", LLAMA, both, ("loss_nonfinite", "label_out_of_range"))
+    add("late-error-last", LLAMA, (Fault("late_error", 1, 2, culprit),), ("loss_error",), guard={"on_loss_error": "drop"})
+    add("late-error-first", LLAMA, (Fault("late_error", 1, 0, culprit),), ("loss_error",), guard={"on_loss_error": "drop"})
+    add("late-error-sft", SFT, (Fault("late_error", 1, 1, culprit),), ("loss_error",), guard={"on_loss_error": "drop"})
+    add("error-sft", SFT, (Fault("error", 1, 1, culprit),), ("loss_error",), guard={"on_loss_error": "drop"})
+    add("error-grpo", GRPO, (Fault("error", 1, 1, culprit),), ("loss_error",), guard={"on_loss_error": "drop"}, accumulation=2)
+    return found
+
+
+def policies(world: int, culprit: int) -> list[Scenario]:
+    """What is not a plain drop."""
+    loss = Fault("loss", 1, 1, culprit)
+    gradient = Fault("gradient", 1, 1, culprit, parameter=NAMED[LLAMA])
+    label = Fault("label", 1, 1, culprit, 1000)
+    whole = whole_step(1, 3, world)
+    found = [
+        Scenario("floor-loss", faults=(loss,), guard={"on_nonfinite": "floor"}, gone=((1, 1, culprit),),
+                 events=(Expected("loss_nonfinite", "dropped", 1, 1, culprit),)),
+        Scenario("skip-loss", faults=(loss,), guard={"on_nonfinite": "skip"}, gone=whole,
+                 events=(Expected("loss_nonfinite", "skipped", 1, 1, culprit),)),
+        Scenario("skip-gradient", faults=(gradient,), guard={"on_nonfinite": "skip"}, gone=whole,
+                 events=(Expected("grad_nonfinite", "skipped", 1, None, 0, rows=False, parameter=NAMED[LLAMA]),)),
+        Scenario("skip-label", faults=(label,), guard={"on_nonfinite": "skip"}, gone=((1, 1, culprit),),
+                 events=(Expected("label_out_of_range", "dropped", 1, 1, culprit),)),
+        Scenario("repair-gradient", faults=(gradient,), guard={"on_nonfinite": "repair"}, zeroed=(1, NAMED[LLAMA]),
+                 events=(Expected("grad_nonfinite", "repaired", 1, None, 0, rows=False, parameter=NAMED[LLAMA]),)),
+        Scenario("repair-loss", faults=(loss,), guard={"on_nonfinite": "repair"}, gone=whole,
+                 events=(Expected("loss_nonfinite", "skipped", 1, 1, culprit),)),
+        Scenario("halt-loss", faults=(loss,), guard={"on_nonfinite": "halt"}, stops_at=1,
+                 events=(Expected("loss_nonfinite", "halted", 1, 1, culprit),)),
+        Scenario("halt-gradient", faults=(gradient,), guard={"on_nonfinite": "halt"}, stops_at=1,
+                 events=(Expected("grad_nonfinite", "halted", 1, None, 0, rows=False, parameter=NAMED[LLAMA]),)),
+        Scenario("halt-input", faults=(label,), guard={"on_bad_input": "halt"}, stops_at=1,
+                 events=(Expected("label_out_of_range", "halted", 1, 1, culprit),)),
+        Scenario("halt-sft", SFT, faults=(loss,), guard={"on_nonfinite": "halt"}, stops_at=1,
+                 events=(Expected("loss_nonfinite", "halted", 1, 1, culprit),)),
+        Scenario("callback-gradient", way=CALLBACK, faults=(gradient,), gone=whole,
+                 events=(Expected("grad_nonfinite", "skipped", 1, None, 0, rows=False, parameter=NAMED[LLAMA]),)),
+        Scenario("callback-halt", way=CALLBACK, faults=(gradient,), guard={"on_nonfinite": "halt"}, stops_at=1,
+                 events=(Expected("grad_nonfinite", "halted", 1, None, 0, rows=False, parameter=NAMED[LLAMA]),)),
+        # A NaN loss with finite gradients is news of one rank; what the norm says is for all.
+        Scenario("constant-loss", faults=(Fault("constant", 1, 1, culprit),),
+                 events=(Expected("loss_nonfinite", "observed", 1, 1, culprit),)),
+        Scenario("constant-loss-above-threshold", faults=(Fault("constant", 1, 1, culprit),), guard={"skip_grad_norm": 1e-6},
+                 gone=tuple(p for step, n in ((0, 3), (1, 3), (2, 3), (3, 2)) for p in whole_step(step, n, world)),
+                 events=(Expected("loss_nonfinite", "observed", 1, 1, culprit),
+                         *(Expected("grad_spike", "skipped", step, None, 0, rows=False) for step in range(4)))),
+        # One rank has run its batch again, the other knew without: both must be as before.
+        Scenario("nothing-left", accumulation=1, gone=whole_step(1, 1, world),
+                 faults=tuple(Fault("loss", 1, 0, r) if r == culprit else Fault("label", 1, 0, r, None) for r in range(world)),
+                 events=tuple(Expected("loss_nonfinite" if r == culprit else "labels_masked", "skipped", 1, 0, r) for r in range(world))),
+        Scenario("nothing-left-twice", NORM, gone=(*whole_step(1, 3, world), *whole_step(2, 3, world)),
+                 faults=tuple(Fault("loss", s, m, r) for s in (1, 2) for m in range(3) for r in range(world)),
+                 events=tuple(Expected("loss_nonfinite", "skipped", s, m, r) for s in (1, 2) for m in range(3) for r in range(world))),
+        Scenario("transient", faults=(Fault("gradient", 1, 1, culprit, parameter=NAMED[LLAMA], once=True),),
+                 events=(Expected("grad_nonfinite", "repaired", 1, None, 0, rows=False, parameter=NAMED[LLAMA]),)),
+    ]  # fmt: skip
+    return found
+
+
+def main_suite(world: int) -> list[Scenario]:
+    """Everything, the culprit being the last rank, and what matters once more with rank 0 as the culprit."""
+    last = world - 1
+    zero = [
+        s for s in (*dropped(world, 0), *policies(world, 0))
+        if s.name in ("loss-all-norm", "label-all-llama", "gradient-middle-llama", "label-first-step-rebuilt", "halt-loss")
+    ]  # fmt: skip
+    from dataclasses import replace
+
+    return [*healthy(world), *dropped(world, last), *policies(world, last), *(replace(s, name=f"{s.name}-rank0") for s in zero)]
+
+
+SUITES = {"two": main_suite(2)}

@@ -1,0 +1,129 @@
+"""One rank: plays the scenarios it is given and writes down what came of each.
+
+    python -m torch.distributed.run --nproc_per_node 2 tests/distributed/worker.py <suite> <folder> [<scenario> ...]
+"""
+
+import hashlib
+import json
+import logging
+import os
+import random
+import sys
+import traceback
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from hf_nanguard import NonFiniteError
+from tests.distributed.host import make_trainer, rows_of
+from tests.distributed.scenario import SUITES, Scenario
+from tests.faults import Planted
+from tests.reference import losses_of, tensors_of
+
+
+class Culprits(Planted):
+    """The injector, with the faults that only several ranks need, and a record of the rows of every batch."""
+
+    def __init__(self, trainer: Any, faults: tuple):
+        super().__init__(trainer, faults)
+        self.rows: dict[str, list[int]] = {}
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        place = self.place(inputs)
+        self.rows.setdefault(f"{place[0]},{place[1]}", rows_of(inputs))
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        for fault in self.faults:
+            if (fault.step, fault.micro_step) == place and fault.kind == "late_error":
+                raise RuntimeError("planted error")
+            if (fault.step, fault.micro_step) == place and fault.kind == "constant":
+                loss = loss + fault.value
+        return loss
+
+
+def digest(tensor: Tensor) -> str:
+    """Returns a hash of dtype, shape and bytes."""
+    array = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + array.tobytes()).hexdigest()[:16]
+
+
+def digest_rng() -> str:
+    """Returns a hash of all random states of this process."""
+    keys, position = np.random.get_state()[1:3]
+    state = repr((random.getstate(), keys.tolist(), position)).encode() + torch.get_rng_state().numpy().tobytes()
+    return hashlib.sha256(state).hexdigest()[:16]
+
+
+def play(scenario: Scenario, folder: Path, guarded: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Runs one training and returns what there is to say about it."""
+    trainer = make_trainer(scenario, str(folder), dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]), guarded)
+    planted = Culprits(trainer, scenario.faults if guarded else ())
+    outcome = "finished"
+    with profile(activities=[ProfilerActivity.CPU]) if scenario.silent else _Unseen() as seen:
+        try:
+            trainer.train()
+        except NonFiniteError as error:
+            outcome = f"NonFiniteError: {error}"
+    messages = Counter(event.name for event in seen.events() if event.name.startswith("c10d::")) if scenario.silent else {}
+    rng = digest_rng()
+    tensors = tensors_of(trainer)
+    del tensors["rng"]
+    said = {
+        "outcome": outcome,
+        "tensors": {name: digest(tensor) for name, tensor in tensors.items()},
+        "rng": rng,
+        "bad": [name for name, tensor in tensors.items() if tensor.is_floating_point() and not tensor.isfinite().all()],
+        "schedule": trainer.lr_scheduler.state_dict()["last_epoch"],
+        "global_step": trainer.state.global_step,
+        "losses": losses_of(trainer),
+        "rows": planted.rows,
+        "struck": len(planted.struck),
+        "messages": dict(messages),
+    }
+    return said, tensors
+
+
+class _Unseen:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        return None
+
+
+def main() -> None:
+    suite, folder, *names = sys.argv[1:]
+    rank = int(os.environ["RANK"])
+    logging.getLogger("hf_nanguard").setLevel(logging.ERROR)
+    known = {scenario.name: scenario for scenario in SUITES[suite]}
+    references: dict[Scenario, Any] = {}
+    for name in names or known:
+        scenario = known[name]
+        home = Path(folder) / name
+        home.mkdir(parents=True, exist_ok=True)
+        print(f"rank {rank}: {name}", flush=True)
+        try:
+            said, tensors = play(scenario, home / "guarded", guarded=True)
+            key = repr(replace(scenario, name="", way="", faults=(), guard={}, events=()))
+            if key not in references:
+                references[key] = play(scenario, home / "stock", guarded=False)
+            said["stock"], stock = references[key]
+            said["apart"] = {
+                n: float((tensors[n].double() - stock[n].double()).abs().max()) for n in tensors if not torch.equal(tensors[n], stock[n])
+            }
+        except Exception:
+            said = {"outcome": traceback.format_exc()}
+            (home / f"rank{rank}.json").write_text(json.dumps(said), encoding="utf-8")
+            raise
+        (home / f"rank{rank}.json").write_text(json.dumps(said), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""L7: a healthy step adds no host read over the stock trainer, hardly an operation, and no pass over the parameters."""
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from hf_nanguard import GradientMonitorCallback, NanGuardCallback
+
+from ..counting import counting
+from ..trainers import KINDS, build
+
+
+class _CountSteps(TrainerCallback):
+    """Counts from the end of step 1 to the end of step 3: two whole steps, set-up left out."""
+
+    def __init__(self):
+        self.context = counting()
+        self.count = None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            self.count = self.context.__enter__()
+        if state.global_step == 3:
+            self.context.__exit__(None, None, None)
+
+
+def _count(kind, tmp_path, guard, callbacks=(), **overrides):
+    counter = _CountSteps()
+    settings = {"max_steps": 4, "logging_steps": 100, **overrides}
+    trainer = build(kind, tmp_path, guard=guard, extra={"callbacks": [*callbacks, counter]}, **settings)
+    trainer.train()
+    return counter.count
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_no_more_host_reads_than_stock(kind, accumulation, tmp_path):
+    settings = {"gradient_accumulation_steps": accumulation}
+    stock = _count(kind, tmp_path / "stock", False, **settings)
+    ours = _count(kind, tmp_path / "guarded", True, **settings)
+    assert stock.reads > 0
+    assert ours.reads <= stock.reads
+    assert ours.num_ops <= stock.num_ops + 2 * 8
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_one_read_a_step_replaces_the_two_reads_a_micro_batch(accumulation, tmp_path):
+    settings = {"gradient_accumulation_steps": accumulation}
+    stock = _count("plain", tmp_path / "stock", False, **settings)
+    ours = _count("plain", tmp_path / "guarded", True, **settings)
+    assert stock.reads - ours.reads == 2 * (2 * accumulation - 1)
+
+
+@pytest.mark.parametrize("overrides", [{}, {"max_grad_norm": 0.0}, {"lora": True}])
+def test_no_pass_over_gradients_or_parameters_is_added(overrides, tmp_path):
+    stock = _count("plain", tmp_path / "stock", False, **overrides)
+    ours = _count("plain", tmp_path / "guarded", True, **overrides)
+    for op in stock.ops.keys() | ours.ops.keys():
+        if "foreach" in op or "norm" in op:
+            assert ours.ops[op] <= stock.ops[op], op
+
+
+def test_off_is_stock(tmp_path):
+    from hf_nanguard import GuardArguments
+
+    stock = _count("plain", tmp_path / "stock", False)
+    counter = _CountSteps()
+    trainer = build(
+        "plain", tmp_path / "off", max_steps=4, logging_steps=100,
+        extra={"callbacks": [counter], "guard": GuardArguments(nanguard_mode="off")},
+    )  # fmt: skip
+    trainer.train()
+    assert counter.count.ops == stock.ops
+
+
+@pytest.mark.parametrize("callback", [NanGuardCallback, GradientMonitorCallback])
+def test_a_callback_costs_two_fused_reductions_and_one_read(callback, tmp_path):
+    stock = _count("plain", tmp_path / "stock", False)
+    watched = _count("plain", tmp_path / "watched", False, callbacks=[callback()])
+    assert watched.reads - stock.reads <= 2
+    assert watched.num_ops - stock.num_ops <= 2 * 8
+    foreach = "aten._foreach_norm.Scalar"
+    assert watched.ops[foreach] - stock.ops[foreach] == 2 * 2
+
+
+def test_a_model_is_not_copied(tmp_path):
+    """Inputs are held by reference: no clone or copy grows with the batch or the model."""
+    stock = _count("plain", tmp_path / "stock", False, gradient_accumulation_steps=4)
+    ours = _count("plain", tmp_path / "guarded", True, gradient_accumulation_steps=4)
+    clones = [op for op in ours.ops if "clone" in op or "copy" in op]
+    assert sum(ours.ops[op] - stock.ops[op] for op in clones) <= 2
+    assert torch.is_grad_enabled()
