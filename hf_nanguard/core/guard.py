@@ -408,7 +408,7 @@ class Guard:
             return self._skip_whole(group, runner, decision, losses, norm, census, step, overflow, why_not, nobody)
         if decision.course is Course.REDO or told:
             return self._redo(group, runner, losses, norm, census, step)
-        if decision.course is Course.REPAIR:
+        if decision.course is Course.REPAIR and nobody:  # a non-finite loss leaves nothing in its gradients to keep
             return self._repair(group, runner, losses, norm, census, step)
         return self._skip_whole(group, runner, decision, losses, norm, census, step, overflow, None, nobody)
 

@@ -156,7 +156,7 @@ class Session:
         except Exception as error:
             self.recording = False
             finding = self._judge_error(error, index)
-            loss = self._stand_in_for(training_step, model, num_items, error)
+            loss = self._stand_in_for(training_step, model, num_items)
             findings = (*findings, finding)
         finally:
             self.recording = False
@@ -201,7 +201,8 @@ class Session:
         text = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
         message = f"{type(error).__name__} inside the loss: {text}"
         drop = self.acts and self.policy.on_loss_error == "drop" and not isinstance(error, torch.OutOfMemoryError)
-        if not drop or (self.guard.ranks.size > 1 and self.stand_in is None):
+        helpless = self.prepared is None or (self.guard.ranks.size > 1 and self.stand_in is None)
+        if not drop or helpless:
             rows = self.batch_rows[index] if index < len(self.batch_rows) else None
             self.guard.emit(
                 Event(self.trainer.state.global_step, signal, Action.REFUSED, message, index, self.guard.ranks.rank,
@@ -211,22 +212,36 @@ class Session:
         return Finding(signal, message, "drop", None, "loss")
 
     def _stand_in_for(
-        self, training_step: Callable[..., Tensor], model: nn.Module, num_items: Tensor | int | None, error: Exception
+        self, training_step: Callable[..., Tensor], model: nn.Module, num_items: Tensor | int | None
     ) -> Tensor:
-        """Keeps the other ranks company while this one has nothing to add, and tells them by a NaN gradient."""
-        assert self.runner is not None
-        if self.stand_in is None:
-            parameter = self.runner.parameters[0]
-            parameter.grad = torch.full_like(parameter, float("nan"))
-            return torch.zeros((), device=self.trainer.args.device)
-        rng = RngState.capture(self.trainer.args.device.type) if self.prepared is None else self.prepared[1]
-        self.prepared = (self.stand_in, rng)
-        self.runner.replayed = self.stand_in
+        """Runs the host's step to its end in place of a batch whose loss failed, leaving NaN in a gradient.
+
+        Among several ranks with a batch that is known to work, so that this rank takes part in all they do together;
+        alone with nothing but the NaN.
+        """
+        runner = self.runner
+        assert runner is not None and self.prepared is not None
+        alone = self.stand_in is None
+        runner.replayed = self.prepared[0] if self.stand_in is None else self.stand_in
+        self.prepared = (runner.replayed, self.prepared[1])
         try:
-            with self._poisoned():
-                return training_step(model, self.stand_in.again(), num_items)
+            with self._lossless() if alone else nullcontext(), self._poisoned():
+                return training_step(model, runner.replayed.again(), num_items)
         finally:
-            self.runner.replayed = None
+            runner.replayed = None
+
+    @contextmanager
+    def _lossless(self) -> Iterator[None]:
+        """Replaces the loss by a constant zero for a moment."""
+        trainer = self.trainer
+        before = vars(trainer).get("compute_loss")
+        trainer.compute_loss = lambda *args, **kwargs: torch.zeros((), device=trainer.args.device)
+        try:
+            yield
+        finally:
+            del trainer.compute_loss
+            if before is not None:
+                trainer.compute_loss = before
 
     # ---- the decision ----
 
@@ -270,7 +285,7 @@ class Session:
                 bounds = [bound for bound in (max_norm, settlement.clip_to) if bound]
                 if bounds:
                     torch.nn.utils.clip_grads_with_norm_(runner.parameters, min(bounds), settlement.norm)
-            if settlement.redone is None and self.policy.on_loss_error == "drop":
+            if settlement.redone is None and self.policy.on_loss_error == "drop" and guard.ranks.size > 1:
                 self.stand_in = guard.group.micro_batches[0].payload
         else:
             norm = None

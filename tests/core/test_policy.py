@@ -111,7 +111,10 @@ GRAD, LOSS, SPIKE = Signal.GRAD_NONFINITE, Signal.LOSS_NONFINITE, Signal.GRAD_SP
         # news of one rank only: never more than observed
         ([NAN], 1.0, {}, STEP, LOSS),
         ([NAN], 1.0, {"on_nonfinite": "halt"}, STEP, LOSS),
-        ([NAN], 1e6, {"skip_grad_norm": 2.0}, STEP, LOSS),
+        # and never less than what the norm, which all ranks share, says
+        ([NAN], 1e6, {"skip_grad_norm": 2.0}, SKIP, SPIKE),
+        ([NAN], 99.0, {"on_spike": "clip"}, CLIP, SPIKE),
+        ([NAN], 99.0, {"on_spike": "skip"}, SKIP, SPIKE),
         ([1.0], 2.0, {"skip_grad_norm": 2.0}, STEP, None),
         ([1.0], 2.1, {"skip_grad_norm": 2.0}, SKIP, SPIKE),
         ([1.0], NAN, {"skip_grad_norm": 2.0}, REDO, GRAD),
@@ -135,7 +138,8 @@ def test_nothing_but_step_depends_on_this_rank_s_losses():
     """Ranks see different losses and the same norm: they must take the same course."""
     for norm in (0.0, 1.0, 99.0, NAN, INF):
         for settings in ({}, {"on_nonfinite": "skip"}, {"on_spike": "skip"}, {"skip_grad_norm": 0.5}):
-            courses = {decide(losses, norm, Policy(**settings), seen()).course for losses in ([1.0], [NAN], [INF, 1.0])}
+            seen_here = ([1.0], [NAN], [INF, 1.0])
+            courses = {decide(losses, norm, Policy(**settings), seen()).course for losses in seen_here}
             assert len(courses) == 1, (norm, settings, courses)
 
 

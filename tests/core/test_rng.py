@@ -1,0 +1,54 @@
+"""The random state is kept and put back whole."""
+
+import random
+
+import numpy as np
+import torch
+
+from hf_nanguard.core.rng import RngState
+from tests.core.counting import Counting
+
+
+def draw():
+    return torch.rand(3).tolist(), random.random(), np.random.rand(3).tolist(), torch.randperm(5).tolist()
+
+
+def test_torch_python_and_numpy_go_on_as_if_nothing_had_been_drawn():
+    state = RngState.capture()
+    first = draw()
+    assert draw() != first
+    state.restore()
+    assert draw() == first
+
+
+def test_a_state_can_be_restored_more_than_once():
+    state = RngState.capture()
+    first = draw()
+    for _ in range(2):
+        state.restore()
+        assert draw() == first
+
+
+def test_each_generator_alone():
+    state = RngState.capture()
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    torch.rand(1), random.random(), np.random.rand()
+    state.restore()
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert str(np.random.get_state()) == str(before[2])
+
+
+def test_capturing_draws_nothing_and_reads_nothing_back():
+    before = torch.get_rng_state()
+    with Counting() as counted:
+        RngState.capture()
+    assert counted.reads == []
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_kept_state_is_not_moved_by_later_draws():
+    state = RngState.capture()
+    kept = state.cpu.clone()
+    torch.rand(1000)
+    assert torch.equal(state.cpu, kept)

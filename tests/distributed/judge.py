@@ -1,0 +1,77 @@
+"""What must be true of every scenario, whichever way its ranks were started."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hf_nanguard.report.jsonl import events_path, read_jsonl
+
+from .launch import Played
+from .scenario import CALLBACK, Expected, Scenario
+
+
+def check_scenario(scenario: Scenario, played: Played) -> None:
+    """Asserts L4 and, by the stock run beside it, L1, L2 and L3."""
+    ranks = played.ranks(scenario.name)
+    check_outcome(scenario, ranks)
+    check_lockstep(ranks)
+    check_stock(scenario, ranks)
+    check_events(scenario, ranks, played.folder / scenario.name / "guarded" / "nanguard")
+
+
+def check_outcome(scenario: Scenario, ranks: list[dict[str, Any]]) -> None:
+    """Every rank finishes, or every rank halts; and the faults did come to pass."""
+    for rank, said in enumerate(ranks):
+        planted = sum(1 for fault in scenario.faults if fault.rank == rank)
+        assert said["struck"] == planted, f"rank {rank}: {said['struck']} of {planted} faults struck"
+        if scenario.stops_at is None:
+            assert said["outcome"] == "finished"
+        else:
+            assert said["outcome"].startswith("NonFiniteError"), said["outcome"]
+
+
+def check_lockstep(ranks: list[dict[str, Any]]) -> None:
+    """Weights, optimizer and schedule are the same on all ranks, and finite."""
+    for said in ranks:
+        assert not said["bad"]
+        assert said["schedule"] == ranks[0]["schedule"]
+        assert said["global_step"] == ranks[0]["global_step"]
+        different = [n for n in said["tensors"] if "running" not in n and said["tensors"][n] != ranks[0]["tensors"][n]]
+        assert not different, f"differ between ranks: {different}"
+
+
+def check_stock(scenario: Scenario, ranks: list[dict[str, Any]]) -> None:
+    """Every rank ended bit-identical to the stock run that never had what was dropped."""
+    for rank, said in enumerate(ranks):
+        stock = said["stock"]
+        assert said["tensors"].keys() == stock["tensors"].keys()
+        assert not said["apart"], f"rank {rank} differs from the stock run by {said['apart']}"
+        assert said["rng"] == stock["rng"], f"rank {rank}: random state differs from the stock run's"
+        assert said["schedule"] == stock["schedule"]
+        if not scenario.faults:
+            assert said["losses"] == stock["losses"]
+        if scenario.silent:
+            assert said["messages"] == stock["messages"]
+            assert sum(said["messages"].values()) > 0
+
+
+def check_events(scenario: Scenario, ranks: list[dict[str, Any]], folder: Path) -> None:
+    """Rank 0 has every decision, every rank has its own, and nobody has anything else."""
+    for rank in range(len(ranks)):
+        file = events_path(folder, rank)
+        expected = [e for e in scenario.events if rank == 0 or e.rank == rank]
+        assert file.is_file() == bool(expected), f"{file.name}: {'missing' if expected else file.read_text()}"
+        events = list(read_jsonl(file)) if expected else []
+        found = [(e["signal"], e["action"], e["step"], e["micro_step"], e["rank"]) for e in events]
+        wanted = [(e.signal, e.action, e.step, e.micro_step, e.rank) for e in expected]
+        assert sorted(found, key=repr) == sorted(wanted, key=repr)
+        for event in events:
+            check_event(event, expected[wanted.index((event["signal"], event["action"], event["step"], event["micro_step"], event["rank"]))], ranks)
+
+
+def check_event(event: dict[str, Any], expected: Expected, ranks: list[dict[str, Any]]) -> None:
+    """The rows are those of that micro-batch on that rank, the parameter is the planted one."""
+    json.dumps(event, allow_nan=False)
+    if expected.rows:
+        assert event["culprit"]["rows"] == ranks[expected.rank]["rows"][f"{expected.step},{expected.micro_step}"]
+    assert (event["culprit"] or {}).get("parameter") == expected.parameter
