@@ -47,7 +47,7 @@ _HOMES = {
     "GradientMonitorCallback": "hf.callbacks",
 }
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,9 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_llama(seed: int = 0, dropout: float = 0.1, dtype: torch.dtype = torch.float32, tied: bool = False) -> LlamaForCausalLM:
+def tiny_llama(
+    seed: int = 0, dropout: float = 0.1, dtype: torch.dtype = torch.float32, tied: bool = False
+) -> LlamaForCausalLM:
     """A two-layer Llama with attention dropout."""
     torch.manual_seed(seed)
     config = LlamaConfig(

@@ -87,8 +87,10 @@ def run(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ArgumentError(f"nanguard demo needs {error.name}. Run pip install 'hf-nanguard[trl]'.") from error
 
+    import torch
     from rich.console import Console
 
+    torch.set_num_threads(1)  # the model is so small that a second thread only waits for the first
     console = Console()
     if not console.is_terminal:
         console = Console(width=100)
@@ -120,7 +122,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _make_folder(output_dir: str) -> Path:
     try:
-        folder = Path(output_dir).resolve()
+        folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))

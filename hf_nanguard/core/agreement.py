@@ -40,6 +40,5 @@ class Ranks:
         parts = [torch.zeros_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded)
         return [
-            json.loads(bytes(part[:count].cpu().numpy().tobytes()))
-            for part, count in zip(parts, counts, strict=True)
+            json.loads(bytes(part[:count].cpu().numpy().tobytes())) for part, count in zip(parts, counts, strict=True)
         ]

@@ -62,18 +62,18 @@ class GuardArguments:
     nanguard_on_spike: str = field(
         default="observe", metadata={"help": "A gradient norm out of line with the recent past: observe, clip or skip."}
     )
-    nanguard_max_bad_steps: int = field(
-        default=10, metadata={"help": "Bad steps in a row after which the run halts."}
-    )
+    nanguard_max_bad_steps: int = field(default=10, metadata={"help": "Bad steps in a row after which the run halts."})
     nanguard_on_halt: str = field(
         default="raise",
-        metadata={"help": "A halt saves the last good state, then raises NonFiniteError (raise) or ends cleanly (stop)."},
+        metadata={
+            "help": "A halt saves the last good state, then raises NonFiniteError (raise) or ends cleanly (stop)."
+        },
     )
 
     def __post_init__(self):
         check_settings(self._settings(), PREFIX)
         if isinstance(self, TrainingArguments):
-            super().__post_init__()
+            super().__post_init__()  # type: ignore[misc] # the host's, next in line
 
     def _settings(self) -> dict:
         return {f.name.removeprefix(PREFIX): getattr(self, f.name) for f in fields(GuardArguments)}

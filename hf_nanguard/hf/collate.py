@@ -127,7 +127,9 @@ def check_labels(labels: Tensor, limits: Limits, verdict: str) -> tuple[Finding 
             samples, tokens = _where(bad)
             example = int(array[bad][0])
             message = f"label {example} of sample {samples[0] if samples else 0} is outside 0..{limits.num_labels - 1}"
-            return Finding(Signal.LABEL_OUT_OF_RANGE, message, verdict, Cause.LABEL_OUT_OF_RANGE, "input", samples, tokens), bad
+            return Finding(
+                Signal.LABEL_OUT_OF_RANGE, message, verdict, Cause.LABEL_OUT_OF_RANGE, "input", samples, tokens
+            ), bad
     targets = array[..., 1:] if limits.shifted else array
     if limits.token_labels and array.ndim == 2 and not (targets != IGNORED).any():
         samples = tuple(range(array.shape[0]))
@@ -147,5 +149,7 @@ def check_ids(name: str, ids: Tensor, limits: Limits, verdict: str) -> tuple[Fin
     if not bad.any():
         return None, None
     samples, tokens = _where(bad)
-    message = f"{name} holds {int(array[bad][0])} in sample {samples[0]}, outside the embedding of {limits.num_ids} rows"
+    message = (
+        f"{name} holds {int(array[bad][0])} in sample {samples[0]}, outside the embedding of {limits.num_ids} rows"
+    )
     return Finding(Signal.INPUT_OUT_OF_RANGE, message, verdict, None, "input", samples, tokens), bad

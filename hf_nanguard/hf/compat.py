@@ -8,6 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from torch.utils.data import IterableDataset
 from transformers import Trainer
 
 ONE_NORM = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU,
@@ -50,6 +51,21 @@ def local_collectives(active: bool) -> Iterator[None]:
             store["distributed_type"] = value
 
 
+def bypass_optimizer(trainer: Trainer) -> None:
+    """Makes the step that is about to come a no-op for the optimizer, the loss scaler and the schedule alike.
+
+    Can go when a Trainer can be told not to step.
+    """
+    trainer.accelerator.gradient_state._set_sync_gradients(False)
+    hold_schedule(trainer.optimizer, True)
+
+
+def resume_optimizer(trainer: Trainer) -> None:
+    """Undoes [`bypass_optimizer`] once the step has passed by."""
+    trainer.accelerator.gradient_state._set_sync_gradients(True)
+    hold_schedule(trainer.optimizer, False)
+
+
 def hold_schedule(optimizer: Any, held: bool) -> None:
     """Tells the Trainer whether the optimizer step was skipped, so that the learning rate schedule is held.
 
@@ -67,6 +83,17 @@ def clips_in_one_piece(trainer: Trainer) -> bool:
     accelerator = trainer.accelerator
     sharded = accelerator.distributed_type == DistributedType.FSDP and accelerator.is_fsdp2
     return sharded or accelerator.distributed_type in ONE_NORM
+
+
+def dispatches_batches(trainer: Trainer) -> bool:
+    """Returns whether rank 0 collates for all ranks: then nothing but tensors can travel with a batch.
+
+    Can go when accelerate's dispatcher passes other values through.
+    """
+    accelerator = trainer.accelerator
+    streamed = isinstance(trainer.train_dataset, IterableDataset)
+    asked = accelerator.dispatch_batches
+    return accelerator.num_processes > 1 and (streamed if asked is None else bool(asked))
 
 
 def metric_lists(trainer: Trainer) -> dict[str, list]:

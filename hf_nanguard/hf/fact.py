@@ -1,6 +1,7 @@
 """Plain facts about a model that the checks need: how large its vocabularies are, which labels it can take."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,7 +20,14 @@ CLASS_LABELS = (
     modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
 )
-PLACEHOLDER_IDS = ("image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id", "audio_token_index")
+PLACEHOLDER_IDS = (
+    "image_token_id",
+    "image_token_index",
+    "video_token_id",
+    "video_token_index",
+    "audio_token_id",
+    "audio_token_index",
+)
 
 
 @dataclass(frozen=True)
@@ -55,7 +63,8 @@ def find_limits(model: nn.Module, shifted: bool) -> Limits:
         shifted (`bool`):
             Whether its loss shifts the labels by one.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft is optional
+    # peft is optional, so its class cannot be asked for
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not isinstance(base, PreTrainedModel):
         return Limits()
     config = base.config

@@ -1,15 +1,20 @@
 """The mixin that guards any Trainer: each override calls the host once and tells the session what happened."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .arguments import GuardArguments, find_guard_arguments
 from .session import Session
 
+if TYPE_CHECKING:
+    from transformers import Trainer as _Host
+else:
+    _Host = object
 
-class GuardedTrainerMixin:
+
+class GuardedTrainerMixin(_Host):
     """Puts the guard into a [`~transformers.Trainer`] or any subclass of it. Mix it in first.
 
     Args:
@@ -43,7 +48,7 @@ class GuardedTrainerMixin:
 
     def begin_guarding(self, guard: GuardArguments | None) -> None:
         """Sets the guard up on a trainer that is already built."""
-        self.nanguard = Session(self, find_guard_arguments(guard, self.args))  # type: ignore[arg-type, attr-defined]
+        self.nanguard = Session(self, find_guard_arguments(guard, self.args))
 
     def train(self, *args, **kwargs):
         with self.nanguard.training():
@@ -57,11 +62,11 @@ class GuardedTrainerMixin:
         self.nanguard.rows.follow(dataloader, self.accelerator.num_processes)
         return dataloader
 
-    def _run_epoch(self, **kwargs):
-        resumed = kwargs["resume_from_checkpoint"] is not None and kwargs["epoch"] == kwargs["epochs_trained"]
+    def _run_epoch(self, *args, **kwargs):
+        resumed = kwargs.get("resume_from_checkpoint") is not None and kwargs["epoch"] == kwargs["epochs_trained"]
         skipped = resumed and not self.args.ignore_data_skip
         self.nanguard.rows.begin_epoch(kwargs["steps_trained_in_current_epoch"] if skipped else 0)
-        return super()._run_epoch(**kwargs)
+        return super()._run_epoch(*args, **kwargs)
 
     def get_batch_samples(self, *args, **kwargs):
         batches, num_items = super().get_batch_samples(*args, **kwargs)
@@ -88,7 +93,7 @@ class GuardedTrainerMixin:
     def compute_loss(self, model, inputs, *args, **kwargs):
         result = super().compute_loss(model, inputs, *args, **kwargs)
         with_outputs = bool(args[0]) if args else bool(kwargs.get("return_outputs", False))
-        return self.nanguard.check_loss(result, with_outputs, self.model.training) if self.nanguard.on else result
+        return self.nanguard.check_loss(result, with_outputs, model.training) if self.nanguard.on else result
 
     def _clip_grad_norm(self, model):
         if not self.nanguard.on:

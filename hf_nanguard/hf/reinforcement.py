@@ -14,7 +14,7 @@ class ReinforcementMixin(GuardedTrainerMixin):
     """
 
     def _generate_and_score_completions(self, inputs):
-        output = super()._generate_and_score_completions(inputs)
+        output = super()._generate_and_score_completions(inputs)  # type: ignore[misc] # of TRL's online trainers
         rows = self.nanguard.current_rows()
         if rows is not None and len(rows) == len(inputs):
             output[ROWS] = torch.tensor(rows)

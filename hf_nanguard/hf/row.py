@@ -11,7 +11,6 @@ from torch.utils.data import IterableDataset
 
 from .compat import record_batches
 
-
 ROWS = "nanguard_rows"
 """The key under which rows travel with completions, which RL trainers shuffle and split."""
 
@@ -28,7 +27,9 @@ class RowRecord:
     def follow(self, dataloader: Any, num_processes: int) -> None:
         """Begins to record a prepared training dataloader."""
         self.known = record_batches(dataloader, self.batches)
-        streamed = isinstance(dataloader.dataset, IterableDataset) and num_processes == 1 and dataloader.num_workers == 0
+        streamed = (
+            isinstance(dataloader.dataset, IterableDataset) and num_processes == 1 and dataloader.num_workers == 0
+        )
         self.stream_batch_size = dataloader.batch_size if streamed else None
 
     def begin_epoch(self, position: int) -> None:

@@ -117,7 +117,7 @@ class TrainerRunner(Runner):
 
     def run(self, micro: MicroBatch, share: Share) -> Tensor:
         trainer = self.trainer
-        trainer.current_gradient_accumulation_steps = share.steps
+        trainer.current_gradient_accumulation_steps = share.steps  # type: ignore[assignment] # may be a fraction
         self.replayed = micro.payload
         try:
             with local_collectives(trainer.args.world_size > 1 and not (self.lockstep or share.even)):

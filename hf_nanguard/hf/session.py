@@ -11,17 +11,16 @@ from typing import Any
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..core.agreement import Ranks
 from ..core.event import Culprit, Event, strict
 from ..core.finite import find_nonfinite, read_host
 from ..core.group import Finding, Group, MicroBatch
-from ..core.guard import Guard, Settlement
+from ..core.guard import Guard
+from ..core.incident import Settlement
 from ..core.rng import RngState
 from ..core.signal import Action, Signal
-from ..core.skip import ScalerState
 from ..errors import LossMissingError, NonFiniteError
 from ..report.jsonl import JsonlWriter, events_path
 from . import compat
@@ -31,7 +30,7 @@ from .fact import find_limits
 from .row import ROWS, RowRecord
 from .runner import Prepared, Share, TrainerRunner
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("hf_nanguard")
 
 FOLDER = "nanguard"
 STATE_FILE = "nanguard_state.json"
@@ -47,14 +46,14 @@ class Session:
             The settings.
     """
 
-    def __init__(self, trainer: Trainer, arguments: GuardArguments):
+    def __init__(self, trainer: Any, arguments: GuardArguments):
         self.trainer = trainer
         self.arguments = arguments
         self.policy = arguments.policy()
         self.on = self.policy.mode != "off"
         self.acts = self.policy.acts
         self.guard = Guard(policy=self.policy, ranks=Ranks(trainer.args.device), on_event=self.write_event)
-        self.directory = Path(trainer.args.output_dir) / FOLDER
+        self.directory = Path(str(trainer.args.output_dir)) / FOLDER
         self.event_writer = JsonlWriter(events_path(self.directory, self.guard.ranks.rank))
         self.metric_writer = JsonlWriter(self.directory / "metrics.jsonl")
         self.rows = RowRecord()
@@ -66,7 +65,7 @@ class Session:
         self.settled = True
         self.stand_in: Prepared | None = None
         self.loss_before: Tensor | None = None
-        self.scaler_before: ScalerState | None = None
+        self.bypassed = False
         self.eval_losses: list[Tensor] = []
         self.labelled = False
 
@@ -111,7 +110,7 @@ class Session:
         """Wraps the data collator while the training dataloader is built."""
         trainer = self.trainer
         collator = trainer.data_collator
-        if self.on and not trainer.args.accelerator_config.dispatch_batches:
+        if self.on and not compat.dispatches_batches(trainer):
             limits = find_limits(trainer.model, compat.loss_shifts_labels(trainer))
             verdict = self.policy.on_bad_input if self.acts else "observe"
             trainer.data_collator = CheckedCollator(collator, limits, verdict)
@@ -179,8 +178,6 @@ class Session:
         self.runner.buffers.keep()
         self.guard.group.share = Share(self.trainer.current_gradient_accumulation_steps, num_items)
         self.loss_before = compat.running_loss(self.trainer).clone()
-        if self.scaler_before is None:
-            compat.hold_schedule(self.trainer.optimizer, False)
 
     def _rows_of(self, payload: Prepared | None, index: int) -> list[int] | Tensor | None:
         if payload is not None and isinstance(payload.inputs, Mapping):
@@ -204,7 +201,7 @@ class Session:
         helpless = self.prepared is None or (self.guard.ranks.size > 1 and self.stand_in is None)
         if not drop or helpless:
             rows = self.batch_rows[index] if index < len(self.batch_rows) else None
-            self.guard.emit(
+            self.guard.journal.write(
                 Event(self.trainer.state.global_step, signal, Action.REFUSED, message, index, self.guard.ranks.rank,
                       culprit=Culprit(phase="loss", rows=rows))
             )  # fmt: skip
@@ -220,7 +217,8 @@ class Session:
         alone with nothing but the NaN.
         """
         runner = self.runner
-        assert runner is not None and self.prepared is not None
+        assert runner is not None
+        assert self.prepared is not None
         alone = self.stand_in is None
         runner.replayed = self.prepared[0] if self.stand_in is None else self.stand_in
         self.prepared = (runner.replayed, self.prepared[1])
@@ -235,13 +233,13 @@ class Session:
         """Replaces the loss by a constant zero for a moment."""
         trainer = self.trainer
         before = vars(trainer).get("compute_loss")
-        trainer.compute_loss = lambda *args, **kwargs: torch.zeros((), device=trainer.args.device)
+        vars(trainer)["compute_loss"] = lambda *args, **kwargs: torch.zeros((), device=trainer.args.device)
         try:
             yield
         finally:
-            del trainer.compute_loss
+            del vars(trainer)["compute_loss"]
             if before is not None:
-                trainer.compute_loss = before
+                vars(trainer)["compute_loss"] = before
 
     # ---- the decision ----
 
@@ -269,27 +267,25 @@ class Session:
         if not apart and norm is None:
             norm = host_clip()  # type: ignore[misc]
         clipped = norm is not None
-        if runner.scaler is not None:
-            self.scaler_before = ScalerState(runner.scaler)
         if runner.lockstep and any(micro.must_go for micro in guard.group.micro_batches):
             runner.poison()
         given = torch.as_tensor(norm, device=trainer.args.device) if clipped else None
         settlement = guard.settle(guard.group, runner, trainer.state.global_step, given, self.labelled)
         self._keep_log_true(settlement)
         if settlement.steps:
-            self.scaler_before = None
             norm = settlement.norm
             if clipped and settlement.redone is not None and host_clip is not None:
                 norm = host_clip()
             elif not clipped or settlement.redone is not None or settlement.clip_to is not None:
                 bounds = [bound for bound in (max_norm, settlement.clip_to) if bound]
                 if bounds:
-                    torch.nn.utils.clip_grads_with_norm_(runner.parameters, min(bounds), settlement.norm)
+                    torch.nn.utils.clip_grads_with_norm_(runner.parameters, min(bounds), norm)
             if settlement.redone is None and self.policy.on_loss_error == "drop" and guard.ranks.size > 1:
                 self.stand_in = guard.group.micro_batches[0].payload
         else:
             norm = None
-            compat.hold_schedule(trainer.optimizer, True)
+            self.bypassed = True
+            compat.bypass_optimizer(trainer)
         trainer.current_gradient_accumulation_steps = guard.group.share.steps
         guard.group = Group()
         if settlement.halt is not None:
@@ -300,7 +296,8 @@ class Session:
         """Makes the running loss what it would be had the dropped micro-batches never come."""
         if settlement.redone is None or not self.acts:
             return
-        assert self.runner is not None and self.loss_before is not None
+        assert self.runner is not None
+        assert self.loss_before is not None
         total = compat.running_loss(self.trainer)
         total.copy_(self.loss_before)
         for loss in settlement.redone:
@@ -313,18 +310,17 @@ class Session:
             self.runner.strike_group()
 
     def after_step(self) -> None:
-        """Runs right after the optimizer: a contained step must not have moved the loss scale."""
-        if self.scaler_before is not None:
-            self.scaler_before.restore()
-            self.scaler_before = None
-            compat.hold_schedule(self.trainer.optimizer, False)
+        """Runs once the step has passed: the optimizer listens again."""
+        if self.bypassed:
+            self.bypassed = False
+            compat.resume_optimizer(self.trainer)
 
     def _halt(self, model: nn.Module, message: str) -> None:
         """Ends the run in order: the last good state saved, then an error or a clean stop."""
         trainer = self.trainer
         bad = find_nonfinite(trainer.model.named_parameters())
         sick = any(self.guard.ranks.gather(bool(bad)))
-        folder = Path(trainer.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+        folder = Path(str(trainer.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
         if sick:
             message += " Nothing was saved, for the weights themselves are not finite."
         else:
@@ -359,8 +355,10 @@ class Session:
         for name, value in bad.items():
             first = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
             where = f", first in evaluation batch {first}" if first is not None else ""
-            message = f"{name} is {value} at step {self.trainer.state.global_step}{where}; it cannot become the best metric"
-            self.guard.emit(
+            message = (
+                f"{name} is {value} at step {self.trainer.state.global_step}{where}; it cannot become the best metric"
+            )
+            self.guard.journal.write(
                 Event(self.trainer.state.global_step, Signal.EVAL_NONFINITE, Action.OBSERVED, message, first,
                       self.guard.ranks.rank, {name: value}, Culprit(phase="loss"))
             )  # fmt: skip

@@ -1,6 +1,7 @@
 """The guarded `Trainer`, and how any other trainer class or instance becomes guarded."""
 
 from functools import cache
+from typing import Any
 
 from transformers import Trainer
 
@@ -15,7 +16,7 @@ class GuardedTrainer(GuardedTrainerMixin, Trainer):
 
 
 @cache
-def guarded(trainer_class: type[Trainer]) -> type:
+def guarded(trainer_class: Any) -> type:
     """Returns a guarded subclass of any Trainer class: DPO, KTO, RLOO, Reward, Distillation, Seq2Seq, your own.
 
     Args:
@@ -59,12 +60,14 @@ def attach(trainer: Trainer, guard: GuardArguments | None = None) -> Trainer:
     ```
     """
     if not isinstance(trainer, Trainer):
-        raise ArgumentError(f"attach() must be given a Trainer, got {type(trainer).__name__}. For other loops use Guard.")
+        raise ArgumentError(
+            f"attach() must be given a Trainer, got {type(trainer).__name__}. For other loops use Guard."
+        )
     if isinstance(trainer, GuardedTrainerMixin):
         if guard is not None:
             trainer.begin_guarding(guard)
         return trainer
-    original = type(trainer)
+    original: Any = type(trainer)
     trainer.__class__ = type(original.__name__, (guarded(original),), {"__module__": original.__module__})
     trainer.begin_guarding(guard)  # type: ignore[attr-defined]
     return trainer

@@ -119,9 +119,7 @@ def test_measuring_leaves_no_graph():
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(
-        st.lists(st.floats(width=16, allow_nan=True, allow_infinity=True), max_size=6), min_size=1, max_size=5
-    ),
+    st.lists(st.lists(st.floats(width=16, allow_nan=True, allow_infinity=True), max_size=6), min_size=1, max_size=5),
     st.sampled_from(FLOATS),
 )
 def test_it_agrees_with_isfinite(lists, dtype):

@@ -72,13 +72,16 @@ def test_a_group_with_nothing_left_leaves_no_trace(kind, group):
     expected = Loop().run(without(4, 2, places)).everything()
     loop = Loop().guarded().run(make_groups(4, 2, dict.fromkeys(places, kind)))
     assert_same(loop.everything(), expected)
-    assert [(step, micro, action) for step, micro, _, action in loop.told()] == [(group, 0, "skipped"), (group, 1, "skipped")]
+    assert [(step, micro, action) for step, micro, _, action in loop.told()] == [
+        (group, 0, "skipped"),
+        (group, 1, "skipped"),
+    ]
 
 
 places = st.dictionaries(st.tuples(st.integers(0, 3), st.integers(0, 2)), st.sampled_from(KINDS), max_size=6)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(places, st.sampled_from(sorted(OPTIMIZERS)), st.sampled_from([None, 0.5]))
 def test_wherever_the_faults_are_the_run_is_the_one_without_them(faults, name, clip):
     expected = Loop(name, clip).run(without(4, 3, faults)).everything()
@@ -128,10 +131,12 @@ def test_a_healthy_step_reads_the_host_once_and_runs_each_batch_once():
 
 def test_float64_models_are_not_taken_for_overflowing():
     model = nn.Linear(2, 1, dtype=torch.float64)
-    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=1e-60), on_event=pytest.fail)
+    events = []
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=1e-45), on_event=events.append)
     before = model.weight.detach().clone()
     assert guard.step(lambda x: (model(x) * 1e45).sum(), [torch.ones(3, 2, dtype=torch.float64)]).steps
     assert not torch.equal(model.weight, before)
+    assert events == []
 
 
 def test_float64_runs_are_bit_identical_too():
@@ -191,19 +196,13 @@ def test_repair_with_nothing_left_skips_without_a_trace():
     assert [(step, action) for step, _, _, action in loop.told()] == [(1, "skipped")]
 
 
-def test_repair_under_a_scaler_steps_and_leaves_the_scale():
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    loop = Loop("sgd", None, scaler).guarded(Policy(on_nonfinite="repair"))
-    before = loop.model.first.weight.detach().clone()
-    batch = make_batch(0)
-
-    def one_bad_bias(given):  # the loss is NaN, the gradients of all but one parameter are not
-        return loop.loss(given) + (loop.model.last.bias * NAN).sum()
-
-    assert loop.guard.step(one_bad_bias, [batch]).steps
-    assert loop.events[0]["action"] == "repaired"
-    assert not torch.equal(loop.model.first.weight, before), "the event says that the rest has stepped"
-    assert scaler.get_scale() == 8.0
+def test_a_nan_loss_has_nothing_to_repair_also_under_a_scaler():
+    kwargs = {"init_scale": 8.0}
+    expected = Loop("sgd", None, scaler(**kwargs)).run(without(3, 1, {(1, 0)})).everything()
+    loop = Loop("sgd", None, scaler(**kwargs)).guarded(Policy(on_nonfinite="repair"))
+    loop.run(make_groups(3, 1, {(1, 0): "loss"}))
+    assert_same(loop.everything(), expected)
+    assert [(step, action) for step, _, _, action in loop.told()] == [(1, "skipped")]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -211,7 +210,7 @@ def test_too_many_bad_steps_in_a_row_halt_with_good_weights(kind):
     bad = {(g, 0): kind for g in (1, 3, 4, 5)}
     expected = Loop().run(without(3, 1, {(1, 0)})).everything()
     loop = Loop().guarded(Policy(max_bad_steps=3))
-    with pytest.raises(NonFiniteError, match=r"3 bad steps in a row.*last good step.*nanguard_max_bad_steps"):
+    with pytest.raises(NonFiniteError, match=r"3 bad steps in a row.*last good step.*max_bad_steps"):
         loop.run(make_groups(9, 1, bad))
     assert_same(loop.everything(), expected)
     assert [(step, action) for step, _, _, action in loop.told()] == [
@@ -363,7 +362,8 @@ def test_a_bad_weight_is_named_and_ends_the_run(value, word):
 
 
 @pytest.mark.parametrize(
-    ("planted", "bound", "seen"), [(0.5, None, False), (0.5, 1.0, False), (2.0, 1.0, True), (NAN, None, True), (INF, 9.0, True)]
+    ("planted", "bound", "seen"),
+    [(0.5, None, False), (0.5, 1.0, False), (2.0, 1.0, True), (NAN, None, True), (INF, 9.0, True)],
 )
 def test_a_watched_tensor_is_reported_and_nothing_else_changes(planted, bound, seen):
     plain = Loop().run(make_groups(1, 1)).everything()
@@ -442,7 +442,7 @@ def scaler(**kwargs):
 
 @pytest.mark.parametrize("mode", ["act", "observe"])
 def test_a_scaler_that_finds_its_scale_is_left_alone(mode):
-    kwargs = {"init_scale": 2.0**127, "growth_interval": 3}
+    kwargs = {"init_scale": 3e38, "growth_interval": 3}
     plain = Loop("sgd", 1.0, scaler(**kwargs)).run(make_groups(8, 2))
     loop = Loop("sgd", 1.0, scaler(**kwargs)).guarded(Policy(mode=mode)).run(make_groups(8, 2))
     assert_same(loop.everything(), plain.everything())
@@ -509,18 +509,13 @@ def test_on_the_device_a_skipped_step_leaves_no_trace_in_weights_moments_and_buf
             assert torch.equal(before[name], after[name]), name
 
 
-def test_on_the_device_a_first_bad_step_leaves_nothing_uninitialised():
-    OPTIMIZERS["fused sgd"] = lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True)
-    try:
-        expected = Loop("fused sgd").run(without(3, 1, {(0, 0)}))
-        loop = Loop("fused sgd").guarded(read_every_n_steps=3)
-        torch.set_rng_state(torch.get_rng_state())
-        loop.model.drop.p = expected.model.drop.p = 0.0
-        loop.run(make_groups(3, 1, {(0, 0): "loss"}))
-    finally:
-        del OPTIMIZERS["fused sgd"]
-    assert all(p.isfinite().all() for p in loop.model.parameters())
-    assert all(state["momentum_buffer"].abs().max() < 10 for state in loop.optimizer.state.values())
+def test_on_the_device_a_first_bad_step_leaves_nothing_uninitialised(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "fused sgd", lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, fused=True))
+    monkeypatch.setattr(nn.functional, "dropout", lambda x, *args: x)
+    expected = Loop("fused sgd").run(without(3, 1, {(0, 0)}))
+    loop = Loop("fused sgd").guarded(read_every_n_steps=3).run(make_groups(3, 1, {(0, 0): "loss"}))
+    for mine, theirs in zip(loop.optimizer.state.values(), expected.optimizer.state.values(), strict=True):
+        torch.testing.assert_close(mine["momentum_buffer"], theirs["momentum_buffer"], rtol=2.0, atol=2.0)
 
 
 def test_on_the_device_watched_tensors_are_read_with_the_rest():
@@ -565,7 +560,7 @@ def test_a_guard_without_a_model_says_what_it_needs():
 
 
 def test_a_step_without_batches_says_so():
-    with pytest.raises(ArgumentError, match="batches"):
+    with pytest.raises(ArgumentError, match="at least one batch"):
         Loop().guarded().step([])
 
 

@@ -105,7 +105,9 @@ def test_drop_and_floor_train_alike(policy, tmp_path):
 
 
 def test_skip_gives_up_the_whole_step(tmp_path):
-    reference = build("plain", tmp_path / "reference", without(stock_class("plain"), (1, 0), (1, 1), (1, 2)), guard=False)
+    reference = build(
+        "plain", tmp_path / "reference", without(stock_class("plain"), (1, 0), (1, 1), (1, 2)), guard=False
+    )
     reference.train()
     expected = tensors_of(reference)
     trainer = _train(tmp_path, Fault("loss", 1, 1), guard_settings={"on_nonfinite": "skip"})
@@ -375,6 +377,8 @@ def test_minus_inf_masks_are_healthy(tmp_path):
     torch.manual_seed(0)
     config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
     rows = token_dataset(24).map(lambda row: {"attention_mask": [1] * 5 + [0] * 3})
-    trainer = GuardedTrainer(T5ForConditionalGeneration(config), TrainingArguments(**common_arguments(tmp_path)), train_dataset=rows)
+    trainer = GuardedTrainer(
+        T5ForConditionalGeneration(config), TrainingArguments(**common_arguments(tmp_path)), train_dataset=rows
+    )
     trainer.train()
     assert events_of(trainer) == []

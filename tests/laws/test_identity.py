@@ -33,7 +33,9 @@ def _compare(kind: str, tmp_path, **settings) -> None:
     assert losses_of(ours) == losses_of(stock)
     for mine, theirs in zip(ours.state.log_history, stock.state.log_history, strict=True):
         timed = {key for key in theirs if "runtime" in key or "per_second" in key or "time" in key}
-        assert {key: mine.get(key) for key in theirs.keys() - timed} == {key: theirs[key] for key in theirs.keys() - timed}
+        assert {key: mine.get(key) for key in theirs.keys() - timed} == {
+            key: theirs[key] for key in theirs.keys() - timed
+        }
         assert all(key in theirs or key.startswith("nanguard/") for key in mine)
     assert events_of(ours) == []
 

@@ -52,9 +52,7 @@ def test_one_bad_micro_batch_costs_only_itself(kind, fault, micro_step, tmp_path
 @pytest.mark.parametrize("fault", ["loss", "gradient"])
 def test_a_step_with_nothing_left_is_skipped(kind, fault, tmp_path):
     name = LAYER if fault == "gradient" else None
-    ours, _ = _prove(
-        kind, tmp_path, [Fault(fault, step=2, parameter=name)], gradient_accumulation_steps=1, max_steps=5
-    )
+    ours, _ = _prove(kind, tmp_path, [Fault(fault, step=2, parameter=name)], gradient_accumulation_steps=1, max_steps=5)
     [event] = events_of(ours)
     assert (event["action"], event["step"]) == ("skipped", 2)
     assert len(losses_of(ours)) == 4

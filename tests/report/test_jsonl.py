@@ -11,7 +11,7 @@ import pytest
 from hf_nanguard.report.jsonl import JsonlWriter, events_path, read_jsonl
 from tests.faults import INF, NAN
 
-HOSTILE = "line\nbreak\r\n\u2028\u2029\x85\x0b\x0c\x1c\x00 é 漢 \U0001f4a5 \ud800 \" \\ </script> {\"a\":1}"
+HOSTILE = 'line\nbreak\r\n\u2028\u2029\x85\x0b\x0c\x1c\x00 é 漢 \U0001f4a5 \ud800 " \\ </script> {"a":1}'
 
 
 def test_nothing_is_made_before_the_first_object(tmp_path):

@@ -26,7 +26,7 @@ from ..compat import hold_schedule
 from ..session import FOLDER, STATE_FILE
 from .tap import GradientTap
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("hf_nanguard")
 
 CANNOT = (
     "hf_nanguard: NanGuardCallback skips bad steps whole. What only a guarded trainer or attach(trainer) can do: redo an "
@@ -141,9 +141,11 @@ class NanGuardCallback(TrainerCallback):
         tap = runner.tap
         tap.armed = False
         if tap.norm is None:
-            if Signal.GUARD_FAILED not in guard.told:
+            if Signal.GUARD_FAILED not in guard.journal.told:
                 message = "the gradients could not be tapped: no output of the model's forward led to the backward pass"
-                guard.emit(Event(state.global_step, Signal.GUARD_FAILED, Action.OBSERVED, message, rank=args.process_index))
+                guard.journal.write(
+                    Event(state.global_step, Signal.GUARD_FAILED, Action.OBSERVED, message, rank=args.process_index)
+                )
             return
         if optimizer.scaler is not None:
             if not math.isfinite(read_host([tap.norm])[0]):
@@ -178,10 +180,15 @@ class NanGuardCallback(TrainerCallback):
 
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         for name, value in (metrics or {}).items():
-            if self.guard is not None and name.endswith("loss") and isinstance(value, float) and not math.isfinite(value):
+            if (
+                self.guard is not None
+                and name.endswith("loss")
+                and isinstance(value, float)
+                and not math.isfinite(value)
+            ):
                 message = f"{name} is {value} at step {state.global_step}"
                 culprit = Culprit(phase="loss")
-                self.guard.emit(
+                self.guard.journal.write(
                     Event(state.global_step, Signal.EVAL_NONFINITE, Action.OBSERVED, message, rank=args.process_index,
                           values={name: value}, culprit=culprit)
                 )  # fmt: skip

@@ -1,0 +1,290 @@
+"""What is done about a step whose gradient norm is not finite.
+
+The norm is the same on every rank, so every rank is here at once and may talk to the others. In order: the loss scaler's
+own overflows are left to it; what the policy wants to skip, repair or halt is; otherwise each micro-batch is run alone
+to find the bad ones, and the good ones are run as if the others had never come.
+"""
+
+import logging
+import math
+from dataclasses import replace
+
+from .agreement import Ranks
+from .census import describe, format_incident, judge, take_census
+from .counter import Counter
+from .event import Culprit, Event
+from .finite import find_nonfinite, local, read_host
+from .group import MicroBatch
+from .incident import BadMicroBatch, Incident, Settlement
+from .journal import Journal
+from .policy import Course, Ladder, Policy
+from .runner import Runner
+from .signal import Action, Cause, Signal
+
+logger = logging.getLogger("hf_nanguard")
+
+
+class Containment:
+    """Carries out what was decided about bad steps.
+
+    Args:
+        policy (`Policy`), ranks (`Ranks`), journal (`Journal`), counter (`Counter`), ladder (`Ladder`):
+            Those of the guard.
+    """
+
+    def __init__(self, policy: Policy, ranks: Ranks, journal: Journal, counter: Counter, ladder: Ladder):
+        self.policy = policy
+        self.ranks = ranks
+        self.journal = journal
+        self.counter = counter
+        self.ladder = ladder
+        self.replaying = False
+
+    def contain(self, incident: Incident, runner: Runner) -> Settlement:
+        """Contains a step whose norm is not finite."""
+        group = incident.group
+        gradients = runner.named_gradients()
+        facts = self.ranks.gather(
+            {
+                "bad": find_nonfinite(gradients),
+                "loss_is_finite": incident.bad_loss is None,
+                "must_go": any(micro.must_go for micro in group.micro_batches),
+                "halts": any(f.verdict == "halt" for micro in group.micro_batches for f in micro.findings),
+                "why_not": runner.why_not(group),
+            }
+        )
+        told = any(fact["must_go"] for fact in facts)
+        finite = all(fact["loss_is_finite"] for fact in facts)
+        if runner.scaler is not None and finite and not told:
+            return self.leave_to_scaler(incident, runner)
+        census = judge([name for name, _ in gradients], {k: v for fact in facts for k, v in fact["bad"].items()})
+        incident = replace(incident, census=census)
+        self.counter.count_gradients(census.bad)
+        if any(fact["halts"] for fact in facts):
+            return self.halt_on_input(incident, runner)
+        if not incident.clipped and not told:
+            shown = format_incident(incident.step, incident.norm, census, self.counter.num_nan, self.counter.num_inf)
+            logger.warning(shown)
+        mine = incident.bad_loss is not None or (finite and self.ranks.rank == 0)
+        if not incident.clipped and not census.bad:
+            return self.skip_norm_overflow(incident, runner)
+        why_not = next((fact["why_not"] for fact in facts if fact["why_not"]), None)
+        course = Course.REDO if told else incident.decision.course
+        if course is Course.REDO and why_not is None:
+            return self.redo(incident, runner)
+        if course is Course.REPAIR and finite:  # a non-finite loss leaves nothing in its gradients to keep
+            return self.repair(incident, runner)
+        return self.skip_whole(incident, runner, mine, why_not if course is Course.REDO else None)
+
+    # ---- the whole step ----
+
+    def leave_to_scaler(self, incident: Incident, runner: Runner) -> Settlement:
+        """Lets a GradScaler skip the step by itself: with finite losses, its scale was too large. That is its job."""
+        self.counter.scaler_skips += 1
+        self.count(incident, 0)
+        scale = runner.scaler.get_scale()
+        if scale <= 1.0:
+            message = (
+                f"gradients overflow at step {incident.step} although the loss scale has fallen to {scale:g}: the fault "
+                "is not the scale"
+            )
+            values = {"loss_scale": scale}
+            self.journal.write_once(
+                Event(incident.step, Signal.GRAD_NONFINITE, Action.OBSERVED, message, values=values)
+            )
+        return Settlement(norm=incident.norm_dev, scaler_skips=True)
+
+    def skip_norm_overflow(self, incident: Incident, runner: Runner) -> Settlement:
+        """Skips a step whose gradients are all finite though their norm is not: nobody is to blame."""
+        message = f"the gradient norm is {incident.norm} at step {incident.step} though every gradient is finite"
+        event = incident.event(Action.SKIPPED, message, Signal.GRAD_NONFINITE, Cause.NORM_OVERFLOW)
+        self.journal.write_once(event)
+        return self.skip(incident, runner, event.signal, message)
+
+    def skip_whole(self, incident: Incident, runner: Runner, mine: bool, why_not: str | None) -> Settlement:
+        """Skips the step as one, because the policy says so or because it cannot be redone."""
+        halts = incident.decision.course is Course.HALT
+        message = incident.tell()
+        if why_not is not None:
+            message += f"; the whole group was skipped because {why_not}"
+        event = incident.event(Action.HALTED if halts else Action.SKIPPED, message)
+        known = [
+            BadMicroBatch.of_finding(micro, finding, incident.step).event(
+                Action.SKIPPED, incident.step, self.ranks.rank
+            )
+            for micro in incident.group.micro_batches
+            for finding in micro.findings
+            if finding.verdict == "drop"
+        ]
+        self.journal.share(known or ([event] if mine else []))
+        settlement = self.skip(incident, runner, event.signal, message)
+        if halts:
+            settlement.halt = (
+                f"Training was halted at step {incident.step}: {message}. The policy on_nonfinite is 'halt'."
+            )
+        return settlement
+
+    def halt_on_input(self, incident: Incident, runner: Runner) -> Settlement:
+        """Ends the run because of a batch that the policy does not accept."""
+        blamed = [
+            BadMicroBatch.of_finding(micro, finding, incident.step)
+            for micro in incident.group.micro_batches
+            for finding in micro.findings
+            if finding.verdict == "halt"
+        ]
+        messages = [message for report in self.ranks.gather([bad.message for bad in blamed]) for message in report]
+        self.journal.share([bad.event(Action.HALTED, incident.step, self.ranks.rank) for bad in blamed])
+        settlement = self.skip(incident, runner, None, messages[0])
+        settlement.halt = (
+            f"Training was halted at step {incident.step}: {messages[0]}. The policy on_bad_input is 'halt'."
+        )
+        return settlement
+
+    def repair(self, incident: Incident, runner: Runner) -> Settlement:
+        """Zeroes the bad entries of the gradients and lets the rest step, unless nothing is left."""
+        for _, gradient in runner.named_gradients():
+            local(gradient).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        norm_dev = runner.norm()
+        [norm] = read_host([local(norm_dev)])
+        works = math.isfinite(norm) and norm > 0.0
+        message = incident.tell() + ("" if works else "; nothing was left after zeroing the bad entries")
+        action = Action.REPAIRED if works else Action.SKIPPED
+        event = incident.event(action, message, Signal.GRAD_NONFINITE, grad_norm_repaired=norm)
+        self.journal.write_once(event)
+        if not works:
+            return self.skip(incident, runner, event.signal, message)
+        self.count(incident, 0)
+        return self.climb(Settlement(norm=norm_dev), incident, event.signal, message)
+
+    # ---- micro-batch by micro-batch ----
+
+    def redo(self, incident: Incident, runner: Runner) -> Settlement:
+        """Finds the bad micro-batches, agrees on what is dropped and runs the good ones as if the others never came."""
+        self.replaying = True
+        try:
+            blamed = self.find_bad(incident, runner)
+            reports = self.ranks.gather([bad.micro.index for bad in blamed])
+            gone = (
+                {index for report in reports for index in report} if runner.lockstep else set(reports[self.ranks.rank])
+            )
+            good = [micro for micro in incident.group.micro_batches if micro.index not in gone]
+            size = len(incident.group.micro_batches)
+            num_good = [len(good) if runner.lockstep else size - len(report) for report in reports]
+            settlement = self.run_good(incident, runner, good, num_good) if sum(num_good) else None
+        finally:
+            self.replaying = False
+        self.tell_redo(incident, runner, blamed, reports, num_good, settlement)
+        signal = blamed[0].signal if blamed else Signal.GRAD_NONFINITE
+        message = blamed[0].message if blamed else incident.tell()
+        sick = self.find_sick_parameter(incident, runner, blamed)
+        if settlement is None:
+            settlement = self.skip(incident, runner, signal, message)
+        else:
+            num_dropped = size * self.ranks.size - sum(num_good)
+            self.count(incident, num_dropped)
+            settlement = self.climb(settlement, incident, signal, message) if num_dropped else settlement
+        settlement.halt = sick or settlement.halt
+        return settlement
+
+    def find_bad(self, incident: Incident, runner: Runner) -> list[BadMicroBatch]:
+        """Runs every micro-batch alone and returns those whose gradients are not finite, and those known to be bad."""
+        blamed = []
+        for micro in incident.group.micro_batches:
+            known = next((finding for finding in micro.findings if finding.verdict == "drop"), None)
+            if known is None or runner.lockstep:
+                loss_dev = runner.probe(micro, incident.group.share)
+                census = take_census(runner.named_gradients())
+                [loss] = read_host([loss_dev])
+            if known is not None:
+                blamed.append(BadMicroBatch.of_finding(micro, known, incident.step))
+            elif census.bad:
+                blamed.append(BadMicroBatch.of_run(micro, loss, census, incident.step))
+        return blamed
+
+    def run_good(
+        self, incident: Incident, runner: Runner, good: list[MicroBatch], num_good: list[int]
+    ) -> Settlement | None:
+        """Runs the good micro-batches; `None` if even their gradients are not finite."""
+        losses = runner.rerun(incident.group, good, runner.regroup(good, num_good))
+        norm_dev = runner.measure()
+        *values, norm = read_host([*losses, local(norm_dev)])
+        if not math.isfinite(norm):
+            return None
+        self.counter.grad_norm_max = max(self.counter.grad_norm_max, norm)
+        shown = [loss for loss, value in zip(losses, values, strict=True) if math.isfinite(value)]
+        return Settlement(norm=norm_dev, redone=shown, num_dropped=len(incident.group.micro_batches) - len(good))
+
+    def tell_redo(
+        self,
+        incident: Incident,
+        runner: Runner,
+        blamed: list[BadMicroBatch],
+        reports: list[list[int]],
+        num_good: list[int],
+        settlement: Settlement | None,
+    ) -> None:
+        """Writes an event for every bad micro-batch, and one if nobody in particular is to blame."""
+        action = Action.SKIPPED if settlement is None else Action.DROPPED
+        note = ""
+        if runner.lockstep and self.ranks.size > 1:
+            note = "; dropped on every rank, as sharded gradients do not tell whose it was"
+        events = [bad.event(action, incident.step, self.ranks.rank, note) for bad in blamed]
+        what = f"{describe(incident.census)} at step {incident.step}"
+        if self.ranks.rank == 0 and not any(reports) and settlement is not None:
+            message = f"{what}, but not when the step was run again: suspect hardware or non-determinism"
+            events = [incident.event(Action.REPAIRED, message, Signal.GRAD_NONFINITE, Cause.TRANSIENT)]
+        elif self.ranks.rank == 0 and sum(num_good) > 0 and settlement is None:
+            message = f"{what}; no single micro-batch is to blame, only their sum"
+            events.append(incident.event(Action.SKIPPED, message, Signal.GRAD_NONFINITE))
+        self.journal.share(events)
+
+    def find_sick_parameter(self, incident: Incident, runner: Runner, blamed: list[BadMicroBatch]) -> str | None:
+        """If every micro-batch of a rank was bad, the weights may be to blame: then going on is useless."""
+        suspicious = len(blamed) == len(incident.group.micro_batches) and not any(bad.micro.must_go for bad in blamed)
+        found = self.ranks.gather(find_nonfinite(runner.named_parameters()) if suspicious else {})
+        bad = {name: kind for report in found for name, kind in report.items()}
+        if not bad:
+            return None
+        name, kind = next(iter(bad.items()))
+        message = f"parameter {name} holds {'NaN' if kind == 'nan' else 'inf'} at step {incident.step}"
+        if len(bad) > 1:
+            message += f", and so do {len(bad) - 1} others"
+        values = {"num_bad_parameters": len(bad), "bad_parameters": dict(list(bad.items())[:12])}
+        culprit = Culprit(phase="parameter", parameter=name)
+        self.journal.write_once(
+            Event(
+                incident.step, Signal.PARAM_NONFINITE, Action.HALTED, message, None, 0, values, culprit,
+                Cause.PARAM_NONFINITE,
+            )
+        )  # fmt: skip
+        return f"Training was halted: {message}. No batch can mend that: go back to an earlier checkpoint."
+
+    # ---- the way out ----
+
+    def skip(self, incident: Incident, runner: Runner, signal: Signal | None, message: str) -> Settlement:
+        """Leaves parameters, optimizer, schedule, buffers and random state as they were before the group."""
+        runner.clear()
+        runner.buffers.restore()
+        incident.group.micro_batches[0].rng.restore()
+        size = len(incident.group.micro_batches)
+        self.counter.skipped_steps += 1
+        self.count(incident, size * self.ranks.size)
+        settlement = Settlement(steps=False, redone=[], num_dropped=size)
+        return settlement if signal is None else self.climb(settlement, incident, signal, message)
+
+    def climb(self, settlement: Settlement, incident: Incident, signal: Signal, message: str) -> Settlement:
+        """Counts a bad step; too many in a row and the run has to end."""
+        if not self.ladder.bad():
+            return settlement
+        why = f"{self.ladder.bad_in_a_row} bad steps in a row (the last: {message})"
+        values = {"bad_steps_in_a_row": self.ladder.bad_in_a_row}
+        self.journal.write_once(Event(incident.step, signal, Action.HALTED, f"halted after {why}", values=values))
+        settlement.halt = (
+            f"Training was halted at step {incident.step} after {why}. The weights are those of the last good step. See "
+            "what the events have in common, or raise max_bad_steps."
+        )
+        return settlement
+
+    def count(self, incident: Incident, num_dropped: int) -> None:
+        """Counts the micro-batches of all ranks."""
+        self.counter.count_microbatches(len(incident.group.micro_batches) * self.ranks.size, num_dropped)

@@ -1,0 +1,162 @@
+"""An incident: a step that did not go well, what was read of it, and how it is told."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from .census import Census, describe
+from .event import Culprit, Event
+from .group import Finding, Group, MicroBatch
+from .policy import Decision
+from .signal import Action, Cause, Signal
+
+
+@dataclass
+class Settlement:
+    """What became of a step.
+
+    Args:
+        steps (`bool`):
+            Whether the optimizer may step.
+        norm (`Tensor`, *optional*):
+            The norm to clip by; `None` if the step is skipped.
+        redone (`list[Tensor]`, *optional*):
+            The losses that stand for the group if it was redone or skipped, `None` if it went through as it was.
+        num_dropped (`int`):
+            How many micro-batches of this rank were left out.
+        clip_to (`float`, *optional*):
+            A tighter bound for the norm than the loop's own.
+        halt (`str`, *optional*):
+            Why the run has to end, `None` if it goes on.
+        scaler_skips (`bool`):
+            The loss scaler is about to skip this step by itself, as it does while it finds its scale.
+    """
+
+    steps: bool = True
+    norm: Tensor | None = None
+    redone: list[Tensor] | None = None
+    num_dropped: int = 0
+    clip_to: float | None = None
+    halt: str | None = None
+    scaler_skips: bool = False
+
+
+@dataclass(frozen=True)
+class Incident:
+    """What was read of a step that did not go well.
+
+    Args:
+        step (`int`):
+            Its number.
+        group (`Group`):
+            Its micro-batches.
+        losses (`list[float]`):
+            Their losses on this rank.
+        norm (`float`), norm_dev (`Tensor`):
+            The norm of the gradients, on the host and on the device.
+        decision (`Decision`):
+            How the step is to go on.
+        rank (`int`):
+            This rank.
+        clipped (`bool`):
+            Whether somebody had clipped already, so that the gradients no longer tell who was bad.
+        census (`Census`):
+            The gradients, parameter by parameter, once that has been looked at.
+    """
+
+    step: int
+    group: Group
+    losses: list[float]
+    norm: float
+    norm_dev: Tensor
+    decision: Decision
+    rank: int
+    clipped: bool = False
+    census: Census = field(default_factory=Census)
+
+    @property
+    def bad_loss(self) -> tuple[int, float] | None:
+        """Place and value of the first loss that is not finite."""
+        return next(((i, loss) for i, loss in enumerate(self.losses) if not math.isfinite(loss)), None)
+
+    @property
+    def finite_losses(self) -> list[Tensor]:
+        """The losses that are finite, on their device."""
+        return [loss for loss, value in zip(self.group.losses, self.losses, strict=True) if math.isfinite(value)]
+
+    def tell(self) -> str:
+        """Returns one clause that says what is wrong."""
+        what = describe(self.census) if self.bad_loss is None else f"loss is {self.bad_loss[1]}"
+        return f"{what} at step {self.step}"
+
+    def as_values(self) -> dict[str, Any]:
+        """Returns what was measured, for the event."""
+        shown = self.bad_loss[1] if self.bad_loss is not None else (self.losses[-1] if self.losses else None)
+        return {"loss": shown, "grad_norm": self.norm, **self.census.as_values()}
+
+    def event(
+        self, action: Action, message: str, signal: Signal | None = None, cause: Cause | None = None, **values: Any
+    ) -> Event:
+        """Returns the event of the step as a whole."""
+        place = None if self.bad_loss is None else self.bad_loss[0]
+        phase = "loss" if place is not None and self.census.suspect is None else "backward"
+        rows = None if place is None else self.group.micro_batches[place].rows
+        culprit = Culprit(phase=phase, parameter=self.census.suspect, rows=rows)
+        signal = signal or self.decision.signal or Signal.GRAD_NONFINITE
+        return Event(
+            self.step, signal, action, message, place, self.rank, {**self.as_values(), **values}, culprit, cause
+        )
+
+
+@dataclass(frozen=True)
+class BadMicroBatch:
+    """A micro-batch that is to blame, before it is known what is done about it."""
+
+    micro: MicroBatch
+    signal: Signal
+    message: str
+    culprit: Culprit
+    values: dict[str, Any] = field(default_factory=dict)
+    cause: Cause | None = None
+
+    @classmethod
+    def of_finding(cls, micro: MicroBatch, finding: Finding, step: int) -> "BadMicroBatch":
+        """Blames a micro-batch for what was found in it before it ran."""
+        rows = micro.rows
+        if rows is not None and finding.samples:
+            rows = [rows[sample] for sample in finding.samples if sample < len(rows)]
+        culprit = Culprit(
+            phase=finding.phase,
+            samples=list(finding.samples) or None,
+            rows=rows,
+            tokens=[list(token) for token in finding.tokens] or None,
+        )
+        where = f" (dataset rows {', '.join(map(str, rows[:8]))})" if rows else ""
+        message = f"{finding.message}{where} in micro-batch {micro.index} of step {step}"
+        return cls(micro, finding.signal, message, culprit, {}, finding.cause)
+
+    @classmethod
+    def of_run(cls, micro: MicroBatch, loss: float, census: Census, step: int) -> "BadMicroBatch":
+        """Blames a micro-batch whose gradients were bad when it ran alone."""
+        finite = math.isfinite(loss)
+        what = describe(census) if finite else f"loss is {loss}"
+        culprit = Culprit(phase="backward" if finite else "loss", parameter=census.suspect, rows=micro.rows)
+        signal = Signal.GRAD_NONFINITE if finite else Signal.LOSS_NONFINITE
+        message = f"{what} in micro-batch {micro.index} of step {step}"
+        return cls(micro, signal, message, culprit, {"loss": loss, **census.as_values()})
+
+    def event(self, action: Action, step: int, rank: int, note: str = "") -> Event:
+        """Returns the event, now that it is known what was done."""
+        return Event(
+            step,
+            self.signal,
+            action,
+            self.message + note,
+            self.micro.index,
+            rank,
+            self.values,
+            self.culprit,
+            self.cause,
+        )

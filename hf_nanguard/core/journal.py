@@ -1,0 +1,53 @@
+"""The journal of a run: events go to the sink, the first of each kind to the log, and rank 0 hears of every decision."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from .agreement import Ranks
+from .event import Event
+from .signal import Action, Signal
+
+logger = logging.getLogger("hf_nanguard")
+
+EventSink = Callable[[dict[str, Any]], None]
+
+
+class Journal:
+    """Writes events.
+
+    Args:
+        ranks (`Ranks`):
+            The processes that train together.
+        on_event (`Callable`, *optional*):
+            Called with every event as a dictionary of the public schema.
+    """
+
+    def __init__(self, ranks: Ranks, on_event: EventSink | None = None):
+        self.ranks = ranks
+        self.on_event = on_event
+        self.told: set[Signal] = set()
+
+    def write(self, event: Event) -> None:
+        """Writes an event of this rank."""
+        self._write(event.as_dict())
+
+    def write_once(self, event: Event) -> None:
+        """Writes an event that is the same on every rank, on rank 0 only."""
+        if self.ranks.rank == 0:
+            self.write(event)
+
+    def share(self, events: list[Event]) -> None:
+        """Writes this rank's events and, on rank 0, those of all others. Every rank must call it."""
+        for rank, dicts in enumerate(self.ranks.gather([event.as_dict() for event in events])):
+            if rank == self.ranks.rank or self.ranks.rank == 0:
+                for event in dicts:
+                    self._write(event)
+
+    def _write(self, event: dict[str, Any]) -> None:
+        if self.on_event is not None:
+            self.on_event(event)
+        signal = Signal(event["signal"])
+        loud = signal not in self.told or event["action"] == Action.HALTED
+        self.told.add(signal)
+        logger.log(logging.WARNING if loud else logging.INFO, "[%s] %s: %s", signal, event["action"], event["message"])

@@ -1,0 +1,160 @@
+"""The public surface, frozen: what is named here changes only on purpose, with a line in the CHANGELOG.
+
+The closed lists are those of the design document, not of the code.
+"""
+
+import inspect
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import hf_nanguard
+from hf_nanguard import (
+    GradientMonitorCallback,
+    Guard,
+    GuardArguments,
+    GuardedTrainingArguments,
+    NanGuardCallback,
+    Policy,
+    attach,
+    guarded,
+)
+from hf_nanguard.cli.main import build_parser
+from hf_nanguard.core.event import Culprit, Event
+from hf_nanguard.core.signal import Action, Cause, Signal
+
+ROOT = Path(__file__).parent.parent
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+NAMES = words("""ArgumentError GradientMonitorCallback Guard GuardArguments GuardedGRPOConfig GuardedGRPOTrainer
+GuardedSFTConfig GuardedSFTTrainer GuardedTrainer GuardedTrainerMixin GuardedTrainingArguments LossMissingError
+NanGuardCallback NanGuardError NonFiniteError Policy attach guarded""")
+
+ARGUMENTS = {
+    "nanguard_mode": (str, "act"),
+    "nanguard_on_nonfinite": (str, "drop"),
+    "nanguard_loss_floor": (float, 1e-6),
+    "nanguard_on_loss_error": (str, "raise"),
+    "nanguard_on_bad_input": (str, "drop"),
+    "nanguard_skip_grad_norm": (float | None, None),
+    "nanguard_on_spike": (str, "observe"),
+    "nanguard_max_bad_steps": (int, 10),
+    "nanguard_on_halt": (str, "raise"),
+}
+
+SIGNALS = words("""labels_masked label_out_of_range input_nonfinite input_out_of_range loss_nonfinite loss_zero loss_missing
+loss_error prediction_nonfinite eval_nonfinite grad_nonfinite grad_spike loss_spike activation_nonfinite
+activation_headroom entropy_collapse param_nonfinite optimizer_nonfinite reward_nonfinite advantage_nonfinite
+ratio_overflow logits_nonfinite checkpoint_nonfinite update_stalled no_learning_signal guard_failed""")
+
+ACTIONS = words("observed repaired dropped skipped clipped rewound halted refused")
+
+CAUSES = words("""all_labels_masked label_out_of_range input_nonfinite fp16_overflow bf16_overflow exp_overflow log_of_zero
+div_by_zero sqrt_at_zero norm_at_zero where_unselected_branch masked_row_softmax norm_overflow param_nonfinite
+uninitialised_weight optimizer_state adam_eps_underflow lr_too_high reward_nonfinite ratio_overflow kl_overflow
+rounding_stall transient unknown""")
+
+EVENT_KEYS = words("schema time step micro_step rank signal action message values culprit cause remedies bundle")
+
+CULPRIT_KEYS = words("phase module op source parameter term samples rows tokens reward_function prompt completion")
+
+GUARD_SIGNATURE = (
+    "(model=None, optimizer=None, policy=None, *, scheduler=None, scaler=None, max_grad_norm=None, ranks=None, "
+    "on_event=None, read_every_n_steps=1)"
+)
+GRADIENT_MONITOR_SIGNATURE = "(check_every_n_steps=1, log_every_n_steps=10, halt_on_nan=False)"
+SIGNATURES = [
+    (Guard, GUARD_SIGNATURE),
+    (Guard.step, "(self, loss_fn, batches)"),
+    (Guard.watch, "(self, name, tensor, bound=None)"),
+    (GradientMonitorCallback, GRADIENT_MONITOR_SIGNATURE),
+    (NanGuardCallback, "(guard=None)"),
+    (attach, "(trainer, guard=None)"),
+    (guarded, "(trainer_class)"),
+]
+
+COMMANDS = ["demo"]
+
+
+def bare_signature(function) -> str:
+    signature = inspect.signature(function)
+    bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+    return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
+
+
+def test_public_names():
+    assert sorted(hf_nanguard.__all__) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_public_names_can_be_had(name):
+    assert getattr(hf_nanguard, name).__doc__
+
+
+def test_arguments():
+    assert {f.name: (f.type, f.default) for f in fields(GuardArguments)} == ARGUMENTS
+    assert all(f.metadata["help"] for f in fields(GuardArguments))
+
+
+def test_policy_has_the_same_settings():
+    assert {f"nanguard_{f.name}": f.default for f in fields(Policy)} == {name: d for name, (_, d) in ARGUMENTS.items()}
+
+
+def test_guarded_arguments_keep_the_defaults_of_the_host():
+    from transformers import TrainingArguments
+
+    mine = {f.name: f.default for f in fields(GuardedTrainingArguments) if f.name not in ARGUMENTS}
+    assert mine == {f.name: f.default for f in fields(TrainingArguments)}
+
+
+@pytest.mark.parametrize(("enum", "values"), [(Signal, SIGNALS), (Action, ACTIONS), (Cause, CAUSES)])
+def test_closed_lists(enum, values):
+    assert [str(member) for member in enum] == values
+
+
+def test_event_schema():
+    event = Event(3, Signal.GRAD_NONFINITE, Action.SKIPPED, "message", culprit=Culprit()).as_dict()
+    assert list(event) == EVENT_KEYS
+    assert list(event["culprit"]) == CULPRIT_KEYS
+    assert event["schema"] == 1
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", event["time"])
+
+
+@pytest.mark.parametrize(("function", "signature"), SIGNATURES, ids=[f.__qualname__ for f, _ in SIGNATURES])
+def test_signatures(function, signature):
+    assert bare_signature(function) == signature
+
+
+def test_commands():
+    [subparsers] = [action for action in build_parser()._actions if action.dest == "command"]
+    assert list(subparsers.choices) == COMMANDS
+
+
+def test_versions_agree():
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'version = "{hf_nanguard.__version__}"' in project
+    assert hf_nanguard.__version__ in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("hf_nanguard", ("torch", "transformers", "accelerate", "trl")),
+        ("hf_nanguard.core.guard", ("transformers", "accelerate", "trl")),
+        ("hf_nanguard.report.jsonl", ("torch", "transformers", "accelerate", "trl")),
+        ("hf_nanguard.cli.main", ("torch", "transformers", "accelerate", "trl", "rich")),
+        ("hf_nanguard.hf.trainer", ("trl",)),
+    ],
+)
+def test_imports_stay_light(module, absent):
+    code = f"import sys, {module}; print(*(name for name in {absent!r} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == ""
