@@ -20,6 +20,15 @@ def without(trainer_class: type, *dropped: tuple[int, int]) -> type:
             self.num_good, self.micro_step = len(good), 0
             return batches, num_items
 
+        def _prepare_inputs(self, inputs):
+            prepared = super()._prepare_inputs(inputs)
+            if "num_items_in_batch" not in prepared or hasattr(self.args, "steps_per_generation"):
+                return prepared
+            # Distillation counts the completion tokens of its group by itself.
+            step, group = self.state.global_step, enumerate(self._buffered_inputs)
+            good = [batch["completion_mask"].sum() for i, batch in group if (step, i) not in dropped]
+            return {**prepared, "num_items_in_batch": sum(good, torch.tensor(0))}
+
         def training_step(self, model, inputs, num_items_in_batch=None):
             place = (self.state.global_step, self.micro_step)
             self.micro_step += 1

@@ -100,7 +100,8 @@ def test_public_names_can_be_had(name):
 
 
 def test_arguments():
-    assert {f.name: (f.type, f.default) for f in fields(GuardArguments)} == ARGUMENTS
+    kinds = GuardArguments.__annotations__  # HfArgumentParser writes into the `type` of the fields
+    assert {f.name: (kinds[f.name], f.default) for f in fields(GuardArguments)} == ARGUMENTS
     assert all(f.metadata["help"] for f in fields(GuardArguments))
 
 

@@ -11,6 +11,7 @@ from accelerate.utils import DistributedType
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
+ITEMS = "num_items_in_batch"
 ONE_NORM = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU,
             DistributedType.MULTI_NPU, DistributedType.MULTI_MLU, DistributedType.MULTI_HPU)  # fmt: skip
 
@@ -137,6 +138,23 @@ def count_items(trainer: Trainer, batches: list[Any], device: torch.device) -> t
     """
     with local_collectives(trainer.args.world_size > 1):
         return trainer._get_num_items_in_batch(batches, device)
+
+
+def counts_per_generation(trainer: Trainer) -> bool:
+    """Returns whether a TRL trainer divides by the mean count of a generation times the current group size, so that a
+    smaller group needs no new count.
+
+    Can go when TRL's online trainers normalise by what `get_batch_samples` counts.
+    """
+    return hasattr(trainer.args, "steps_per_generation")
+
+
+def completion_mask(batch: dict[str, Any]) -> torch.Tensor:
+    """Returns which completion tokens of a TRL online trainer's batch count in its loss.
+
+    Can go together with `counts_per_generation`.
+    """
+    return batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
 
 
 def lost_loss(error: Exception) -> bool:

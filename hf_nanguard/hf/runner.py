@@ -13,7 +13,7 @@ from transformers import Trainer
 from ..core.agreement import Ranks
 from ..core.group import Group, MicroBatch
 from ..core.runner import Runner
-from .compat import count_items, local_collectives, metric_lists
+from .compat import ITEMS, completion_mask, count_items, counts_per_generation, local_collectives, metric_lists
 from .isolation import untouched
 
 
@@ -28,11 +28,14 @@ class Share:
             What token losses are divided by.
         even (`bool`):
             Whether all ranks run the same number of micro-batches, so that metrics may be reduced across them.
+        completion_items (`Tensor`, *optional*):
+            What a trainer that counts completion tokens by itself, once for the whole group, divides by instead.
     """
 
     steps: float
     num_items: Tensor | int | None
     even: bool = True
+    completion_items: Tensor | int | None = None
 
 
 @dataclass(frozen=True)
@@ -118,10 +121,13 @@ class TrainerRunner(Runner):
     def run(self, micro: MicroBatch, share: Share) -> Tensor:
         trainer = self.trainer
         trainer.current_gradient_accumulation_steps = share.steps  # type: ignore[assignment] # may be a fraction
-        self.replayed = micro.payload
+        inputs = micro.payload.again()
+        if share.completion_items is not None:
+            inputs[ITEMS] = share.completion_items
+        self.replayed = Prepared.of(inputs)
         try:
             with local_collectives(trainer.args.world_size > 1 and not (self.lockstep or share.even)):
-                return trainer.training_step(self.model, micro.payload.again(), share.num_items)
+                return trainer.training_step(self.model, inputs, share.num_items)
         finally:
             self.replayed = None
 
@@ -138,11 +144,21 @@ class TrainerRunner(Runner):
         steps: float = sum(num_good) / len(num_good)
         batches = [micro.payload.inputs for micro in good]
         counted = None if not batches else count_items(trainer, batches, trainer.args.device)
-        if trainer.args.average_tokens_across_devices and trainer.args.world_size > 1:
-            counts = self.ranks.gather(None if counted is None else int(counted))
-            known = [count for count in counts if count is not None]
-            counted = torch.tensor(sum(known), device=trainer.args.device) if known else None
-        return Share(int(steps) if steps.is_integer() else steps, counted, even=len(set(num_good)) == 1)
+        if trainer.args.average_tokens_across_devices:
+            counted = self._add_up(counted)
+        completions: Tensor | int | None = None
+        if not counts_per_generation(trainer) and any(ITEMS in batch for batch in batches):
+            completions = torch.stack([completion_mask(batch).sum() for batch in batches]).sum()
+        completions = self._add_up(completions)
+        even = len(set(num_good)) == 1
+        return Share(int(steps) if steps.is_integer() else steps, counted, even, completions)
+
+    def _add_up(self, count: Tensor | int | None) -> Tensor | int | None:
+        """Returns the sum of a count over all ranks, `None` if no rank counts."""
+        if self.ranks.size == 1:
+            return count
+        known = [n for n in self.ranks.gather(None if count is None else int(count)) if n is not None]
+        return torch.tensor(sum(known), device=self.trainer.args.device) if known else None
 
     def unscale(self) -> None:
         self.trainer.accelerator.unscale_gradients()

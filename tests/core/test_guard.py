@@ -485,7 +485,7 @@ def test_no_host_read_between_and_no_harm_to_the_weights():
         moved = any(not torch.equal(p, q) for p, q in zip(before, loop.model.parameters(), strict=True))
         assert moved == (group[0].fault is None)
     assert counts == [0, 0, 0, 1]
-    assert [(step, signal, action) for step, _, signal, action in loop.told()] == [(7, "grad_nonfinite", "skipped")]
+    assert [(signal, action) for _, _, signal, action in loop.told()] == [("grad_nonfinite", "skipped")]
     metrics = loop.guard.counter.as_metrics()
     assert metrics["nanguard/skipped_steps"] == 2
     assert metrics["nanguard/dropped_microbatches"] == 2

@@ -59,7 +59,7 @@ def make_data(scenario: Scenario, world: int) -> Any:
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(count, 5, generator=generator)
         return [
-            {"x": torch.cat([torch.tensor([float(i)]), noise[i, 1:]]), "labels": noise[i, 0]} for i in range(count)
+            {"x": torch.cat([noise[i, 1:], torch.tensor([float(i)])]), "labels": noise[i, 0]} for i in range(count)
         ]
     if scenario.host == GRPO:
         return [{"prompt": f"w{i} {row['text'].split()[0]}"} for i, row in enumerate(text_rows(16))]
@@ -73,7 +73,7 @@ def rows_of(inputs: dict) -> list[int]:
     if "prompt_ids" in inputs:
         return (inputs["prompt_ids"][:, 0] - FIRST_WORD).tolist()
     if "x" in inputs:
-        return inputs["x"][:, 0].int().tolist()
+        return inputs["x"][:, -1].int().tolist()
     return (inputs["input_ids"][:, 0] - 3).tolist()
 
 

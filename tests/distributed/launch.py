@@ -6,7 +6,6 @@ does not hide the others.
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -106,7 +105,7 @@ def _start(command: list[str]) -> tuple[int, str]:
     try:
         output, _ = process.communicate(timeout=LIMIT)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
+        process.terminate()  # the launcher then ends its ranks, which are not of its process group
+        output, _ = process.communicate(timeout=40)
         return -1, f"no end after {LIMIT} s\n{output}"
     return process.returncode, output

@@ -39,18 +39,22 @@ def never_had(trainer_class: type, gone: tuple[Place, ...]) -> type:
             self.optimizer._is_overflow = self.weight == 0
             self.current_gradient_accumulation_steps = self.weight
             if micro_step in self.left:
-                with synced(model, micro_step == self.left[-1]), local_metrics(self.accelerator, not self.even):
+                with synced(model, micro_step == self.left[-1]):
                     return super().training_step(model, inputs, self.num_items)
             nothing = torch.zeros((), device=self.args.device)
             if hasattr(self, "_buffered_inputs"):  # RL: the completions are generated all the same
                 self._prepare_inputs(inputs)
                 self._step += 1
             if self.weight and not self.left and micro_step == 0:
-                with as_before(self, model), synced(model, True), local_metrics(self.accelerator, True):
+                with as_before(model), synced(model, True):
                     self.accelerator.backward = lambda loss: (loss * 0.0).backward()
                     super().training_step(model, inputs, self.num_items)
                     del self.accelerator.backward
             return nothing
+
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            with local_metrics(self.accelerator, not self.even):
+                return super().compute_loss(model, inputs, *args, **kwargs)
 
     NeverHad.__name__ = trainer_class.__name__
     return NeverHad
@@ -104,8 +108,8 @@ def local_metrics(accelerator: Any, active: bool) -> Iterator[None]:
 
 
 @contextmanager
-def as_before(trainer: Any, model: Any) -> Iterator[None]:
-    """Leaves random state, buffers and metrics as they were."""
+def as_before(model: Any) -> Iterator[None]:
+    """Leaves random state and buffers as they were."""
     rng = torch.get_rng_state()
     buffers: dict[str, Tensor] = {name: buffer.clone() for name, buffer in model.named_buffers()}
     yield

@@ -3,6 +3,7 @@
     python -m torch.distributed.run --nproc_per_node 2 tests/distributed/worker.py <suite> <folder> [<scenario> ...]
 """
 
+import faulthandler
 import hashlib
 import json
 import logging
@@ -26,6 +27,8 @@ from tests.distributed.host import make_trainer, rows_of
 from tests.distributed.scenario import SUITES, Scenario
 from tests.faults import Planted
 from tests.reference import losses_of, tensors_of
+
+PATIENCE = 25
 
 
 class Culprits(Planted):
@@ -108,6 +111,7 @@ def main() -> None:
         home = Path(folder) / name
         home.mkdir(parents=True, exist_ok=True)
         print(f"rank {rank}: {name}", flush=True)
+        faulthandler.dump_traceback_later(PATIENCE, exit=True)
         try:
             said, tensors = play(scenario, home / "guarded", guarded=True)
             key = repr(replace(scenario, name="", way="", faults=(), guard={}, events=()))
@@ -121,6 +125,7 @@ def main() -> None:
             said = {"outcome": traceback.format_exc()}
             (home / f"rank{rank}.json").write_text(json.dumps(said), encoding="utf-8")
             raise
+        faulthandler.cancel_dump_traceback_later()
         (home / f"rank{rank}.json").write_text(json.dumps(said), encoding="utf-8")
     dist.destroy_process_group()
 

@@ -1,0 +1,86 @@
+"""The command line: help at once, bad arguments in one message with exit code 2."""
+
+import subprocess
+import sys
+
+import pytest
+
+from hf_nanguard import __version__
+from hf_nanguard.cli import main as cli
+from hf_nanguard.cli.main import COMMANDS, main
+
+
+def run_help(*arguments: str, capsys) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main([*arguments, "--help"])
+    assert stop.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_names_every_command(capsys):
+    text = run_help(capsys=capsys)
+    assert all(command.__name__.rsplit(".", 1)[1] in text for command in COMMANDS)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"nanguard {__version__}\n"
+
+
+@pytest.mark.parametrize("command", [command.__name__.rsplit(".", 1)[1] for command in COMMANDS])
+def test_every_command_has_an_example(command, capsys):
+    assert f"nanguard {command} --" in run_help(command, capsys=capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], ["command"]),
+        (["dmeo"], ["command", "'dmeo'", "demo", "nanguard --help"]),
+        (["demo", "--steps", "x"], ["--steps", "'x'", "6", "nanguard demo --help"]),
+        (["demo", "--steps", "2"], ["--steps", "'2'", "6"]),
+        (["demo", "--steps"], ["--steps"]),
+        (["demo", "--seed", "-1"], ["--seed", "'-1'", "0"]),
+        (["demo", "--bogus", "3"], ["--bogus"]),
+    ],
+    ids=lambda value: " ".join(value) or "nothing",
+)
+def test_bad_arguments(arguments, told, capsys):
+    assert main(arguments) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    assert [part for part in told if part not in output.err] == []
+
+
+def test_an_output_folder_that_cannot_be(tmp_path, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    assert main(["demo", "--output-dir", str(file)]) == 2
+    assert f"--output-dir must be a folder that can be made and written, got {str(file)!r}" in capsys.readouterr().err
+
+
+def test_ctrl_c(monkeypatch, capsys):
+    class Interrupted:
+        @staticmethod
+        def add_parser(subparsers):
+            def run(arguments):
+                raise KeyboardInterrupt
+
+            subparsers.add_parser("wait").set_defaults(run=run)
+
+    monkeypatch.setattr(cli, "COMMANDS", (Interrupted,))
+    assert main(["wait"]) == 130
+    assert "Ctrl-C" in capsys.readouterr().err
+
+
+def test_help_imports_nothing_heavy():
+    code = (
+        "import sys\nfrom hf_nanguard.cli.main import main\n"
+        "try: main(['demo', '--help'])\nexcept SystemExit: pass\n"
+        "print('heavy:', [name for name in ('torch', 'transformers', 'trl', 'datasets', 'rich') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("heavy: []\n")

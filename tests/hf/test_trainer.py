@@ -1,0 +1,296 @@
+"""Guarded trainers are drop-in: same constructor, same checkpoints, any trainer class, one line to attach."""
+
+import inspect
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration, Trainer
+from transformers import TrainingArguments
+
+from hf_nanguard import (
+    ArgumentError,
+    GuardArguments,
+    GuardedGRPOConfig,
+    GuardedGRPOTrainer,
+    GuardedSFTConfig,
+    GuardedSFTTrainer,
+    GuardedTrainer,
+    GuardedTrainerMixin,
+    GuardedTrainingArguments,
+    attach,
+    guarded,
+)
+
+from ..faults import Fault, plant
+from ..models import text_rows, tiny_llama, tiny_tokenizer, token_dataset
+from ..reference import assert_same, tensors_of, without
+from ..trainers import KINDS, build, common_arguments, events_of, reward_length, stock_class
+
+
+def test_guarded_classes_accept_all_that_the_host_accepts():
+    import trl
+
+    for ours, theirs in (
+        (GuardedTrainer, Trainer),
+        (GuardedSFTTrainer, trl.SFTTrainer),
+        (GuardedGRPOTrainer, trl.GRPOTrainer),
+    ):
+        assert issubclass(ours, theirs)
+        assert issubclass(ours, GuardedTrainerMixin)
+        assert list(inspect.signature(GuardedTrainerMixin.__init__).parameters) == ["self", "args", "guard", "kwargs"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attach_makes_a_stock_trainer_survive(kind, tmp_path):
+    reference = build(kind, tmp_path / "reference", without(stock_class(kind), (1, 1)), guard=False)
+    reference.train()
+    expected = tensors_of(reference)
+    trainer = build(kind, tmp_path / "attached", guard=False)
+    name = type(trainer).__name__
+    assert attach(trainer) is trainer
+    assert type(trainer).__name__ == name
+    assert isinstance(trainer, stock_class(kind))
+    plant(trainer, Fault("loss", 1, 1))
+    trainer.train()
+    assert_same(tensors_of(trainer), expected)
+    assert [event["action"] for event in events_of(trainer)] == ["dropped"]
+
+
+def test_attach_takes_settings_and_can_be_repeated(tmp_path):
+    trainer = build("plain", tmp_path, guard=False)
+    attach(trainer, GuardArguments(nanguard_mode="observe"))
+    first = type(trainer)
+    attach(trainer)
+    assert type(trainer) is first
+    assert trainer.nanguard.policy.mode == "observe"
+
+
+def test_attach_and_guarded_refuse_what_is_not_a_trainer():
+    with pytest.raises(ArgumentError, match=r"attach\(\) must be given a Trainer, got int"):
+        attach(3)
+    with pytest.raises(ArgumentError, match=r"guarded\(\) must be given a Trainer class"):
+        guarded(dict)
+
+
+def test_guarded_is_made_once():
+    assert guarded(Trainer) is guarded(Trainer)
+    assert guarded(GuardedTrainer) is GuardedTrainer
+
+
+def _seq2seq(tmp_path, cls):
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    args = Seq2SeqTrainingArguments(**common_arguments(tmp_path))
+    return cls(T5ForConditionalGeneration(config), args, train_dataset=token_dataset(24))
+
+
+def _reward(tmp_path, cls):
+    import trl
+    from transformers import LlamaForSequenceClassification
+
+    torch.manual_seed(0)
+    config = tiny_llama().config
+    config.num_labels = 1
+    rows = text_rows(48)
+    data = [{"chosen": rows[i]["text"], "rejected": rows[i + 24]["text"]} for i in range(24)]
+    args = trl.RewardConfig(**common_arguments(tmp_path, max_length=16))
+    return cls(
+        LlamaForSequenceClassification(config),
+        args=args,
+        train_dataset=Dataset.from_list(data),
+        processing_class=tiny_tokenizer(),
+    )
+
+
+def _kto(tmp_path, cls):
+    import trl
+
+    rows = text_rows(24)
+    data = [{"prompt": "w1 w2", "completion": " " + row["text"], "label": i % 2 == 0} for i, row in enumerate(rows)]
+    args = trl.KTOConfig(**common_arguments(tmp_path, max_length=24, per_device_train_batch_size=4))
+    return cls(
+        tiny_llama(),
+        ref_model=tiny_llama(),
+        args=args,
+        train_dataset=Dataset.from_list(data),
+        processing_class=tiny_tokenizer(),
+    )
+
+
+def _rloo(tmp_path, cls):
+    import trl
+
+    data = Dataset.from_list([{"prompt": row["text"]} for row in text_rows(24)])
+    args = trl.RLOOConfig(**common_arguments(tmp_path, num_generations=2, max_completion_length=4, beta=0.0))
+    return cls(
+        tiny_llama(), reward_funcs=reward_length, args=args, train_dataset=data, processing_class=tiny_tokenizer()
+    )
+
+
+def _distillation(tmp_path, cls):
+    import trl
+
+    data = Dataset.from_list([{"prompt": row["text"]} for row in text_rows(48)])
+    args = trl.DistillationConfig(**common_arguments(tmp_path, max_completion_length=4))
+    return cls(
+        tiny_llama(), teacher_model=tiny_llama(seed=1), args=args, train_dataset=data, processing_class=tiny_tokenizer(),
+    )  # fmt: skip
+
+
+OTHERS = {
+    "seq2seq": (_seq2seq, lambda trl: Seq2SeqTrainer),
+    "reward": (_reward, lambda trl: trl.RewardTrainer),
+    "kto": (_kto, lambda trl: trl.KTOTrainer),
+    "rloo": (_rloo, lambda trl: trl.RLOOTrainer),
+    "distillation": (_distillation, lambda trl: trl.DistillationTrainer),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_guarded_works_for_the_rest_of_the_family(name, tmp_path):
+    import trl
+
+    make, find = OTHERS[name]
+    stock = find(trl)
+    healthy = make(tmp_path / "stock", stock)
+    healthy.train()
+    ours = make(tmp_path / "healthy", guarded(stock))
+    ours.train()
+    assert_same(tensors_of(ours), tensors_of(healthy), rng=False)
+    assert events_of(ours) == []
+    reference = make(tmp_path / "reference", without(stock, (1, 1)))
+    reference.train()
+    expected = tensors_of(reference)
+    hurt = make(tmp_path / "hurt", guarded(stock))
+    plant(hurt, Fault("loss", 1, 1))
+    hurt.train()
+    assert_same(tensors_of(hurt), expected)
+    [event] = events_of(hurt)
+    assert (event["signal"], event["action"], event["micro_step"]) == ("loss_nonfinite", "dropped", 1)
+
+
+def test_configs_reach_the_guard(tmp_path):
+    args = GuardedTrainingArguments(**common_arguments(tmp_path), nanguard_on_nonfinite="skip")
+    trainer = GuardedTrainer(tiny_llama(), args, train_dataset=token_dataset(4))
+    assert trainer.nanguard.policy.on_nonfinite == "skip"
+    sft = GuardedSFTConfig(**common_arguments(tmp_path), nanguard_max_bad_steps=3)
+    data = Dataset.from_list(text_rows(8))
+    trainer = GuardedSFTTrainer(tiny_llama(), args=sft, train_dataset=data, processing_class=tiny_tokenizer())
+    assert trainer.nanguard.policy.max_bad_steps == 3
+    grpo = GuardedGRPOConfig(
+        **common_arguments(tmp_path, num_generations=2, max_completion_length=4), nanguard_mode="observe"
+    )
+    trainer = GuardedGRPOTrainer(
+        tiny_llama(), reward_funcs=reward_length, args=grpo, processing_class=tiny_tokenizer(),
+        train_dataset=Dataset.from_list([{"prompt": row["text"]} for row in text_rows(8)]),
+    )  # fmt: skip
+    assert trainer.nanguard.policy.mode == "observe"
+
+
+def _checkpointed(tmp_path, guard, **overrides):
+    return build("plain", tmp_path, guard=guard, save_strategy="steps", save_steps=2, max_steps=6, **overrides)
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, True), (True, False), (False, True)])
+def test_checkpoints_go_both_ways_and_resume_is_exact(first, second, tmp_path):
+    whole = _checkpointed(tmp_path / "whole", False)
+    whole.train()
+    expected = tensors_of(whole)
+    begun = _checkpointed(tmp_path / "begun", first)
+    begun.train()
+    resumed = _checkpointed(tmp_path / "resumed", second)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "begun" / "checkpoint-2"))
+    assert_same(tensors_of(resumed), expected)
+
+
+def test_stock_files_of_a_checkpoint_are_the_same(tmp_path):
+    stock, ours = _checkpointed(tmp_path / "stock", False), _checkpointed(tmp_path / "ours", True)
+    stock.train()
+    ours.train()
+    theirs = {path.name for path in (tmp_path / "stock" / "checkpoint-4").iterdir()}
+    mine = {path.name for path in (tmp_path / "ours" / "checkpoint-4").iterdir()}
+    assert mine - theirs == {"nanguard_state.json"}
+    assert theirs - mine == set()
+
+
+def test_guard_state_survives_a_resume(tmp_path):
+    begun = _checkpointed(tmp_path / "begun", True)
+    plant(begun, Fault("loss", 1, 1))
+    begun.train()
+    state = json.loads((tmp_path / "begun" / "checkpoint-4" / "nanguard_state.json").read_text())
+    assert state["counter"]["dropped"] == 1
+    resumed = _checkpointed(tmp_path / "resumed", True)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "begun" / "checkpoint-4"))
+    rows = [row for row in resumed.state.log_history if "nanguard/dropped_microbatches" in row]
+    assert rows[-1]["nanguard/dropped_microbatches"] == 1
+    assert rows[-1]["nanguard/success_rate"] == pytest.approx(17 / 18)
+    assert len(resumed.nanguard.guard.norms.values) == len(begun.nanguard.guard.norms.values)
+
+
+def test_resumed_rows_are_right(tmp_path):
+    begun = _checkpointed(tmp_path / "begun", True, train_sampling_strategy="sequential")
+    begun.train()
+    resumed = _checkpointed(tmp_path / "resumed", True, train_sampling_strategy="sequential")
+    plant(resumed, Fault("loss", 3, 2))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "begun" / "checkpoint-2"))
+    [event] = events_of(resumed)
+    assert event["culprit"]["rows"] == [22, 23]
+
+
+def test_a_subclass_that_overrides_everything_is_still_guarded(tmp_path):
+    class Mine(GuardedTrainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            loss = outputs.logits.float().square().mean() * 0.01 + outputs.loss
+            return (loss, outputs) if return_outputs else loss
+
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    args = TrainingArguments(**common_arguments(tmp_path))
+    trainer = Mine(tiny_llama(), args, train_dataset=token_dataset(48))
+    plant(trainer, Fault("gradient", 1, 2, parameter="model.norm.weight"), Fault("label", 2, 0, value=777))
+    trainer.train()
+    found = [(e["signal"], e["action"], e["step"], e["micro_step"]) for e in events_of(trainer)]
+    assert found == [("grad_nonfinite", "dropped", 1, 2), ("label_out_of_range", "dropped", 2, 0)]
+    assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
+
+
+def test_a_loss_that_changes_its_inputs_in_place_is_skipped_whole(tmp_path):
+    class Careless(Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            inputs["labels"][:, 0] += 1
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    trainer = build("plain", tmp_path, Careless)
+    plant(trainer, Fault("loss", 1, 1))
+    trainer.train()
+    [event] = events_of(trainer)
+    assert event["action"] == "skipped"
+    assert "changed its inputs in place" in event["message"]
+
+
+def test_metrics_file_holds_every_log_row(tmp_path):
+    trainer = build("plain", tmp_path)
+    trainer.train()
+    rows = [json.loads(line) for line in (Path(tmp_path) / "nanguard" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [row["step"] for row in trainer.state.log_history]
+    assert {"nanguard/skipped_steps", "nanguard/success_rate", "nanguard/grad_norm_max"} <= rows[0].keys()
+
+
+def test_a_custom_loss_function_and_label_smoothing_are_redone(tmp_path):
+    def loss_function(outputs, labels, num_items_in_batch=None):
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+    extra = {"compute_loss_func": loss_function}
+    reference = build("plain", tmp_path / "reference", without(Trainer, (1, 1)), guard=False, extra=extra)
+    reference.train()
+    expected = tensors_of(reference)
+    trainer = build("plain", tmp_path / "ours", extra=extra)
+    plant(trainer, Fault("loss", 1, 1))
+    trainer.train()
+    assert_same(tensors_of(trainer), expected)
