@@ -154,7 +154,7 @@ class Containment:
         if not works:
             return self.skip(incident, runner, event.signal, message)
         self.count(incident, 0)
-        return self.climb(Settlement(norm=norm_dev), incident, event.signal, message)
+        return self.climb(Settlement(norm=norm_dev, fresh=True), incident, event.signal, message)
 
     # ---- micro-batch by micro-batch ----
 
@@ -212,7 +212,8 @@ class Containment:
             return None
         self.counter.grad_norm_max = max(self.counter.grad_norm_max, norm)
         shown = [loss for loss, value in zip(losses, values, strict=True) if math.isfinite(value)]
-        return Settlement(norm=norm_dev, redone=shown, num_dropped=len(incident.group.micro_batches) - len(good))
+        num_dropped = len(incident.group.micro_batches) - len(good)
+        return Settlement(norm=norm_dev, redone=shown, fresh=True, num_dropped=num_dropped)
 
     def tell_redo(
         self,

@@ -24,6 +24,8 @@ class Settlement:
             The norm to clip by; `None` if the step is skipped.
         redone (`list[Tensor]`, *optional*):
             The losses that stand for the group if it was redone or skipped, `None` if it went through as it was.
+        fresh (`bool`):
+            Whether the gradients are not those the loop had computed.
         num_dropped (`int`):
             How many micro-batches of this rank were left out.
         clip_to (`float`, *optional*):
@@ -37,6 +39,7 @@ class Settlement:
     steps: bool = True
     norm: Tensor | None = None
     redone: list[Tensor] | None = None
+    fresh: bool = False
     num_dropped: int = 0
     clip_to: float | None = None
     halt: str | None = None

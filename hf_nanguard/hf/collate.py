@@ -82,6 +82,8 @@ def check_batch(batch: MutableMapping, limits: Limits, verdict: str) -> list[Fin
         elif name in ("input_ids", "decoder_input_ids") and limits.num_ids is not None:
             found, bad = check_ids(name, value, limits, verdict)
             fill = 0
+        elif name == "attention_mask":
+            found = check_mask(value)
         if found is None:
             continue
         findings.append(found)
@@ -92,7 +94,7 @@ def check_batch(batch: MutableMapping, limits: Limits, verdict: str) -> list[Fin
 
 def view(tensor: Tensor) -> np.ndarray:
     """Returns the memory of a CPU tensor as an array, bfloat16 as the float32 it rounds from."""
-    tensor = tensor.detach()
+    tensor = tensor.detach() if tensor.requires_grad else tensor
     return np.from_dlpack(tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
 
 
@@ -138,6 +140,17 @@ def check_labels(labels: Tensor, limits: Limits, verdict: str) -> tuple[Finding 
         verdict = "drop" if verdict == "repair" else verdict
         return Finding(Signal.LABELS_MASKED, message, verdict, Cause.ALL_LABELS_MASKED, "input", samples), None
     return None, None
+
+
+def check_mask(mask: Tensor) -> Finding | None:
+    """Looks for samples without a single token to attend to; they are legal, so they are only observed."""
+    if mask.ndim != 2:
+        return None
+    empty = tuple(int(sample) for sample in np.flatnonzero(~view(mask).any(axis=1)))
+    if not empty:
+        return None
+    message = f"attention_mask of samples {list(empty[:8])} masks every token"
+    return Finding(Signal.INPUT_OUT_OF_RANGE, message, "observe", None, "input", empty)
 
 
 def check_ids(name: str, ids: Tensor, limits: Limits, verdict: str) -> tuple[Finding | None, np.ndarray | None]:

@@ -75,7 +75,7 @@ def hold_schedule(optimizer: Any, held: bool) -> None:
     optimizer._is_overflow = held
 
 
-def clips_in_one_piece(trainer: Trainer) -> bool:
+def clips_in_one_piece(trainer: Trainer, model: torch.nn.Module) -> bool:
     """Returns whether the host clips by torch's own `get_total_norm` and `clip_grads_with_norm_`, so that we can look
     between the two.
 
@@ -83,7 +83,7 @@ def clips_in_one_piece(trainer: Trainer) -> bool:
     """
     accelerator = trainer.accelerator
     sharded = accelerator.distributed_type == DistributedType.FSDP and accelerator.is_fsdp2
-    return sharded or accelerator.distributed_type in ONE_NORM
+    return (sharded or accelerator.distributed_type in ONE_NORM) and not trainer._has_mixed_mesh_grads(model)
 
 
 def dispatches_batches(trainer: Trainer) -> bool:

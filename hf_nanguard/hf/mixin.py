@@ -96,7 +96,7 @@ class GuardedTrainerMixin(_Host):
         return self.nanguard.check_loss(result, with_outputs, model.training) if self.nanguard.on else result
 
     def _clip_grad_norm(self, model):
-        if not self.nanguard.on:
+        if not self.nanguard.on or self.nanguard.settled:
             return super()._clip_grad_norm(model)
         clip = super()._clip_grad_norm
         return self.nanguard.settle(model, self.args.max_grad_norm, lambda: clip(model))
@@ -105,7 +105,8 @@ class GuardedTrainerMixin(_Host):
         session = self.nanguard
         if session.on and not session.settled:  # max_grad_norm is 0, or a subclass clips by itself
             measure = super()._get_grad_norm
-            return session.settle(model, 0.0, lambda: measure(model), grad_norm)
+            again = (lambda: measure(model)) if grad_norm is None else (lambda: self._clip_grad_norm(model))
+            return session.settle(model, 0.0, again, grad_norm)
         if session.on and grad_norm is None:  # skipped: there is nothing to measure
             return None
         return super()._get_grad_norm(model, grad_norm)

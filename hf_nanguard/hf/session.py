@@ -263,7 +263,7 @@ class Session:
         self.settled = True
         if runner is None or not guard.group.micro_batches:
             return norm if host_clip is None else host_clip()
-        apart = host_clip is None or (compat.clips_in_one_piece(trainer) and not trainer._has_mixed_mesh_grads(model))
+        apart = host_clip is None or compat.clips_in_one_piece(trainer, model)
         if not apart and norm is None:
             norm = host_clip()  # type: ignore[misc]
         clipped = norm is not None
@@ -273,13 +273,7 @@ class Session:
         settlement = guard.settle(guard.group, runner, trainer.state.global_step, given, self.labelled)
         self._keep_log_true(settlement)
         if settlement.steps:
-            norm = settlement.norm
-            if clipped and settlement.redone is not None and host_clip is not None:
-                norm = host_clip()
-            elif not clipped or settlement.redone is not None or settlement.clip_to is not None:
-                bounds = [bound for bound in (max_norm, settlement.clip_to) if bound]
-                if bounds:
-                    torch.nn.utils.clip_grads_with_norm_(runner.parameters, min(bounds), norm)
+            norm = self._clip(settlement, max_norm, host_clip if clipped else None)
             if settlement.redone is None and self.policy.on_loss_error == "drop" and guard.ranks.size > 1:
                 self.stand_in = guard.group.micro_batches[0].payload
         else:
@@ -290,6 +284,19 @@ class Session:
         guard.group = Group()
         if settlement.halt is not None:
             self._halt(model, settlement.halt)
+        return norm
+
+    def _clip(self, settlement: Settlement, max_norm: float, host_clip: Callable[[], Any] | None) -> Any:
+        """Clips by the norm that is known already, or as the host does if it had clipped before; returns the norm."""
+        assert self.runner is not None
+        norm: Any = settlement.norm
+        bounds = [bound for bound in (max_norm, settlement.clip_to) if bound]
+        if host_clip is not None:
+            norm = host_clip() if settlement.fresh else norm
+            bounds = [settlement.clip_to] if settlement.clip_to else []
+        if bounds:
+            by = norm if host_clip is None else self.runner.norm()
+            torch.nn.utils.clip_grads_with_norm_(self.runner.parameters, min(bounds), by)
         return norm
 
     def _keep_log_true(self, settlement: Settlement) -> None:

@@ -21,15 +21,61 @@ CULPRIT_KEYS = {
     "phase", "module", "op", "source", "parameter", "term", "samples", "rows", "tokens", "reward_function", "prompt",
     "completion",
 }  # fmt: skip
-SIGNALS = """labels_masked label_out_of_range input_nonfinite input_out_of_range loss_nonfinite loss_zero loss_missing
-loss_error prediction_nonfinite eval_nonfinite grad_nonfinite grad_spike loss_spike activation_nonfinite
-activation_headroom entropy_collapse param_nonfinite optimizer_nonfinite reward_nonfinite advantage_nonfinite
-ratio_overflow logits_nonfinite checkpoint_nonfinite update_stalled no_learning_signal guard_failed""".split()
-ACTIONS = "observed repaired dropped skipped clipped rewound halted refused".split()
-CAUSES = """all_labels_masked label_out_of_range input_nonfinite fp16_overflow bf16_overflow exp_overflow log_of_zero
-div_by_zero sqrt_at_zero norm_at_zero where_unselected_branch masked_row_softmax norm_overflow param_nonfinite
-uninitialised_weight optimizer_state adam_eps_underflow lr_too_high reward_nonfinite ratio_overflow kl_overflow
-rounding_stall transient unknown""".split()
+SIGNALS = [
+    "labels_masked",
+    "label_out_of_range",
+    "input_nonfinite",
+    "input_out_of_range",
+    "loss_nonfinite",
+    "loss_zero",
+    "loss_missing",
+    "loss_error",
+    "prediction_nonfinite",
+    "eval_nonfinite",
+    "grad_nonfinite",
+    "grad_spike",
+    "loss_spike",
+    "activation_nonfinite",
+    "activation_headroom",
+    "entropy_collapse",
+    "param_nonfinite",
+    "optimizer_nonfinite",
+    "reward_nonfinite",
+    "advantage_nonfinite",
+    "ratio_overflow",
+    "logits_nonfinite",
+    "checkpoint_nonfinite",
+    "update_stalled",
+    "no_learning_signal",
+    "guard_failed",
+]
+ACTIONS = ["observed", "repaired", "dropped", "skipped", "clipped", "rewound", "halted", "refused"]
+CAUSES = [
+    "all_labels_masked",
+    "label_out_of_range",
+    "input_nonfinite",
+    "fp16_overflow",
+    "bf16_overflow",
+    "exp_overflow",
+    "log_of_zero",
+    "div_by_zero",
+    "sqrt_at_zero",
+    "norm_at_zero",
+    "where_unselected_branch",
+    "masked_row_softmax",
+    "norm_overflow",
+    "param_nonfinite",
+    "uninitialised_weight",
+    "optimizer_state",
+    "adam_eps_underflow",
+    "lr_too_high",
+    "reward_nonfinite",
+    "ratio_overflow",
+    "kl_overflow",
+    "rounding_stall",
+    "transient",
+    "unknown",
+]
 
 
 def event(**fields):

@@ -294,3 +294,21 @@ def test_a_custom_loss_function_and_label_smoothing_are_redone(tmp_path):
     plant(trainer, Fault("loss", 1, 1))
     trainer.train()
     assert_same(tensors_of(trainer), expected)
+
+
+def test_a_subclass_that_clips_by_itself_is_redone_and_clipped_again(tmp_path):
+    class Clipper(Trainer):
+        def _clip_grad_norm(self, model):
+            return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+    class Mine(GuardedTrainer):
+        _clip_grad_norm = Clipper._clip_grad_norm
+
+    reference = build("plain", tmp_path / "reference", without(Clipper, (1, 1), (2, 0), (2, 1), (2, 2)), guard=False)
+    reference.train()
+    expected = tensors_of(reference)
+    ours = Mine(tiny_llama(), TrainingArguments(**common_arguments(tmp_path / "ours")), train_dataset=token_dataset(48))
+    plant(ours, Fault("loss", 1, 1), *[Fault("gradient", 2, m, parameter="model.norm.weight") for m in range(3)])
+    ours.train()
+    assert_same(tensors_of(ours), expected)
+    assert [event["action"] for event in events_of(ours)] == ["dropped", "skipped", "skipped", "skipped"]
