@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 # One thread a process, so that two test workers fit two cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -q
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -q
 
 .PHONY: demo test quick slow lint
 

@@ -1,8 +1,8 @@
 """Module buffers that a forward pass writes (BatchNorm statistics, counters), kept so that a bad batch leaves no trace.
 
-Which buffers those are is learned from torch's own write counters: everything is kept for the first group, afterwards
-only what was seen to change, and the running statistics of normalisation layers. A model without such buffers pays
-nothing.
+Which buffers those are is learned once, from torch's write counters and their values: everything is kept for the first
+group, afterwards only what was seen to change, and the running statistics of normalisation layers. A model without such
+buffers pays nothing.
 """
 
 import torch
@@ -32,7 +32,7 @@ class BufferKeeper:
     def keep(self) -> None:
         """Keeps the values the buffers have now."""
         if self.kept and self.learning:
-            self.slots = [slot[:2] for slot in self.kept if _is_written(*slot[:4])]
+            self.slots = [slot[:2] for slot in self.kept if _is_written(*slot)]
             self.learning = False
         self.kept = [
             (module, name, buffer, buffer._version, buffer.clone())
@@ -44,13 +44,23 @@ class BufferKeeper:
     def restore(self) -> None:
         """Puts every kept buffer back, also one that was replaced by another tensor since."""
         for module, name, buffer, _, value in self.kept:
-            module._buffers[name] = buffer
-            if not torch.equal(buffer, value):
-                buffer.copy_(value)
+            if module._buffers[name] is not buffer or not torch.equal(buffer, value):
+                module._buffers[name] = buffer
+                buffer.copy_(value)  # counts as a write, so that what was put back stays known as written
+
+    @torch.no_grad()
+    def restore_where(self, bad: Tensor) -> None:
+        """Puts every kept buffer back where the device flag `bad` is set, without a host read once it has learned."""
+        for slot in self.kept:
+            module, name, buffer, _, value = slot
+            current = module._buffers[name]
+            if current is not None and (not self.learning or _is_written(*slot)):
+                buffer.copy_(torch.where(bad, value, current))
+                module._buffers[name] = buffer
 
 
-def _is_written(module: nn.Module, name: str, buffer: Tensor, version: int) -> bool:
-    # The fused batch norm kernels write their running statistics without counting it.
-    if isinstance(module, _NormBase):
+def _is_written(module: nn.Module, name: str, buffer: Tensor, version: int, value: Tensor) -> bool:
+    # Fused batch norm kernels write their running statistics without counting it, and so does anyone through `.data`.
+    if isinstance(module, _NormBase) or module._buffers[name] is not buffer or buffer._version != version:
         return True
-    return module._buffers[name] is not buffer or buffer._version != version
+    return not torch.equal(buffer, value)

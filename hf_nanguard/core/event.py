@@ -12,6 +12,8 @@ SCHEMA = 1
 
 def strict(value: Any) -> Any:
     """Returns `value` with every non-finite float as the string "nan", "inf" or "-inf", as strict JSON needs."""
+    if not isinstance(value, (str, bytes, int, float)) and getattr(value, "ndim", None) == 0:
+        value = value.item()  # a scalar of NumPy or torch
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     if isinstance(value, dict):

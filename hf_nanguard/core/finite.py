@@ -32,8 +32,9 @@ def read_host(values: Sequence[Tensor]) -> list[float]:
     if not values:
         return []
     home = values[0].device
+    wide = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
     with torch.no_grad():
-        scalars = [value.to(home, torch.float32) for value in values]
+        scalars = [value.to(home, wide) for value in values]
         return torch.stack([value.reshape(()) if value.ndim else value for value in scalars]).tolist()
 
 

@@ -28,16 +28,17 @@ from .agreement import Ranks
 from .census import take_census
 from .containment import Containment
 from .counter import Counter
+from .deferred import Deferred, check_deferred
 from .event import Culprit, Event
 from .finite import local, read_host
 from .group import Group, MicroBatch
 from .incident import BadMicroBatch, Incident, Settlement
-from .journal import EventSink, Journal
+from .journal import EventSink, Journal, tell_watched
 from .policy import Course, Ladder, Policy, decide
 from .rng import RngState
 from .runner import LoopRunner, Runner, same_on_all_ranks
 from .signal import Action, Signal
-from .skip import ScalerState, can_skip_on_device, step_unless
+from .skip import ScalerState
 from .statistic import RobustWindow
 
 
@@ -87,14 +88,8 @@ class Guard:
         on_event: EventSink | None = None,
         read_every_n_steps: int = 1,
     ):
-        if read_every_n_steps < 1:
-            raise ArgumentError(f"read_every_n_steps must be at least 1, got {read_every_n_steps!r}.")
-        if read_every_n_steps > 1 and (optimizer is None or scaler is not None or not can_skip_on_device(optimizer)):
-            raise ArgumentError(
-                f"read_every_n_steps was {read_every_n_steps!r}, but only a fused optimizer without a GradScaler can "
-                "skip a step on the device. Build the optimizer with fused=True or leave read_every_n_steps at 1."
-            )
         self.policy = policy or Policy()
+        check_deferred(read_every_n_steps, self.policy, optimizer, scaler)
         self.runner = None if model is None or optimizer is None else LoopRunner(model, optimizer, scaler)
         device = self.runner.parameters[0].device if self.runner and self.runner.parameters else "cpu"
         self.ranks = ranks or Ranks(device)
@@ -103,13 +98,14 @@ class Guard:
         self.counter = Counter()
         self.journal = Journal(self.ranks, on_event)
         self.containment = Containment(self.policy, self.ranks, self.journal, self.counter, self.ladder)
+        self.deferred = Deferred(
+            self.policy, self.ranks, self.journal, self.counter, self.ladder, self.norms, read_every_n_steps
+        )
         self.group = Group()
         self.zero_before = False
         self.steps_done = 0
         self.scheduler = scheduler
         self.max_grad_norm = max_grad_norm
-        self.read_every_n_steps = read_every_n_steps
-        self.skipped_dev: Tensor | None = None
 
     @property
     def replaying(self) -> bool:
@@ -142,27 +138,25 @@ class Guard:
         if not batches:
             raise ArgumentError("Guard.step must be given at least one batch, got none.")
         runner.loss_fn = loss_fn
+        runner.clear()  # of what an error inside the last loss may have left
         runner.buffers.keep()
         self.group = Group(share=1 / len(batches))
         for index, batch in enumerate(batches):
             micro = self.hold(batch, runner.device_type)
             with runner.unsynced() if index < len(batches) - 1 else nullcontext():
                 micro.loss = runner.run(micro, self.group.share)
-        if self.policy.mode == "off":
-            settlement = Settlement(norm=runner.measure())
-        elif self.read_every_n_steps > 1:
-            settlement = self._settle_on_device(runner)
-        else:
-            settlement = self._settle_and_step(runner)
+        on_device = self.deferred.period > 1 and self.policy.mode != "off"
+        settlement = self._step_on_device(runner) if on_device else self._settle_and_step(runner)
         runner.clear()
         self.steps_done += 1
-        if settlement.halt is not None:
+        if settlement.halt is not None and self.policy.on_halt == "raise":
             raise NonFiniteError(settlement.halt)
         return settlement
 
     def _settle_and_step(self, runner: LoopRunner) -> Settlement:
         before = None if runner.scaler is None else ScalerState(runner.scaler)
-        settlement = self.settle(self.group, runner, self.steps_done)
+        off = self.policy.mode == "off"
+        settlement = Settlement(norm=runner.measure()) if off else self.settle(self.group, runner, self.steps_done)
         if not settlement.steps:
             if before is not None:
                 before.restore()
@@ -177,25 +171,13 @@ class Guard:
             self.scheduler.step()
         return settlement
 
-    def _settle_on_device(self, runner: LoopRunner) -> Settlement:
-        norm_dev = runner.measure()
-        bad_dev = ~torch.isfinite(local(norm_dev))
-        settlement = Settlement(norm=norm_dev)
+    def _step_on_device(self, runner: LoopRunner) -> Settlement:
+        settlement = Settlement(norm=runner.measure())
+        assert settlement.norm is not None
         self._clip(runner, settlement)
-        step_unless(runner.optimizer, bad_dev)
+        settlement.halt = self.deferred.step(self.group, runner, settlement.norm, self.steps_done)
         if self.scheduler is not None:
             self.scheduler.step()
-        self.counter.count_microbatches(len(self.group.micro_batches) * self.ranks.size, 0)
-        self.skipped_dev = bad_dev.long() if self.skipped_dev is None else self.skipped_dev + bad_dev
-        if (self.steps_done + 1) % self.read_every_n_steps == 0:
-            [skipped] = read_host([self.skipped_dev])
-            self.skipped_dev = None
-            self.counter.skipped_steps += int(skipped)
-            if skipped:
-                message = (
-                    f"{skipped:.0f} of the last {self.read_every_n_steps} steps had a gradient norm that is not finite"
-                )
-                self.journal.write_once(Event(self.steps_done, Signal.GRAD_NONFINITE, Action.SKIPPED, message))
         return settlement
 
     def _clip(self, runner: Runner, settlement: Settlement) -> None:
@@ -252,8 +234,15 @@ class Guard:
         losses, watched = values[: len(group.losses)], values[len(group.losses) :]
         decision = decide(losses, norm_host, self.policy, self.norms)
         incident = Incident(step, group, losses, norm_host, norm_dev, decision, self.ranks.rank, norm is not None)
-        self._tell_watched(incident, watched)
+        tell_watched(self.journal, group, watched, step)
         self._tell_findings(incident)
+        if (
+            runner.scaler is not None
+            and not math.isfinite(norm_host)
+            and incident.bad_loss is None
+            and not self.policy.acts
+        ):
+            return self.containment.leave_to_scaler(incident, runner)
         if decision.course is not Course.STEP and not math.isfinite(norm_host):
             return self.containment.contain(incident, runner)
         if math.isfinite(norm_host):
@@ -308,7 +297,10 @@ class Guard:
             return self.containment.skip(incident, runner, event.signal, message)
         self.containment.count(incident, 0)
         self.ladder.healthy()
-        return Settlement(norm=incident.norm_dev, clip_to=threshold)
+        self.norms.add(incident.norm)
+        shown = incident.finite_losses
+        redone = shown if len(shown) < len(incident.losses) else None
+        return Settlement(norm=incident.norm_dev, redone=redone, clip_to=threshold)
 
     # ---- what is told ----
 
@@ -320,21 +312,6 @@ class Guard:
             event = Event(incident.step, Signal.LOSS_ZERO, Action.OBSERVED, message, rank=incident.rank, values=values)
             self.journal.write(event)
         self.zero_before = zero
-
-    def _tell_watched(self, incident: Incident, watched: list[float]) -> None:
-        for (name, _, bound), largest in zip(incident.group.watched, watched, strict=True):
-            if math.isfinite(largest) and (bound is None or largest <= bound):
-                continue
-            what = f"exceeds its bound of {bound}" if math.isfinite(largest) else "is not finite"
-            message = f"{name} {what} at step {incident.step} (largest magnitude {largest})"
-            values = {"largest": largest, "bound": bound}
-            culprit = Culprit(phase="forward", term=name)
-            self.journal.write(
-                Event(
-                    incident.step, Signal.PREDICTION_NONFINITE, Action.OBSERVED, message, None, incident.rank, values,
-                    culprit,
-                )
-            )  # fmt: skip
 
     def _tell_findings(self, incident: Incident) -> None:
         for micro in incident.group.micro_batches:

@@ -1,11 +1,13 @@
 """The journal of a run: events go to the sink, the first of each kind to the log, and rank 0 hears of every decision."""
 
 import logging
+import math
 from collections.abc import Callable
 from typing import Any
 
 from .agreement import Ranks
-from .event import Event
+from .event import Culprit, Event
+from .group import Group
 from .signal import Action, Signal
 
 logger = logging.getLogger("hf_nanguard")
@@ -51,3 +53,27 @@ class Journal:
         loud = signal not in self.told or event["action"] == Action.HALTED
         self.told.add(signal)
         logger.log(logging.WARNING if loud else logging.INFO, "[%s] %s: %s", signal, event["action"], event["message"])
+
+
+def tell_watched(journal: Journal, group: Group, watched: list[float], step: int) -> None:
+    """Writes an event for every watched tensor that is not finite or exceeds its bound.
+
+    Args:
+        journal (`Journal`):
+            Where to.
+        group (`Group`):
+            The group in which the tensors were watched.
+        watched (`list[float]`):
+            Their largest magnitudes, as read.
+        step (`int`):
+            The step.
+    """
+    for (name, _, bound), largest in zip(group.watched, watched, strict=True):
+        if math.isfinite(largest) and (bound is None or largest <= bound):
+            continue
+        what = f"exceeds its bound of {bound}" if math.isfinite(largest) else "is not finite"
+        message = f"{name} {what} at step {step} (largest magnitude {largest})"
+        values = {"largest": largest, "bound": bound}
+        culprit = Culprit(phase="forward", term=name)
+        rank = journal.ranks.rank
+        journal.write(Event(step, Signal.PREDICTION_NONFINITE, Action.OBSERVED, message, None, rank, values, culprit))

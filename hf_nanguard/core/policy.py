@@ -19,6 +19,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 AT_LEAST: dict[str, int] = {"max_bad_steps": 1}
 POSITIVE = ("skip_grad_norm", "loss_floor")
+OPTIONAL = ("skip_grad_norm",)
 
 
 def check_settings(settings: dict[str, Any], prefix: str = "") -> None:
@@ -37,7 +38,7 @@ def check_settings(settings: dict[str, Any], prefix: str = "") -> None:
             raise ArgumentError(f"{spelled} must be one of {', '.join(CHOICES[name])}, got {value!r}.{hint}")
         if name in AT_LEAST and (isinstance(value, bool) or not isinstance(value, int) or value < AT_LEAST[name]):
             raise ArgumentError(f"{spelled} must be an integer of at least {AT_LEAST[name]}, got {value!r}.")
-        if name in POSITIVE and value is not None:
+        if name in POSITIVE and not (value is None and name in OPTIONAL):
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ArgumentError(f"{spelled} must be a number, got {value!r}.")
             if not (math.isfinite(value) and value > 0):
@@ -138,14 +139,15 @@ def decide(losses: list[float], norm: float, policy: Policy, norms: RobustWindow
         courses = {"skip": Course.SKIP, "repair": Course.REPAIR, "halt": Course.HALT}
         course = courses.get(policy.on_nonfinite, Course.REDO)
         return Decision(course if policy.acts else Course.STEP, signal)
-    if not all(map(math.isfinite, losses)):
-        return Decision(Course.STEP, Signal.LOSS_NONFINITE)
     if policy.skip_grad_norm is not None and norm > policy.skip_grad_norm:
         return Decision(Course.SKIP, Signal.GRAD_SPIKE)
-    if norms.is_spike(norm):
-        course = {"clip": Course.CLIP, "skip": Course.SKIP}.get(policy.on_spike, Course.STEP)
-        return Decision(course if policy.acts else Course.STEP, Signal.GRAD_SPIKE)
-    return HEALTHY
+    spike = norms.is_spike(norm)
+    course = {"clip": Course.CLIP, "skip": Course.SKIP}.get(policy.on_spike, Course.STEP)
+    if spike and policy.acts and course is not Course.STEP:
+        return Decision(course, Signal.GRAD_SPIKE)
+    if not all(map(math.isfinite, losses)):
+        return Decision(Course.STEP, Signal.LOSS_NONFINITE)
+    return Decision(Course.STEP, Signal.GRAD_SPIKE) if spike else HEALTHY
 
 
 class Ladder:

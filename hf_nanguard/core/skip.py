@@ -19,7 +19,8 @@ def clear_gradients(parameters: Iterable[Tensor]) -> None:
 
 def can_skip_on_device(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether the optimizer takes a device flag (fused Adam, AdamW, SGD, Adagrad), so no host read is needed."""
-    return bool(optimizer.param_groups) and all(group.get("fused") for group in optimizer.param_groups)
+    groups = optimizer.param_groups
+    return bool(groups) and all(group.get("fused") and not group.get("dampening") for group in groups)
 
 
 def step_unless(optimizer: Any, bad: Tensor) -> None:
@@ -31,6 +32,11 @@ def step_unless(optimizer: Any, bad: Tensor) -> None:
         bad (`Tensor`):
             A boolean scalar on the device of the parameters; it is never read on the host.
     """
+    for group in optimizer.param_groups:
+        if group.get("momentum"):  # SGD leaves a buffer that it makes in a skipped step uninitialised
+            for parameter in group["params"]:
+                if parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     optimizer.found_inf = bad.float()
     try:
         optimizer.step()

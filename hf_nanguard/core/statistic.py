@@ -39,10 +39,11 @@ class RobustWindow:
 
     def threshold(self) -> float | None:
         """Returns the value above which a spike begins, `None` while too little has been seen."""
-        if len(self.values) < self.min_count:
+        live = [value for value in self.values if value > 0.0]  # exact zeros (equal rewards) are no yardstick
+        if len(live) < self.min_count:
             return None
-        middle = median(self.values)
-        spread = MAD_TO_SIGMA * median(abs(value - middle) for value in self.values)
+        middle = median(live)
+        spread = MAD_TO_SIGMA * median(abs(value - middle) for value in live)
         return max(middle + self.sigmas * spread, self.ratio * abs(middle))
 
     def is_spike(self, value: float) -> bool:

@@ -69,7 +69,7 @@ def check_batch(batch: MutableMapping, limits: Limits, verdict: str) -> list[Fin
     """
     findings: list[Finding] = []
     for name, value in list(batch.items()):
-        if not isinstance(value, Tensor) or value.device.type != "cpu" or value.numel() == 0:
+        if not isinstance(value, Tensor) or not _is_viewable(value):
             continue
         found: Finding | None = None
         bad: np.ndarray | None = None
@@ -88,8 +88,15 @@ def check_batch(batch: MutableMapping, limits: Limits, verdict: str) -> list[Fin
             continue
         findings.append(found)
         if bad is not None and verdict != "observe":
-            batch[name] = value.masked_fill(torch.from_numpy(bad), fill)
+            batch[name] = value.masked_fill(torch.from_numpy(np.asarray(bad)), fill)
     return findings
+
+
+def _is_viewable(tensor: Tensor) -> bool:
+    """Returns whether NumPy can look at the tensor: not a sparse, nested, quantized or 8-bit float one."""
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        return False
+    return tensor.numel() > 0 and not (tensor.is_floating_point() and tensor.element_size() < 2)
 
 
 def view(tensor: Tensor) -> np.ndarray:
@@ -132,8 +139,10 @@ def check_labels(labels: Tensor, limits: Limits, verdict: str) -> tuple[Finding 
             return Finding(
                 Signal.LABEL_OUT_OF_RANGE, message, verdict, Cause.LABEL_OUT_OF_RANGE, "input", samples, tokens
             ), bad
-    targets = array[..., 1:] if limits.shifted else array
-    if limits.token_labels and array.ndim == 2 and not (targets != IGNORED).any():
+    if not limits.token_labels or array.ndim != 2:
+        return None, None
+    targets = array[:, 1:] if limits.shifted else array
+    if not (targets != IGNORED).any():
         samples = tuple(range(array.shape[0]))
         message = f"all labels of {array.shape[0]} samples are masked, so nothing can be learned from them"
         # A masked batch cannot be filled with anything true: "repair" leaves it out as well.
@@ -162,7 +171,5 @@ def check_ids(name: str, ids: Tensor, limits: Limits, verdict: str) -> tuple[Fin
     if not bad.any():
         return None, None
     samples, tokens = _where(bad)
-    message = (
-        f"{name} holds {int(array[bad][0])} in sample {samples[0]}, outside the embedding of {limits.num_ids} rows"
-    )
+    message = f"{name} holds {int(array[bad][0])} in sample {samples[0] if samples else 0}, outside the embedding of {limits.num_ids} rows"
     return Finding(Signal.INPUT_OUT_OF_RANGE, message, verdict, None, "input", samples, tokens), bad

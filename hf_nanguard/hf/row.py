@@ -5,8 +5,11 @@ sharding over ranks and a resume in mid-epoch are all right. Iterable datasets h
 reads them in order counts samples, otherwise the rows are not known.
 """
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from .compat import record_batches
@@ -36,9 +39,17 @@ class RowRecord:
         """Starts at a batch of the epoch; not 0 after a resume in mid-epoch."""
         self.position = position
 
-    def next(self) -> list[int] | None:
+    def next(self, batch: Any) -> list[int] | None:
         """Returns the rows of the next batch, `None` if they cannot be known."""
         position, self.position = self.position, self.position + 1
         if self.stream_batch_size is not None:
-            return list(range(position * self.stream_batch_size, (position + 1) * self.stream_batch_size))
+            first = position * self.stream_batch_size
+            return list(range(first, first + int(min(_size(batch), self.stream_batch_size))))
         return self.batches[position] if self.known and position < len(self.batches) else None
+
+
+def _size(batch: Any) -> int | float:
+    """Returns how many samples a batch holds (the last of a stream may be short), infinite if it does not tell."""
+    if isinstance(batch, Mapping):
+        return next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim), math.inf)
+    return len(batch) if isinstance(batch, list) else math.inf

@@ -126,7 +126,7 @@ class Session:
         self.notes = [
             batch.pop(NOTE, BatchNote()) if isinstance(batch, MutableMapping) else BatchNote() for batch in batches
         ]
-        self.batch_rows = [self.rows.next() for _ in batches]
+        self.batch_rows = [self.rows.next(batch) for batch in batches]
         self.guard.group = Group()
         self.settled = False
 

@@ -22,6 +22,7 @@ class JsonlWriter:
         """Writes one object. Non-finite floats must have been made strings (`core.event.strict`)."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            _cut_half_line(self.path)
             self._file = self.path.open("a", encoding="utf-8")
         self._file.write(json.dumps(item, allow_nan=False) + "\n")
         self._file.flush()
@@ -31,6 +32,24 @@ class JsonlWriter:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _cut_half_line(path: Path) -> None:
+    """Takes off a last line that a crash has cut, so that nothing is glued to it; a whole one gets its end."""
+    if not path.is_file():
+        return
+    text = path.read_bytes()
+    half = text[text.rfind(b"\n") + 1 :]
+    if not half:
+        return
+    with path.open("r+b") as file:
+        file.seek(len(text) - len(half))
+        try:
+            json.loads(half)
+        except ValueError:
+            file.truncate()
+        else:
+            file.write(half + b"\n")
 
 
 def events_path(directory: str | Path, rank: int) -> Path:

@@ -16,6 +16,8 @@ ROOT = Path(__file__).parent.parent.parent
 COMMAND = [sys.executable, "-m", "hf_nanguard.cli.main", "demo"]
 STEPS = 12
 
+pytestmark = pytest.mark.xdist_group("demo")  # one worker, so that the demo of the fixture runs once
+
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> tuple[str, str, Path]:

@@ -542,7 +542,7 @@ def test_on_the_device_too_many_bad_steps_halt_as_well():
      ({"optimizer_name": "fused"}, {"on_nonfinite": "halt"}), ({"optimizer_name": "fused"}, {"skip_grad_norm": 2.0})],
 )  # fmt: skip
 def test_what_cannot_be_decided_on_the_device_is_refused(kwargs, settings):
-    with pytest.raises(ArgumentError, match="read_every_n_steps was 5.*read_every_n_steps"):
+    with pytest.raises(ArgumentError, match=r"read_every_n_steps was 5.*read_every_n_steps"):
         Loop(**kwargs).guarded(Policy(**settings), read_every_n_steps=5)
 
 

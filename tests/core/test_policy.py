@@ -64,9 +64,9 @@ def test_rewind_says_why_not():
 
 
 def test_the_user_s_spelling_is_used():
-    with pytest.raises(ArgumentError, match="^nanguard_mode must be"):
+    with pytest.raises(ArgumentError, match=r"^nanguard_mode must be"):
         check_settings({"mode": "on"}, "nanguard_")
-    with pytest.raises(ArgumentError, match="nanguard_skip_grad_norm .* nanguard_mode"):
+    with pytest.raises(ArgumentError, match=r"nanguard_skip_grad_norm .* nanguard_mode"):
         check_settings({"mode": "observe", "skip_grad_norm": 2.0}, "nanguard_")
 
 

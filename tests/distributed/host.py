@@ -21,7 +21,13 @@ from .scenario import ATTACH, CALLBACK, GRPO, LLAMA, MEAN, MIXIN, NORM, SFT, Sce
 from .stock import StopAt, never_had, zeroed
 
 STOCK = {LLAMA: Trainer, MEAN: Trainer, NORM: Trainer, SFT: SFTTrainer, GRPO: GRPOTrainer}
-GUARDED = {LLAMA: GuardedTrainer, MEAN: GuardedTrainer, NORM: GuardedTrainer, SFT: GuardedSFTTrainer, GRPO: GuardedGRPOTrainer}
+GUARDED = {
+    LLAMA: GuardedTrainer,
+    MEAN: GuardedTrainer,
+    NORM: GuardedTrainer,
+    SFT: GuardedSFTTrainer,
+    GRPO: GuardedGRPOTrainer,
+}
 CONFIG = {LLAMA: TrainingArguments, MEAN: TrainingArguments, NORM: TrainingArguments, SFT: SFTConfig, GRPO: GRPOConfig}
 FIRST_WORD = 7
 
@@ -58,9 +64,7 @@ def make_data(scenario: Scenario, world: int) -> Any:
     if scenario.host == NORM:
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(count, 5, generator=generator)
-        return [
-            {"x": torch.cat([noise[i, 1:], torch.tensor([float(i)])]), "labels": noise[i, 0]} for i in range(count)
-        ]
+        return [{"x": torch.cat([noise[i, 1:], torch.tensor([float(i)])]), "labels": noise[i, 0]} for i in range(count)]
     if scenario.host == GRPO:
         return [{"prompt": f"w{i} {row['text'].split()[0]}"} for i, row in enumerate(text_rows(16))]
     if count > VOCAB - 3:

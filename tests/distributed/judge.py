@@ -7,7 +7,7 @@ from typing import Any
 from hf_nanguard.report.jsonl import events_path, read_jsonl
 
 from .launch import Played
-from .scenario import CALLBACK, Expected, Scenario
+from .scenario import Expected, Scenario
 
 
 def check_scenario(scenario: Scenario, played: Played) -> None:
@@ -36,7 +36,11 @@ def check_lockstep(ranks: list[dict[str, Any]]) -> None:
         assert not said["bad"]
         assert said["schedule"] == ranks[0]["schedule"]
         assert said["global_step"] == ranks[0]["global_step"]
-        different = [n for n in said["tensors"] if not n.startswith("model.norm.") and said["tensors"][n] != ranks[0]["tensors"][n]]
+        different = [
+            n
+            for n in said["tensors"]
+            if not n.startswith("model.norm.") and said["tensors"][n] != ranks[0]["tensors"][n]
+        ]
         assert not different, f"differ between ranks: {different}"
 
 
@@ -66,7 +70,13 @@ def check_events(scenario: Scenario, ranks: list[dict[str, Any]], folder: Path) 
         wanted = [(e.signal, e.action, e.step, e.micro_step, e.rank) for e in expected]
         assert sorted(found, key=repr) == sorted(wanted, key=repr)
         for event in events:
-            check_event(event, expected[wanted.index((event["signal"], event["action"], event["step"], event["micro_step"], event["rank"]))], ranks)
+            check_event(
+                event,
+                expected[
+                    wanted.index((event["signal"], event["action"], event["step"], event["micro_step"], event["rank"]))
+                ],
+                ranks,
+            )
 
 
 def check_event(event: dict[str, Any], expected: Expected, ranks: list[dict[str, Any]]) -> None:

@@ -63,7 +63,15 @@ def find_free_port() -> int:
 
 def torchrun(world: int) -> list[str]:
     """The command that starts the ranks by torchrun."""
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(world), "--master_port", str(find_free_port())]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        str(world),
+        "--master_port",
+        str(find_free_port()),
+    ]
 
 
 def accelerate_launch(world: int) -> list[str]:
@@ -100,7 +108,13 @@ def _start(command: list[str]) -> tuple[int, str]:
         "TOKENIZERS_PARALLELISM": "false",
     }  # fmt: skip
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=LIMIT)

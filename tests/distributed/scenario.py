@@ -104,10 +104,19 @@ def dropped(world: int, culprit: int) -> list[Scenario]:
     """One bad micro-batch of one rank, of every kind and in every place."""
     found = []
 
-    def add(name: str, host: str, faults: tuple[Fault, ...], signals: tuple[str, ...], accumulation: int = 3, way: str = MIXIN, **more: Any) -> None:
+    def add(
+        name: str,
+        host: str,
+        faults: tuple[Fault, ...],
+        signals: tuple[str, ...],
+        accumulation: int = 3,
+        way: str = MIXIN,
+        **more: Any,
+    ) -> None:
         gone = tuple((f.step, f.micro_step, f.rank) for f in faults)
         events = tuple(
-            Expected(signal, "dropped", *place, parameter=f.parameter) for f, signal, place in zip(faults, signals, gone, strict=True)
+            Expected(signal, "dropped", *place, parameter=f.parameter)
+            for f, signal, place in zip(faults, signals, gone, strict=True)
         )
         found.append(Scenario(name, host, way, faults, accumulation=accumulation, gone=gone, events=events, **more))
 
@@ -119,9 +128,19 @@ def dropped(world: int, culprit: int) -> list[Scenario]:
             add(f"gradient-{where}-{host}", host, (bad,), ("grad_nonfinite",))
         add(f"label-{where}", LLAMA, (Fault("label", 1, micro, culprit, 1000),), ("label_out_of_range",))
         add(f"masked-{where}", LLAMA, (Fault("label", 1, micro, culprit, None),), ("labels_masked",))
-        add(f"error-{where}", LLAMA, (Fault("error", 1, micro, culprit),), ("loss_error",), guard={"on_loss_error": "drop"})
+        add(
+            f"error-{where}",
+            LLAMA,
+            (Fault("error", 1, micro, culprit),),
+            ("loss_error",),
+            guard={"on_loss_error": "drop"},
+        )
         add(f"sft-{where}", SFT, (Fault("loss", 1, micro, culprit),), ("loss_nonfinite",))
-    for kind, signal, value in (("loss", "loss_nonfinite", float("inf")), ("error", "loss_error", None), ("label", "label_out_of_range", 1000)):
+    for kind, signal, value in (
+        ("loss", "loss_nonfinite", float("inf")),
+        ("error", "loss_error", None),
+        ("label", "label_out_of_range", 1000),
+    ):
         for host in (LLAMA, NORM) if kind != "label" else (LLAMA, SFT):
             every = tuple(Fault(kind, 1, micro, culprit, value) for micro in range(3))
             guard = {"on_loss_error": "drop"} if kind == "error" else {}
@@ -138,23 +157,57 @@ def dropped(world: int, culprit: int) -> list[Scenario]:
     add("attached-sft", SFT, (Fault("gradient", 1, 1, culprit, parameter=NAMED[SFT]),), ("grad_nonfinite",), way=ATTACH)
     add("sft-single", SFT, (Fault("loss", 1, 0, culprit),), ("loss_nonfinite",), accumulation=1)
     add("grpo-loss", GRPO, (Fault("loss", 1, 0, culprit),), ("loss_nonfinite",), accumulation=2)
-    add("grpo-gradient", GRPO, (Fault("gradient", 1, 1, culprit, parameter=NAMED[GRPO]),), ("grad_nonfinite",), accumulation=2)
+    add(
+        "grpo-gradient",
+        GRPO,
+        (Fault("gradient", 1, 1, culprit, parameter=NAMED[GRPO]),),
+        ("grad_nonfinite",),
+        accumulation=2,
+    )
     add("input", NORM, (Fault("input", 1, 1, culprit, field="x"),), ("input_nonfinite",))
     # Buckets are rebuilt by a collective in the first forward after the first reduction.
     strict = {"options": {"ddp_find_unused_parameters": False}}
-    add("label-first-step-rebuilt", LLAMA, (Fault("label", 0, 0, culprit, 1000),), ("label_out_of_range",), accumulation=1, **strict)
-    add("loss-first-step-rebuilt", LLAMA, (Fault("loss", 0, 0, culprit),), ("loss_nonfinite",), accumulation=1, **strict)
+    add(
+        "label-first-step-rebuilt",
+        LLAMA,
+        (Fault("label", 0, 0, culprit, 1000),),
+        ("label_out_of_range",),
+        accumulation=1,
+        **strict,
+    )
+    add(
+        "loss-first-step-rebuilt", LLAMA, (Fault("loss", 0, 0, culprit),), ("loss_nonfinite",), accumulation=1, **strict
+    )
     every = tuple(Fault("label", 0, micro, culprit, 1000) for micro in range(3))
     add("label-all-first-step-rebuilt", LLAMA, every, ("label_out_of_range",) * 3, **strict)
     # Two ranks, two faults: each is blamed for its own.
     other = (culprit + 1) % world
     both = (Fault("loss", 1, 0, culprit), Fault("label", 1, 2, other, 1000))
     add("two-culprits", LLAMA, both, ("loss_nonfinite", "label_out_of_range"))
-    add("late-error-last", LLAMA, (Fault("late_error", 1, 2, culprit),), ("loss_error",), guard={"on_loss_error": "drop"})
-    add("late-error-first", LLAMA, (Fault("late_error", 1, 0, culprit),), ("loss_error",), guard={"on_loss_error": "drop"})
+    add(
+        "late-error-last",
+        LLAMA,
+        (Fault("late_error", 1, 2, culprit),),
+        ("loss_error",),
+        guard={"on_loss_error": "drop"},
+    )
+    add(
+        "late-error-first",
+        LLAMA,
+        (Fault("late_error", 1, 0, culprit),),
+        ("loss_error",),
+        guard={"on_loss_error": "drop"},
+    )
     add("late-error-sft", SFT, (Fault("late_error", 1, 1, culprit),), ("loss_error",), guard={"on_loss_error": "drop"})
     add("error-sft", SFT, (Fault("error", 1, 1, culprit),), ("loss_error",), guard={"on_loss_error": "drop"})
-    add("error-grpo", GRPO, (Fault("error", 1, 1, culprit),), ("loss_error",), guard={"on_loss_error": "drop"}, accumulation=2)
+    add(
+        "error-grpo",
+        GRPO,
+        (Fault("error", 1, 1, culprit),),
+        ("loss_error",),
+        guard={"on_loss_error": "drop"},
+        accumulation=2,
+    )
     return found
 
 
@@ -218,7 +271,12 @@ def main_suite(world: int) -> list[Scenario]:
     ]  # fmt: skip
     from dataclasses import replace
 
-    return [*healthy(world), *dropped(world, last), *policies(world, last), *(replace(s, name=f"{s.name}-rank0") for s in zero)]
+    return [
+        *healthy(world),
+        *dropped(world, last),
+        *policies(world, last),
+        *(replace(s, name=f"{s.name}-rank0") for s in zero),
+    ]
 
 
 SUITES = {"two": main_suite(2)}

@@ -1,6 +1,6 @@
 """One rank: plays the scenarios it is given and writes down what came of each.
 
-    python -m torch.distributed.run --nproc_per_node 2 tests/distributed/worker.py <suite> <folder> [<scenario> ...]
+python -m torch.distributed.run --nproc_per_node 2 tests/distributed/worker.py <suite> <folder> [<scenario> ...]
 """
 
 import faulthandler
@@ -65,7 +65,12 @@ def digest_rng() -> str:
 
 def play(scenario: Scenario, folder: Path, guarded: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Runs one training and returns what there is to say about it."""
-    trainer = make_trainer(scenario, str(folder), dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]), guarded)
+    trainer = make_trainer(
+        scenario,
+        str(folder),
+        dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]),
+        guarded,
+    )
     planted = Culprits(trainer, scenario.faults if guarded else ())
     outcome = "finished"
     with profile(activities=[ProfilerActivity.CPU]) if scenario.silent else _Unseen() as seen:
@@ -73,7 +78,9 @@ def play(scenario: Scenario, folder: Path, guarded: bool) -> tuple[dict[str, Any
             trainer.train()
         except NonFiniteError as error:
             outcome = f"NonFiniteError: {error}"
-    messages = Counter(event.name for event in seen.events() if event.name.startswith("c10d::")) if scenario.silent else {}
+    messages = (
+        Counter(event.name for event in seen.events() if event.name.startswith("c10d::")) if scenario.silent else {}
+    )
     rng = digest_rng()
     tensors = tensors_of(trainer)
     del tensors["rng"]
@@ -119,7 +126,9 @@ def main() -> None:
                 references[key] = play(scenario, home / "stock", guarded=False)
             said["stock"], stock = references[key]
             said["apart"] = {
-                n: float((tensors[n].double() - stock[n].double()).abs().max()) for n in tensors if not torch.equal(tensors[n], stock[n])
+                n: float((tensors[n].double() - stock[n].double()).abs().max())
+                for n in tensors
+                if not torch.equal(tensors[n], stock[n])
             }
         except Exception:
             said = {"outcome": traceback.format_exc()}

@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration, Trainer
-from transformers import TrainingArguments
+from transformers import (
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+)
 
 from hf_nanguard import (
     ArgumentError,

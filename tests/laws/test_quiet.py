@@ -11,22 +11,23 @@ from ..trainers import KINDS, build
 
 
 class _CountSteps(TrainerCallback):
-    """Counts from the end of step 1 to the end of step 3: two whole steps, set-up left out."""
+    """Counts from the end of step 2 to the end of step 4: two whole steps, after the guard has learned which buffers
+    training writes."""
 
     def __init__(self):
         self.context = counting()
         self.count = None
 
     def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 1:
+        if state.global_step == 2:
             self.count = self.context.__enter__()
-        if state.global_step == 3:
+        if state.global_step == 4:
             self.context.__exit__(None, None, None)
 
 
 def _count(kind, tmp_path, guard, callbacks=(), **overrides):
     counter = _CountSteps()
-    settings = {"max_steps": 4, "logging_steps": 100, **overrides}
+    settings = {"max_steps": 5, "logging_steps": 100, **overrides}
     trainer = build(kind, tmp_path, guard=guard, extra={"callbacks": [*callbacks, counter]}, **settings)
     trainer.train()
     return counter.count
@@ -66,7 +67,7 @@ def test_off_is_stock(tmp_path):
     stock = _count("plain", tmp_path / "stock", False)
     counter = _CountSteps()
     trainer = build(
-        "plain", tmp_path / "off", max_steps=4, logging_steps=100,
+        "plain", tmp_path / "off", max_steps=5, logging_steps=100,
         extra={"callbacks": [counter], "guard": GuardArguments(nanguard_mode="off")},
     )  # fmt: skip
     trainer.train()
