@@ -82,7 +82,9 @@ class Runner(ABC):
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
         """Returns the trainable parameters with the names the user knows, in model order."""
-        bare = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        bare = self.model
+        if isinstance(bare, (DistributedDataParallel, nn.DataParallel)):
+            bare = bare.module
         return [
             (name.replace("_orig_mod.", ""), parameter)
             for name, parameter in bare.named_parameters()
@@ -111,8 +113,10 @@ class Runner(ABC):
                 yield
         elif self.lockstep:
             self.model.set_requires_gradient_sync(False)  # type: ignore[operator]
-            yield
-            self.model.set_requires_gradient_sync(True)  # type: ignore[operator]
+            try:
+                yield
+            finally:
+                self.model.set_requires_gradient_sync(True)  # type: ignore[operator]
         else:
             yield
 

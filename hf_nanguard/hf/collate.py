@@ -5,7 +5,7 @@ looked at through NumPy views of the CPU tensors, so no torch operation and no d
 """
 
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,18 +38,23 @@ class CheckedCollator:
             What the model can take.
         verdict (`str`):
             What is to be done with a bad batch: `"drop"`, `"repair"`, `"halt"` or `"observe"`.
+        can_drop (`bool`, *optional*, defaults to `True`):
+            Whether the loop can leave a batch out; if not, one that cannot be filled is only observed.
     """
 
-    def __init__(self, collator: Callable, limits: Limits, verdict: str):
+    def __init__(self, collator: Callable, limits: Limits, verdict: str, can_drop: bool = True):
         self.collator = collator
         self.limits = limits
         self.verdict = verdict
+        self.can_drop = can_drop
 
     def __call__(self, examples: list) -> Any:
         batch = self.collator(examples)
         if not isinstance(batch, MutableMapping):
             return batch
         findings = check_batch(batch, self.limits, self.verdict)
+        if not self.can_drop:
+            findings = [replace(f, verdict="observe") if f.verdict == "drop" else f for f in findings]
         if findings:
             batch[NOTE] = BatchNote(tuple(findings))
         return batch

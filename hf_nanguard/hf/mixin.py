@@ -118,8 +118,10 @@ class GuardedTrainerMixin(_Host):
     # ---- evaluation, log, checkpoint ----
 
     def evaluate(self, *args, **kwargs):
-        metrics = super().evaluate(*args, **kwargs)
-        if self.nanguard.on:
+        if not self.nanguard.on:
+            return super().evaluate(*args, **kwargs)
+        with self.nanguard.evaluating():
+            metrics = super().evaluate(*args, **kwargs)
             self.nanguard.check_evaluation(metrics)
         return metrics
 

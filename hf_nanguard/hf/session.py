@@ -5,6 +5,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,9 @@ class Session:
         self.arguments = arguments
         self.policy = arguments.policy()
         self.on = self.policy.mode != "off"
+        self.deepspeed = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
+        if self.deepspeed and self.on:
+            self.policy = replace(self.policy, mode="observe", skip_grad_norm=None)
         self.acts = self.policy.acts
         self.guard = Guard(policy=self.policy, ranks=Ranks(trainer.args.device), on_event=self.write_event)
         self.directory = Path(str(trainer.args.output_dir)) / FOLDER
@@ -66,7 +70,7 @@ class Session:
         self.stand_in: Prepared | None = None
         self.loss_before: Tensor | None = None
         self.bypassed = False
-        self.eval_losses: list[Tensor] = []
+        self.eval_losses: list[Tensor] | None = None
         self.labelled = False
 
     @property
@@ -85,7 +89,7 @@ class Session:
         """Surrounds `train()`: the log filter that hides NaN (and reads every loss twice) is off meanwhile."""
         args = self.trainer.args
         hidden = args.logging_nan_inf_filter
-        if self.on:
+        if self.on and self.guard.ranks.rank == 0:
             self._say_limits()
         if self.acts:
             args.logging_nan_inf_filter = False
@@ -99,10 +103,16 @@ class Session:
             self.metric_writer.close()
 
     def _say_limits(self) -> None:
-        if self.trainer.accelerator.distributed_type == DistributedType.DEEPSPEED:
+        if self.deepspeed:
             logger.warning(
-                "hf_nanguard: DeepSpeed steps its engine inside the backward, so bad labels and inputs are caught before "
-                "it, but a bad loss or gradient can only be reported, not contained. Use DDP or FSDP2 for containment."
+                "hf_nanguard: DeepSpeed steps its engine inside the backward. Bad labels and inputs are filled before "
+                "they reach it (nanguard_on_bad_input='repair'), but a bad loss or gradient is only reported, whatever "
+                "nanguard_on_nonfinite says. Use DDP or FSDP2 to have it contained."
+            )
+        if compat.dispatches_batches(self.trainer):
+            logger.warning(
+                "hf_nanguard: rank 0 dispatches the batches of this dataset, so labels and inputs are not checked before "
+                "the forward and rows are not known. Set accelerator_config={'dispatch_batches': False} to have that."
             )
 
     @contextmanager
@@ -112,8 +122,8 @@ class Session:
         collator = trainer.data_collator
         if self.on and not compat.dispatches_batches(trainer):
             limits = find_limits(trainer.model, compat.loss_shifts_labels(trainer))
-            verdict = self.policy.on_bad_input if self.acts else "observe"
-            trainer.data_collator = CheckedCollator(collator, limits, verdict)
+            verdict = self.policy.on_bad_input if self.acts else "repair" if self.deepspeed else "observe"
+            trainer.data_collator = CheckedCollator(collator, limits, verdict, can_drop=self.acts)
         try:
             yield
         finally:
@@ -350,15 +360,23 @@ class Session:
                 "compute_loss must return a loss, got None. Check that the batch holds labels and that the model or "
                 "compute_loss_func returns its loss."
             )
-        if not training and isinstance(loss, Tensor):
+        if self.eval_losses is not None and not training and isinstance(loss, Tensor):
             self.eval_losses.append(loss.detach().mean())
         return result
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Surrounds `evaluate()`: its losses are kept, as scalars on the device, until its metrics are known."""
+        self.eval_losses = []
+        try:
+            yield
+        finally:
+            self.eval_losses = None
 
     def check_evaluation(self, metrics: dict[str, float]) -> None:
         """Reports an evaluation loss that is not finite, with the first batch that made it so."""
         bad = {k: v for k, v in metrics.items() if k.endswith("loss") and isinstance(v, float) and not math.isfinite(v)}
-        losses = read_host(self.eval_losses) if bad else []
-        self.eval_losses = []
+        losses = read_host(self.eval_losses or []) if bad else []
         for name, value in bad.items():
             first = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
             where = f", first in evaluation batch {first}" if first is not None else ""

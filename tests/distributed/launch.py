@@ -15,8 +15,8 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("worker.py")
-LIMIT = 120
-MAX_STARTS = 12
+LIMIT = 150
+MAX_STARTS = 4
 
 
 @dataclass
