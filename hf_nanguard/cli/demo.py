@@ -12,10 +12,8 @@ import errno
 import logging
 import math
 import os
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,31 +21,12 @@ from ..errors import ArgumentError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from torch import Tensor, nn
-    from transformers import PreTrainedTokenizerFast
+
+    from ..hf.showcase import Outcome, Report
 
 EPILOG = """example:
   nanguard demo --steps 30 --output-dir runs/demo
 """
-BATCH_SIZE = 4
-LOWEST, HIGHEST = 0, 54
-MASKED = -100
-WORDS = ("<pad>", "<eos>", "<unk>", "count", "on", "from", *map(str, range(LOWEST, HIGHEST)))
-
-# Called with the number of steps done and the newest logged loss.
-Report = Callable[[int, float], None]
-
-
-@dataclass
-class Outcome:
-    """What one run left behind, measured from outside the trainer."""
-
-    losses: list[float]
-    num_lost: int
-    bad_tensors: int
-    weights: dict[str, Tensor]
-    tested: float
-    events: list[dict[str, Any]] = field(default_factory=list)
 
 
 def add_parser(subparsers: Any) -> None:
@@ -83,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the demo and returns the exit code."""
     folder = _make_folder(arguments.output_dir)
     try:
-        import trl  # noqa: F401
+        from ..hf import showcase
     except ModuleNotFoundError as error:
         raise ArgumentError(f"nanguard demo needs {error.name}. Run pip install 'hf-nanguard[trl]'.") from error
 
@@ -96,11 +75,11 @@ def run(arguments: argparse.Namespace) -> int:
         console = Console(width=100)
     steps, seed = arguments.steps, arguments.seed
     bad_step = steps // 3
-    bad_row = bad_step * BATCH_SIZE + 2
-    tokenizer = build_tokenizer()
-    healthy = build_rows(tokenizer, steps * BATCH_SIZE, seed)
-    poisoned = [cut_off(row) if i == bad_row else row for i, row in enumerate(healthy)]
-    without = healthy[: bad_step * BATCH_SIZE] + healthy[(bad_step + 1) * BATCH_SIZE :]
+    bad_row = bad_step * showcase.BATCH_SIZE + 2
+    tokenizer = showcase.build_tokenizer()
+    healthy = showcase.build_rows(tokenizer, steps * showcase.BATCH_SIZE, seed)
+    poisoned = [showcase.cut_off(row) if i == bad_row else row for i, row in enumerate(healthy)]
+    without = healthy[: bad_step * showcase.BATCH_SIZE] + healthy[(bad_step + 1) * showcase.BATCH_SIZE :]
     runs = {
         "stock, healthy data": ("healthy", healthy, False),
         "stock, one bad row": ("poisoned", poisoned, False),
@@ -112,10 +91,10 @@ def run(arguments: argparse.Namespace) -> int:
         f"its mean loss is 0/0.\nIt comes at step {bad_step} of {steps}.\n"
     )
     outcomes = {}
-    with _quiet_hosts(console), _progress(console, steps) as begin:
+    with showcase.quiet_hosts(), _guard_log(console), _progress(console, steps) as begin:
         for title, (name, rows, guard) in runs.items():
-            report = begin(title, len(rows) // BATCH_SIZE)
-            outcomes[title] = train(rows, tokenizer, folder / name, seed, guard, report)
+            report = begin(title, len(rows) // showcase.BATCH_SIZE)
+            outcomes[title] = showcase.train(rows, tokenizer, folder / name, seed, guard, report)
     show(console, outcomes, folder, steps)
     return 0
 
@@ -134,144 +113,11 @@ def _make_folder(output_dir: str) -> Path:
     return folder
 
 
-# ---- the runs ----
-
-
-def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer of a few words and numbers."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
-
-
-def build_rows(tokenizer: PreTrainedTokenizerFast, num_rows: int, seed: int) -> list[dict[str, list[int]]]:
-    """Returns tokenised questions and answers; only the answer is to be learned."""
-    draw = random.Random(seed)
-    rows = []
-    for _ in range(num_rows):
-        start, length = draw.randrange(LOWEST, HIGHEST - 6), draw.randrange(2, 6)
-        prompt = tokenizer.encode(f"count on from {start}")
-        numbers = " ".join(map(str, range(start + 1, start + 1 + length)))
-        answer = [*tokenizer.encode(numbers), tokenizer.eos_token_id]
-        rows.append({"input_ids": prompt + answer, "labels": [MASKED] * len(prompt) + answer})
-    return rows
-
-
-def cut_off(row: dict[str, list[int]]) -> dict[str, list[int]]:
-    """Returns the row without its answer: no label is left in it."""
-    length = row["labels"].count(MASKED)
-    return {name: values[:length] for name, values in row.items()}
-
-
-def build_model(seed: int) -> nn.Module:
-    """Returns a two-layer Llama with dropout, built from its config."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(WORDS), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=64, attention_dropout=0.1,
-        pad_token_id=0, bos_token_id=None, eos_token_id=1,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
-
-
-def mean_over_answers(logits: Tensor, labels: Tensor) -> Tensor:
-    """Returns the mean over samples of each sample's masked mean token loss. For a sample without labels it is 0 / 0."""
-    targets = labels[:, 1:]
-    mask = targets != MASKED
-    log_probs = logits[:, :-1].log_softmax(-1).gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return -((log_probs * mask).sum(1) / mask.sum(1)).mean()
-
-
-def train(
-    rows: list[dict[str, list[int]]],
-    tokenizer: PreTrainedTokenizerFast,
-    folder: Path,
-    seed: int,
-    guard: bool,
-    report: Report,
-) -> Outcome:
-    """Trains once over `rows` in their order and measures what came out."""
-    import torch
-    from datasets import Dataset
-    from transformers import PrinterCallback, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
-
-    from ..core.finite import find_nonfinite
-    from ..hf.trainer import guarded
-    from ..report.jsonl import events_path, read_jsonl
-
-    class AnswerTrainer(SFTTrainer):
-        """A trainer as people write them: SFT with a loss of one's own."""
-
-        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-            outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-            loss = mean_over_answers(outputs.logits, inputs["labels"])
-            return (loss, outputs) if return_outputs else loss
-
-    class Watch(TrainerCallback):
-        """Counts the steps that did not bring the weights forward, and reports progress."""
-
-        def __init__(self):
-            self.num_lost = 0
-            self.before = torch.empty(0)
-
-        def on_step_begin(self, args, state, control, model=None, **kwargs):
-            self.before = model.lm_head.weight.detach().clone()
-
-        def on_step_end(self, args, state, control, model=None, **kwargs):
-            now = model.lm_head.weight.detach()
-            self.num_lost += not bool(torch.isfinite(now).all()) or torch.equal(now, self.before)
-
-        def on_log(self, args, state, control, logs=None, **kwargs):
-            if "loss" in logs:
-                report(state.global_step, logs["loss"])
-
-    args = SFTConfig(
-        output_dir=str(folder), num_train_epochs=1, per_device_train_batch_size=BATCH_SIZE, learning_rate=5e-3,
-        lr_scheduler_type="constant", train_sampling_strategy="sequential", max_length=None, logging_steps=1,
-        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, bf16=False, seed=seed,
-        gradient_checkpointing=False, dataloader_pin_memory=False,
-    )  # fmt: skip
-    watch = Watch()
-    trainer_class = guarded(AnswerTrainer) if guard else AnswerTrainer
-    model = build_model(seed)
-    trainer = trainer_class(
-        model, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, callbacks=[watch]
-    )
-    trainer.remove_callback(PrinterCallback)
-    events_file = events_path(folder / "nanguard", 0)
-    num_old = len(list(read_jsonl(events_file))) if events_file.is_file() else 0
-    trainer.train()
-    events = list(read_jsonl(events_file))[num_old:] if events_file.is_file() else []
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    held_out = trainer.data_collator(build_rows(tokenizer, 64, seed + 1))
-    with torch.no_grad():
-        logits = model.eval()(input_ids=held_out["input_ids"], attention_mask=held_out["attention_mask"]).logits
-        tested = mean_over_answers(logits, held_out["labels"]).item()
-    return Outcome(losses, watch.num_lost, len(find_nonfinite(weights.items())), weights, tested, events)
-
-
-# ---- what is shown ----
-
-
 @contextmanager
-def _quiet_hosts(console: Console) -> Iterator[None]:
-    """Leaves the screen to the demo: no host banners, and what the guard says in the demo's own console."""
-    import datasets
-    import transformers
+def _guard_log(console: Console) -> Iterator[None]:
+    """Shows what the guard says in the demo's own console."""
     from rich.logging import RichHandler
 
-    transformers.utils.logging.set_verbosity_error()
-    datasets.disable_progress_bars()
     handler = RichHandler(console=console, show_time=False, show_path=False, highlighter=None)
     guard_logger = logging.getLogger("hf_nanguard")
     guard_logger.addHandler(handler)
@@ -327,8 +173,7 @@ def _blame(outcome: Outcome) -> str:
     if not outcome.events:
         return "nothing"
     event = outcome.events[0]
-    rows = ", ".join(map(str, (event["culprit"] or {}).get("rows") or ["not known"]))
-    return f"{event['signal']}, {event['action']}: {event['message']}; dataset rows {rows}"
+    return f"{event['signal']}, {event['action']}: {event['message']}"
 
 
 def show(console: Console, outcomes: dict[str, Outcome], folder: Path, steps: int) -> None:

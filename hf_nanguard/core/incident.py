@@ -12,6 +12,8 @@ from .group import Finding, Group, MicroBatch
 from .policy import Decision
 from .signal import Action, Cause, Signal
 
+MAX_ROWS = 8
+
 
 @dataclass
 class Settlement:
@@ -113,6 +115,12 @@ class Incident:
         )
 
 
+def _tell_rows(rows: list[int] | None) -> str:
+    shown = ", ".join(map(str, (rows or [])[:MAX_ROWS]))
+    more = ", ..." if rows and len(rows) > MAX_ROWS else ""
+    return f" (dataset rows {shown}{more})" if rows else ""
+
+
 @dataclass(frozen=True)
 class BadMicroBatch:
     """A micro-batch that is to blame, before it is known what is done about it."""
@@ -136,8 +144,7 @@ class BadMicroBatch:
             rows=rows,
             tokens=[list(token) for token in finding.tokens] or None,
         )
-        where = f" (dataset rows {', '.join(map(str, rows[:8]))})" if rows else ""
-        message = f"{finding.message}{where} in micro-batch {micro.index} of step {step}"
+        message = f"{finding.message} in micro-batch {micro.index} of step {step}{_tell_rows(rows)}"
         return cls(micro, finding.signal, message, culprit, {}, finding.cause)
 
     @classmethod
@@ -147,7 +154,7 @@ class BadMicroBatch:
         what = describe(census) if finite else f"loss is {loss}"
         culprit = Culprit(phase="backward" if finite else "loss", parameter=census.suspect, rows=micro.rows)
         signal = Signal.GRAD_NONFINITE if finite else Signal.LOSS_NONFINITE
-        message = f"{what} in micro-batch {micro.index} of step {step}"
+        message = f"{what} in micro-batch {micro.index} of step {step}{_tell_rows(micro.rows)}"
         return cls(micro, signal, message, culprit, {"loss": loss, **census.as_values()})
 
     def event(self, action: Action, step: int, rank: int, note: str = "") -> Event:

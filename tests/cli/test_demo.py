@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_nanguard.cli.demo import BATCH_SIZE, MASKED, build_rows, build_tokenizer, cut_off
+from hf_nanguard.hf.showcase import BATCH_SIZE, MASKED, build_rows, build_tokenizer, cut_off
 from hf_nanguard.report.jsonl import read_jsonl
 
 ROOT = Path(__file__).parent.parent.parent
