@@ -84,10 +84,7 @@ def test_a_layer_imports_only_those_below(path):
 def test_host_libraries_are_imported_in_their_place(path):
     layer, name = layer_of(path), name_of(path)
     hosts = [i for i in find_imports(path) if i.top in HOSTS]
-    if layer == "hf":
-        wrong = [i for i in hosts if i.top == "trl" and name not in TRL_FILES]
-    else:
-        wrong = hosts
+    wrong = [i for i in hosts if i.top == "trl" and name not in TRL_FILES] if layer == "hf" else hosts
     assert not [f"line {i.line}: {i.module}" for i in wrong]
 
 
