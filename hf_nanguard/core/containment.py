@@ -161,12 +161,15 @@ class Containment:
     def redo(self, incident: Incident, runner: Runner) -> Settlement:
         """Finds the bad micro-batches, agrees on what is dropped and runs the good ones as if the others never came."""
         self.replaying = True
+        runner.meet()
         try:
             blamed = self.find_bad(incident, runner)
             reports = self.ranks.gather([bad.micro.index for bad in blamed])
             gone = (
                 {index for report in reports for index in report} if runner.lockstep else set(reports[self.ranks.rank])
             )
+            if runner.lockstep:
+                blamed = self.narrow_blame(blamed, reports)
             good = [micro for micro in incident.group.micro_batches if micro.index not in gone]
             size = len(incident.group.micro_batches)
             num_good = [len(good) if runner.lockstep else size - len(report) for report in reports]
@@ -176,7 +179,8 @@ class Containment:
         self.tell_redo(incident, runner, blamed, reports, num_good, settlement)
         signal = blamed[0].signal if blamed else Signal.GRAD_NONFINITE
         message = blamed[0].message if blamed else incident.tell()
-        sick = self.find_sick_parameter(incident, runner, blamed)
+        suspicious = not good and not any(micro.must_go for micro in incident.group.micro_batches)
+        sick = self.find_sick_parameter(incident, runner, suspicious)
         if settlement is None:
             settlement = self.skip(incident, runner, signal, message)
         else:
@@ -200,6 +204,22 @@ class Containment:
             elif census.bad:
                 blamed.append(BadMicroBatch.of_run(micro, loss, census, incident.step))
         return blamed
+
+    def narrow_blame(self, blamed: list[BadMicroBatch], reports: list[list[int]]) -> list[BadMicroBatch]:
+        """Keeps, where gradients are sharded and bad on all ranks alike, only the rank that is really to blame.
+
+        It is known by a loss that is not finite, or by what was found in its batch. If no rank stands out, the first
+        one tells it, without rows.
+        """
+        own = {bad.micro.index for bad in blamed if bad.signal is not Signal.GRAD_NONFINITE}
+        known = {index for report in self.ranks.gather(sorted(own)) for index in report}
+        first = {index: rank for rank, report in reversed(list(enumerate(reports))) for index in report}
+        anybody = [
+            replace(bad, culprit=replace(bad.culprit, rows=None))
+            for bad in blamed
+            if bad.micro.index not in known and first[bad.micro.index] == self.ranks.rank
+        ]
+        return [bad for bad in blamed if bad.micro.index in own] + anybody
 
     def run_good(
         self, incident: Incident, runner: Runner, good: list[MicroBatch], num_good: list[int]
@@ -239,9 +259,8 @@ class Containment:
             events.append(incident.event(Action.SKIPPED, message, Signal.GRAD_NONFINITE))
         self.journal.share(events)
 
-    def find_sick_parameter(self, incident: Incident, runner: Runner, blamed: list[BadMicroBatch]) -> str | None:
+    def find_sick_parameter(self, incident: Incident, runner: Runner, suspicious: bool) -> str | None:
         """If every micro-batch of a rank was bad, the weights may be to blame: then going on is useless."""
-        suspicious = len(blamed) == len(incident.group.micro_batches) and not any(bad.micro.must_go for bad in blamed)
         found = self.ranks.gather(find_nonfinite(runner.named_parameters()) if suspicious else {})
         bad = {name: kind for report in found for name, kind in report.items()}
         if not bad:
@@ -266,6 +285,7 @@ class Containment:
         """Leaves parameters, optimizer, schedule, buffers and random state as they were before the group."""
         runner.clear()
         runner.buffers.restore()
+        runner.sync_buffers(True)
         incident.group.micro_batches[0].rng.restore()
         size = len(incident.group.micro_batches)
         self.counter.skipped_steps += 1

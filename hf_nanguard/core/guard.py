@@ -293,6 +293,9 @@ class Guard:
         culprit = Culprit(phase="backward")
         event = Event(incident.step, Signal.GRAD_SPIKE, action, message, values=values, culprit=culprit)
         self.journal.write_once(event)
+        if incident.bad_loss is not None:  # known to this rank only, and lost otherwise
+            told = f"{incident.tell()}, its gradients are finite"
+            self.journal.write(incident.event(Action.OBSERVED, told, Signal.LOSS_NONFINITE))
         if not clips:
             return self.containment.skip(incident, runner, event.signal, message)
         self.containment.count(incident, 0)

@@ -138,7 +138,7 @@ class Runner(ABC):
         self.clear()
         self.buffers.restore()
         micro.rng.restore()
-        self.quiet_forward()
+        self.sync_buffers(False)
         with self.isolated(), nullcontext() if self.lockstep else self.unsynced():
             return self.run(micro, share)
 
@@ -147,20 +147,28 @@ class Runner(ABC):
         self.clear()
         self.buffers.restore()
         group.micro_batches[0].rng.restore()
-        self.quiet_forward()
+        self.sync_buffers(True)  # in the first pass, as in the group itself; every rank runs one
         with self.recorded():
             if not good:
                 self.join(group.micro_batches[0])
+                self.buffers.restore()
+                group.micro_batches[0].rng.restore()
             losses = []
             for micro in good:
                 with nullcontext() if micro is good[-1] else self.unsynced():
                     losses.append(self.run(micro, share))
             return losses
 
-    def quiet_forward(self) -> None:
-        """Keeps DDP from broadcasting buffers in the next forward: ranks may run different numbers of passes here."""
+    def sync_buffers(self, active: bool) -> None:
+        """Lets DDP broadcast buffers in the next forward, or not: ranks may run different numbers of probes."""
         if isinstance(self.model, DistributedDataParallel):
-            self.model.require_forward_param_sync = False
+            self.model.require_forward_param_sync = active
+
+    def meet(self) -> None:
+        """Does what all ranks must do together before they run passes apart: DDP rebuilds its buckets in the first
+        forward after its first reduction, by a collective."""
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.reducer._rebuild_buckets()
 
     def join(self, micro: MicroBatch) -> None:
         """Takes part in the others' gradient reduction with zeros."""

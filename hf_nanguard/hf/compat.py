@@ -1,13 +1,14 @@
 """Every private name of a host library that we touch, each with the condition under which it can go."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 from transformers import Trainer
 
@@ -50,6 +51,71 @@ def local_collectives(active: bool) -> Iterator[None]:
     finally:
         for store, value in zip(stores, before, strict=True):
             store["distributed_type"] = value
+
+
+class Exchange:
+    """Counts what a loss exchanges with other ranks: forwards, in which DDP broadcasts buffers, and accelerate's
+    collectives. A loss that failed half-way has done some of it; whoever stands in for it does the rest.
+
+    Can go together with `local_collectives`.
+
+    Args:
+        accelerator (`Accelerator`):
+            The trainer's.
+        model (`nn.Module`):
+            The model as the training loop calls it.
+    """
+
+    NAMES = ("gather", "gather_for_metrics", "reduce")
+
+    def __init__(self, accelerator: Accelerator, model: Any):
+        self.accelerator = accelerator
+        self.model = model
+        self.forwards = 0
+        self.calls = 0
+
+    @contextmanager
+    def counted(self, forwards_done: int = 0, calls_done: int = 0) -> Iterator[None]:
+        """Counts what happens inside; as much as is said to be done already stays on this rank."""
+        self.forwards = self.calls = 0
+        inside = False
+
+        def on_forward(model: Any, *args: Any) -> None:
+            self.forwards += 1
+            if self.forwards <= forwards_done and isinstance(model, DistributedDataParallel):
+                model.require_forward_param_sync = False
+
+        def wrapped(method: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal inside
+                if inside:
+                    return method(*args, **kwargs)
+                inside, self.calls = True, self.calls + 1
+                try:
+                    with local_collectives(self.calls <= calls_done):
+                        return method(*args, **kwargs)
+                finally:
+                    inside = False
+
+            return call
+
+        hook = self.model.register_forward_pre_hook(on_forward)
+        for name in self.NAMES:
+            vars(self.accelerator)[name] = wrapped(getattr(self.accelerator, name))
+        try:
+            yield
+        finally:
+            hook.remove()
+            for name in self.NAMES:
+                del vars(self.accelerator)[name]
+
+    def forget(self) -> None:
+        """Starts to count anew."""
+        self.forwards = self.calls = 0
+
+    def resumed(self) -> AbstractContextManager:
+        """Returns a context in which what was counted is not done again."""
+        return self.counted(self.forwards, self.calls)
 
 
 def bypass_optimizer(trainer: Trainer) -> None:

@@ -102,8 +102,11 @@ class TrainerRunner(Runner):
 
     def strike_group(self) -> None:
         """Takes what the group added to the metric lists out again."""
-        for name, values in metric_lists(self.trainer).items():
+        metrics = metric_lists(self.trainer)
+        for name, values in list(metrics.items()):
             del values[self.metric_lengths.get(name, 0) :]
+            if not values:  # TRL divides by the length of every list there is
+                del metrics[name]
 
     def isolated(self) -> AbstractContextManager:
         return untouched(self.trainer)
@@ -143,9 +146,11 @@ class TrainerRunner(Runner):
         trainer = self.trainer
         steps: float = sum(num_good) / len(num_good)
         batches = [micro.payload.inputs for micro in good]
-        counted = None if not batches else count_items(trainer, batches, trainer.args.device)
+        counted: Any = None if not batches else count_items(trainer, batches, trainer.args.device)
         if trainer.args.average_tokens_across_devices:
             counted = self._add_up(counted)
+        elif counted is not None and 0 in num_good:  # means of single ranks: an empty one must not count as a zero
+            counted = counted * (1 - num_good.count(0) / len(num_good))
         completions: Tensor | int | None = None
         if not counts_per_generation(trainer) and any(ITEMS in batch for batch in batches):
             completions = torch.stack([completion_mask(batch).sum() for batch in batches]).sum()

@@ -68,6 +68,7 @@ class Session:
         self.recording = False
         self.settled = True
         self.stand_in: Prepared | None = None
+        self.exchange: compat.Exchange | None = None
         self.loss_before: Tensor | None = None
         self.bypassed = False
         self.eval_losses: list[Tensor] | None = None
@@ -142,6 +143,8 @@ class Session:
 
     def hold_inputs(self, inputs: Any) -> None:
         """Takes hold of what `_prepare_inputs` returned, and of the random state right before the forward."""
+        if self.exchange is not None:
+            self.exchange.forget()  # generation is not done again
         device_type = self.trainer.args.device.type
         self.prepared = (Prepared.of(inputs), RngState.capture(device_type))
 
@@ -159,20 +162,30 @@ class Session:
         findings = note.findings
         must_go = any(finding.verdict in ("drop", "halt") for finding in findings)
         self.prepared, self.recording = None, True
+        rows = None
         try:
-            with self._poisoned() if must_go else nullcontext():
+            with self._poisoned() if must_go else nullcontext(), self._counted_exchange(model):
                 loss = training_step(model, inputs, num_items)
         except Exception as error:
             self.recording = False
             finding = self._judge_error(error, index)
-            loss = self._stand_in_for(training_step, model, num_items)
+            rows = self._rows_of(self.prepared[0] if self.prepared else None, index)
+            with nullcontext() if self.exchange is None else self.exchange.resumed():
+                loss = self._stand_in_for(training_step, model, num_items)
             findings = (*findings, finding)
         finally:
             self.recording = False
         payload, rng = self.prepared or (None, RngState.capture(trainer.args.device.type))
-        micro = MicroBatch(index, payload, rng, findings, self._rows_of(payload, index), loss.detach())
+        rows = self._rows_of(payload, index) if rows is None else rows
+        micro = MicroBatch(index, payload, rng, findings, rows, loss.detach())
         group.micro_batches.append(micro)
         return loss
+
+    def _counted_exchange(self, model: nn.Module) -> AbstractContextManager:
+        """Returns a context that counts what ranks exchange, if a loss that fails on one of them is to be dropped."""
+        together = self.policy.on_loss_error == "drop" and self.guard.ranks.size > 1
+        self.exchange = compat.Exchange(self.trainer.accelerator, model) if together else None
+        return nullcontext() if self.exchange is None else self.exchange.counted()
 
     def _poisoned(self) -> AbstractContextManager:
         """Returns a context whose backward tells all ranks that this micro-batch must go. Shards are told in `settle`."""

@@ -206,6 +206,9 @@ def dropped(world: int, culprit: int) -> list[Scenario]:
     )
     add("late-error-sft", SFT, (Fault("late_error", 1, 1, culprit),), ("loss_error",), guard={"on_loss_error": "drop"})
     add("error-sft", SFT, (Fault("error", 1, 1, culprit),), ("loss_error",), guard={"on_loss_error": "drop"})
+    for kind in ("error", "late_error"):
+        bad = Fault(kind, 1, 0, culprit)
+        add(f"{kind}-grpo-first", GRPO, (bad,), ("loss_error",), guard={"on_loss_error": "drop"}, accumulation=2)
     add(
         "error-grpo",
         GRPO,

@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from transformers import Trainer
 
 from hf_nanguard import ArgumentError, GradientMonitorCallback, NanGuardCallback
@@ -172,3 +173,59 @@ def test_the_hook_is_gone_after_the_run(tmp_path):
     trainer = _train(tmp_path, callbacks=[Look()])
     assert hooks == [1] * 4
     assert trainer.model._forward_hooks == {}
+
+
+# ---- float16 with a loss scaler ----
+
+
+@pytest.fixture
+def scaled():
+    """Gives a trainer torch's CPU scaler, as tests/hf/test_scaler.py does: accelerate builds none on a CPU."""
+
+    def equip(trainer, init_scale):
+        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=3)
+        trainer.accelerator.native_amp = True
+        trainer.accelerator.state._mixed_precision = "fp16"
+        return trainer
+
+    yield equip
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("halt_on_nan", [False, True])
+def test_a_scaler_that_finds_its_scale_is_healthy(halt_on_nan, scaled, tmp_path):
+    monitor = GradientMonitorCallback(halt_on_nan=halt_on_nan)
+    extra = {"callbacks": [monitor]}
+    trainer = scaled(build("plain", tmp_path, guard=False, extra=extra, max_steps=8), 2.0**127)
+    trainer.train()
+    assert trainer.accelerator.scaler.get_scale() < 2.0**127  # so it has skipped
+    assert trainer.state.global_step == 8
+    assert events_of(trainer) == []
+
+
+@pytest.mark.parametrize("halt_on_nan", [False, True])
+def test_a_nan_loss_is_told_also_under_a_scaler(halt_on_nan, scaled, tmp_path):
+    extra = {"callbacks": [GradientMonitorCallback(halt_on_nan=halt_on_nan)]}
+    trainer = scaled(build("plain", tmp_path, guard=False, extra=extra, gradient_accumulation_steps=1), 16.0)
+    calls = iter(range(100))
+
+    def spoil(module, args, output):
+        if next(calls) == 2:
+            output["loss"] = output["loss"] * NAN
+        return output
+
+    trainer.model.register_forward_hook(spoil)
+    trainer.train()
+    [event] = events_of(trainer)
+    assert (event["step"], event["action"]) == (2, "halted" if halt_on_nan else "observed")
+    assert trainer.state.global_step == (3 if halt_on_nan else 4)
+
+
+def test_reported_norms_carry_no_loss_scale(scaled, tmp_path, capsys):
+    extra = {"callbacks": [GradientMonitorCallback(log_every_n_steps=2)]}
+    trainer = scaled(build("plain", tmp_path, guard=False, extra=extra, max_grad_norm=0.05, max_steps=2), 16.0)
+    trainer.train()
+    norms = _norms(trainer)
+    assert _reports(capsys.readouterr().out) == [
+        pytest.approx((2, sum(norms) / 2, max(norms), min(norms), 0, 0), rel=1e-5)
+    ]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from transformers import Trainer, TrainerCallback
 
@@ -365,20 +366,34 @@ def test_settings_are_taken_from_guarded_arguments(tmp_path):
 # ---- checkpoints and further runs ----
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_state_survives_a_resume(elsewhere, tmp_path):
+def _resume(tmp_path, folder, **settings):
+    """Goes on from step 4 of 6 in `folder`, after a run with one skipped step; returns the new callback."""
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
     begun = _train(tmp_path, Fault("gradient", 1, parameter=LAYER), **saving)
+    checkpoint = str(tmp_path / "ours" / "checkpoint-4")
     callback = NanGuardCallback()
-    folder = tmp_path / ("elsewhere" if elsewhere else "ours")
     extra = {"callbacks": [callback]}
-    resumed = build("plain", folder, guard=False, extra=extra, max_grad_norm=0.05, **saving)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-4"))
+    resumed = build("plain", folder, guard=False, extra=extra, max_grad_norm=0.05, **saving, **settings)
+    resumed.train(resume_from_checkpoint=checkpoint)
     assert_same(tensors_of(resumed), tensors_of(begun))
-    assert callback.guard.counter.skipped_steps == 1
-    assert callback.guard.counter.seen == 18
-    assert len(callback.guard.norms.values) == 5
-    assert resumed.state.log_history[-2]["nanguard/success_rate"] == pytest.approx(15 / 18)
+    return callback
+
+
+@pytest.mark.parametrize("folder", ["ours", "elsewhere"])
+def test_state_survives_a_resume(folder, tmp_path):
+    given = {"resume_from_checkpoint": str(tmp_path / "ours" / "checkpoint-4")} if folder == "elsewhere" else {}
+    guard = _resume(tmp_path, tmp_path / folder, **given).guard
+    assert guard.counter.skipped_steps == 1
+    assert guard.counter.seen == 18
+    assert guard.counter.dropped == 3
+    assert len(guard.norms.values) == 5
+
+
+def test_a_state_that_cannot_be_found_is_said(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "hf_nanguard"):
+        guard = _resume(tmp_path, tmp_path / "elsewhere").guard
+    assert guard.counter.seen == 6
+    assert any("goes on from step 4" in record.message for record in caplog.records)
 
 
 def test_a_second_run_starts_afresh(tmp_path):
@@ -391,3 +406,59 @@ def test_a_second_run_starts_afresh(tmp_path):
     assert trainer.model._forward_hooks == {}
     rates = [row["learning_rate"] for row in rows]
     assert rates == sorted(set(rates))
+
+
+# ---- float16 with a loss scaler ----
+
+
+@pytest.fixture
+def fp16_state():
+    yield
+    AcceleratorState._reset_state(True)
+
+
+def _scaled(trainer, init_scale):
+    """Gives the trainer torch's CPU scaler, as tests/hf/test_scaler.py does: accelerate builds none on a CPU."""
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=1000)
+    trainer.accelerator.native_amp = True
+    trainer.accelerator.state._mixed_precision = "fp16"
+    return trainer
+
+
+def _spoil_loss(model, call):
+    """Makes the loss that the model returns NaN at one call of its forward."""
+    calls = iter(range(10**6))
+
+    def spoil(module, args, output):
+        if next(calls) == call:
+            output["loss"] = output["loss"] * NAN
+        return output
+
+    model.register_forward_hook(spoil)
+
+
+@pytest.mark.usefixtures("fp16_state")
+def test_a_scaler_that_finds_its_scale_is_left_alone(tmp_path):
+    settings = {"max_steps": 16, "gradient_accumulation_steps": 1, "logging_steps": 4, "max_grad_norm": 1.0}
+    stock = _scaled(build("plain", tmp_path / "stock", guard=False, **settings), 2.0**24)
+    stock.train()
+    expected = tensors_of(stock)
+    num_skips = 24 - math.log2(stock.accelerator.scaler.get_scale())  # each skip halves the scale
+    assert 0 < num_skips < 16
+    ours = _scaled(_build(tmp_path, **settings), 2.0**24)
+    ours.train()
+    assert_same(tensors_of(ours), expected)
+    assert events_of(ours) == []
+    skips = [row["nanguard/scaler_skips"] for row in ours.state.log_history if "nanguard/scaler_skips" in row]
+    assert skips[-1] == num_skips
+
+
+@pytest.mark.usefixtures("fp16_state")
+def test_a_nan_loss_is_told_also_under_a_scaler(tmp_path):
+    trainer = _scaled(_build(tmp_path), 16.0)
+    _spoil_loss(trainer.model, 4)
+    trainer.train()
+    [event] = events_of(trainer)
+    assert (event["signal"], event["action"], event["step"]) == ("loss_nonfinite", "observed", 1)
+    assert event["micro_step"] == 1
+    assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
