@@ -55,7 +55,8 @@ def reward(completion_ids, **kwargs):
 
 def num_rows(scenario: Scenario, world: int) -> int:
     """Three whole steps and a tail of two micro-batches, the last of them short of a sample."""
-    return 2 * world * (scenario.accumulation * 3 + min(2, scenario.accumulation)) - 1
+    batch_size = scenario.options.get("per_device_train_batch_size", 2)
+    return batch_size * world * (scenario.accumulation * 3 + min(2, scenario.accumulation)) - 1
 
 
 def make_data(scenario: Scenario, world: int) -> Any:

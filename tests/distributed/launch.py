@@ -82,12 +82,14 @@ def accelerate_launch(world: int) -> list[str]:
     ]  # fmt: skip
 
 
-def play_suite(suite: str, names: list[str], folder: Path, world: int, launcher=torchrun) -> Played:
+def play_suite(
+    suite: str, names: list[str], folder: Path, world: int, launcher=torchrun, worker: Path = WORKER
+) -> Played:
     """Plays all scenarios of a suite and returns what came of them."""
     played = Played(folder, world)
     left = list(names)
     while left and len(played.codes) < MAX_STARTS:
-        code, output = _start([*launcher(world), str(WORKER), suite, str(folder), *left])
+        code, output = _start([*launcher(world), str(worker), suite, str(folder), *left])
         played.codes.append(code)
         done = [name for name in left if played.is_done(name)]
         rest = left[len(done) :]

@@ -286,4 +286,36 @@ def main_suite(world: int) -> list[Scenario]:
     ]
 
 
-SUITES = {"two": main_suite(2)}
+def four_suite() -> list[Scenario]:
+    """Four ranks, one sample a batch, as only 61 rows can be told apart."""
+    world = 4
+    label = Fault("label", 1, 1, 1, 1000)
+    every = tuple(Fault("loss", 1, micro, 3) for micro in range(3))
+    found = [
+        Scenario("healthy", silent=True),
+        Scenario("loss-middle", faults=(Fault("loss", 1, 1, 2),), gone=((1, 1, 2),),
+                 events=(Expected("loss_nonfinite", "dropped", 1, 1, 2),)),
+        Scenario("gradient-last", faults=(Fault("gradient", 1, 2, 3, parameter=NAMED[LLAMA]),), gone=((1, 2, 3),),
+                 events=(Expected("grad_nonfinite", "dropped", 1, 2, 3, parameter=NAMED[LLAMA]),)),
+        Scenario("label", faults=(label,), gone=((1, 1, 1),), events=(Expected("label_out_of_range", "dropped", 1, 1, 1),)),
+        Scenario("loss-all", faults=every, gone=tuple((1, micro, 3) for micro in range(3)),
+                 events=tuple(Expected("loss_nonfinite", "dropped", 1, micro, 3) for micro in range(3))),
+        Scenario("three-culprits", faults=(Fault("loss", 1, 0, 0), label, Fault("gradient", 1, 2, 3, parameter=NAMED[LLAMA])),
+                 gone=((1, 0, 0), (1, 1, 1), (1, 2, 3)),
+                 events=(Expected("loss_nonfinite", "dropped", 1, 0, 0), Expected("label_out_of_range", "dropped", 1, 1, 1),
+                         Expected("grad_nonfinite", "dropped", 1, 2, 3, parameter=NAMED[LLAMA]))),
+        Scenario("skip", faults=(Fault("loss", 1, 1, 2),), guard={"on_nonfinite": "skip"}, gone=whole_step(1, 3, world),
+                 events=(Expected("loss_nonfinite", "skipped", 1, 1, 2),)),
+        Scenario("halt", faults=(Fault("loss", 1, 1, 2),), guard={"on_nonfinite": "halt"}, stops_at=1,
+                 events=(Expected("loss_nonfinite", "halted", 1, 1, 2),)),
+    ]  # fmt: skip
+    return [replace(s, options={"per_device_train_batch_size": 1}) for s in found]
+
+
+def accelerate_suite() -> list[Scenario]:
+    """What tells whether ranks that accelerate started find each other."""
+    wanted = ("healthy-llama-mixin-3", "loss-middle-llama", "label-middle", "halt-loss")
+    return [s for s in main_suite(2) if s.name in wanted]
+
+
+SUITES = {"two": main_suite(2), "four": four_suite(), "accelerate": accelerate_suite()}

@@ -3,7 +3,7 @@
 import pytest
 
 from .judge import check_scenario
-from .launch import Played, play_suite
+from .launch import Played, accelerate_launch, play_suite
 from .scenario import SUITES, Scenario
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -21,3 +21,32 @@ def test_two_ranks(two: Played, scenario: Scenario):
 
 def test_two_ranks_exit_in_order(two: Played):
     assert two.codes == [0]
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory) -> Played:
+    return play_suite("four", [s.name for s in SUITES["four"]], tmp_path_factory.mktemp("four"), 4)
+
+
+@pytest.mark.parametrize("scenario", SUITES["four"], ids=lambda s: s.name)
+def test_four_ranks(four: Played, scenario: Scenario):
+    check_scenario(scenario, four)
+
+
+def test_four_ranks_exit_in_order(four: Played):
+    assert four.codes == [0]
+
+
+@pytest.fixture(scope="module")
+def accelerated(tmp_path_factory) -> Played:
+    names = [s.name for s in SUITES["accelerate"]]
+    return play_suite("accelerate", names, tmp_path_factory.mktemp("accelerate"), 2, accelerate_launch)
+
+
+@pytest.mark.parametrize("scenario", SUITES["accelerate"], ids=lambda s: s.name)
+def test_accelerate_launch(accelerated: Played, scenario: Scenario):
+    check_scenario(scenario, accelerated)
+
+
+def test_accelerate_launch_exits_in_order(accelerated: Played):
+    assert accelerated.codes == [0]

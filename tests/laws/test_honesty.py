@@ -382,3 +382,60 @@ def test_minus_inf_masks_are_healthy(tmp_path):
     )
     trainer.train()
     assert events_of(trainer) == []
+
+
+def test_a_nan_moment_ends_the_run_with_the_parameter_named(tmp_path):
+    """Loss and gradients are finite when Adam's moment is not; the weight it ruins is named one step later."""
+    trainer = build("plain", tmp_path)
+    plant(trainer, Fault("moment", 1, 0, parameter=LAYER))
+    with pytest.raises(NonFiniteError, match=f"parameter {LAYER} holds NaN at step 2"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def _vision(tmp_path, trainer_class):
+    from transformers import TrainingArguments, ViTConfig, ViTForImageClassification
+
+    from ..trainers import common_arguments
+
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=8, patch_size=4,
+        num_labels=3,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    rows = [{"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": i % 3} for i in range(24)]
+    args = TrainingArguments(**common_arguments(tmp_path, train_sampling_strategy="sequential"))
+    return trainer_class(ViTForImageClassification(config), args, train_dataset=rows)
+
+
+@pytest.mark.parametrize(("kind", "value"), [("input", NAN), ("input", INF), ("label", 3)])
+def test_a_bad_pixel_or_class_is_dropped_with_its_row(kind, value, tmp_path):
+    from transformers import Trainer
+
+    from hf_nanguard import GuardedTrainer
+
+    reference = _vision(tmp_path / "reference", without(Trainer, (1, 1)))
+    reference.train()
+    expected = tensors_of(reference)
+    trainer = _vision(tmp_path / "guarded", GuardedTrainer)
+    collate = trainer.data_collator
+    calls = []
+
+    def spoil(examples):
+        batch = collate(examples)
+        calls.append(None)
+        if len(calls) == 5:
+            field = "pixel_values" if kind == "input" else "labels"
+            batch[field].view(-1)[-1] = value
+        return batch
+
+    trainer.data_collator = spoil
+    trainer.train()
+    assert_same(tensors_of(trainer), expected)
+    [event] = events_of(trainer)
+    assert (event["signal"], event["action"]) == (
+        "input_nonfinite" if kind == "input" else "label_out_of_range",
+        "dropped",
+    )
+    assert (event["culprit"]["samples"], event["culprit"]["rows"]) == ([1], [9])

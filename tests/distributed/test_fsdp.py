@@ -1,0 +1,43 @@
+"""Lockstep (L4) where parameters are sharded (FSDP2) over two gloo processes: a micro-batch goes on all ranks or none."""
+
+from pathlib import Path
+
+import pytest
+
+from .launch import Played, play_suite
+from .shard_worker import BAD_STEP, CASES, Case
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+SHARD_WORKER = Path(__file__).with_name("shard_worker.py")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Played:
+    return play_suite("shards", list(CASES), tmp_path_factory.mktemp("shards"), 2, worker=SHARD_WORKER)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
+def test_loop_over_shards(shards: Played, case: Case):
+    ranks = shards.ranks(case.name)
+    for rank, said in enumerate(ranks):
+        assert said["outcome"].startswith("NonFiniteError" if case.halts else "finished"), said["outcome"]
+        assert not said["bad"]
+        assert said["names"] == said["stock_names"]
+        assert not said["apart"], f"rank {rank} differs from the stock run in {said['apart']}"
+        assert said["full"] == ranks[0]["full"]
+        expected = [e for e in case.events if e[3] == rank or (rank == 0 and e[1] != "observed")]
+        found = [(e["signal"], e["action"], e["micro_step"], e["rank"]) for e in said["events"]]
+        assert sorted(found, key=repr) == sorted(expected, key=repr)
+        assert all(e["step"] == BAD_STEP for e in said["events"])
+
+
+def test_blame_of_shards(shards: Played):
+    """A gradient fault names the parameter, no row, and says that nobody knows whose it was."""
+    [event] = shards.ranks("gradient-middle-rank1")[0]["events"]
+    assert event["culprit"]["parameter"] == "first.bias"
+    assert event["culprit"]["rows"] is None
+    assert "dropped on every rank" in event["message"]
+
+
+def test_shards_exit_in_order(shards: Played):
+    assert shards.codes == [0]
