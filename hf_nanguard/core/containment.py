@@ -74,7 +74,7 @@ class Containment:
             return self.redo(incident, runner)
         if course is Course.REPAIR and finite:  # a non-finite loss leaves nothing in its gradients to keep
             return self.repair(incident, runner)
-        return self.skip_whole(incident, runner, mine, why_not if course is Course.REDO else None)
+        return self.skip_whole(incident, runner, mine, course, why_not)
 
     # ---- the whole step ----
 
@@ -101,11 +101,13 @@ class Containment:
         self.journal.write_once(event)
         return self.skip(incident, runner, event.signal, message)
 
-    def skip_whole(self, incident: Incident, runner: Runner, mine: bool, why_not: str | None) -> Settlement:
+    def skip_whole(
+        self, incident: Incident, runner: Runner, mine: bool, course: Course, why_not: str | None
+    ) -> Settlement:
         """Skips the step as one, because the policy says so or because it cannot be redone."""
-        halts = incident.decision.course is Course.HALT
+        halts = course is Course.HALT
         message = incident.tell()
-        if why_not is not None:
+        if course is Course.REDO and why_not is not None:
             message += f"; the whole group was skipped because {why_not}"
         event = incident.event(Action.HALTED if halts else Action.SKIPPED, message)
         known = [

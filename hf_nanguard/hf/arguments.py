@@ -71,6 +71,8 @@ class GuardArguments:
     )
 
     def __post_init__(self):
+        if self.nanguard_mode is False:
+            self.nanguard_mode = "off"  # how YAML reads a bare off
         check_settings(self._settings(), PREFIX)
         if isinstance(self, TrainingArguments):
             super().__post_init__()  # type: ignore[misc] # the host's, next in line

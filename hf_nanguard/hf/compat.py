@@ -24,7 +24,7 @@ def poisoned_backward(accelerator: Accelerator, parameter: torch.Tensor) -> Iter
     A NaN factor on the loss would not do: the backward of a cross-entropy over masked labels writes zeros all the same.
     Can go when accelerate offers a hook on the loss before its backward.
     """
-    backward = accelerator.backward
+    backward, before = accelerator.backward, vars(accelerator).get("backward")
 
     def poison(loss: torch.Tensor, **kwargs: Any) -> None:
         backward(loss + (parameter.sum() * float("nan")).to(loss.device), **kwargs)
@@ -34,6 +34,8 @@ def poisoned_backward(accelerator: Accelerator, parameter: torch.Tensor) -> Iter
         yield
     finally:
         del accelerator.backward
+        if before is not None:
+            accelerator.backward = before
 
 
 @contextmanager

@@ -29,11 +29,10 @@ class RowRecord:
 
     def follow(self, dataloader: Any, num_processes: int) -> None:
         """Begins to record a prepared training dataloader."""
-        self.known = record_batches(dataloader, self.batches)
-        streamed = (
-            isinstance(dataloader.dataset, IterableDataset) and num_processes == 1 and dataloader.num_workers == 0
-        )
-        self.stream_batch_size = dataloader.batch_size if streamed else None
+        streamed = isinstance(dataloader.dataset, IterableDataset)  # its batch sampler yields None for rows
+        self.known = not streamed and record_batches(dataloader, self.batches)
+        counted = streamed and num_processes == 1 and dataloader.num_workers == 0
+        self.stream_batch_size = dataloader.batch_size if counted else None
 
     def begin_epoch(self, position: int) -> None:
         """Starts at a batch of the epoch; not 0 after a resume in mid-epoch."""

@@ -90,6 +90,7 @@ class Session:
         """Surrounds `train()`: the log filter that hides NaN (and reads every loss twice) is off meanwhile."""
         args = self.trainer.args
         hidden = args.logging_nan_inf_filter
+        self.settled = True
         if self.on and self.guard.ranks.rank == 0:
             self._say_limits()
         if self.acts:
@@ -133,13 +134,18 @@ class Session:
     # ---- a group ----
 
     def begin_group(self, batches: list[Any]) -> None:
-        """Takes the notes out of the batches of the next optimizer step and looks up their rows."""
-        self.notes = [
-            batch.pop(NOTE, BatchNote()) if isinstance(batch, MutableMapping) else BatchNote() for batch in batches
-        ]
-        self.batch_rows = [self.rows.next(batch) for batch in batches]
-        self.guard.group = Group()
-        self.settled = False
+        """Takes the notes out of the batches of the next optimizer step and looks up their rows.
+
+        A stream may have ended inside a group: the host then leaves what its last batches have added to the gradients to
+        the first step of the next pass, so they belong to that group.
+        """
+        if self.settled:
+            self.notes, self.batch_rows = [], []
+            self.guard.group = Group()
+            self.settled = False
+        for batch in batches:
+            self.notes.append(batch.pop(NOTE, BatchNote()) if isinstance(batch, MutableMapping) else BatchNote())
+            self.batch_rows.append(self.rows.next(batch))
 
     def hold_inputs(self, inputs: Any) -> None:
         """Takes hold of what `_prepare_inputs` returned, and of the random state right before the forward."""

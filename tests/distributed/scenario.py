@@ -14,6 +14,7 @@ NAMED = {
     SFT: "model.layers.0.mlp.up_proj.weight",
     GRPO: "model.layers.0.mlp.up_proj.weight",
 }
+FSDP = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "reshard_after_forward": True}
 Place = tuple[int, int, int]
 
 
@@ -288,7 +289,6 @@ def main_suite(world: int) -> list[Scenario]:
 
 def four_suite() -> list[Scenario]:
     """Four ranks, one sample a batch, as only 61 rows can be told apart."""
-    world = 4
     label = Fault("label", 1, 1, 1, 1000)
     every = tuple(Fault("loss", 1, micro, 3) for micro in range(3))
     found = [
@@ -304,8 +304,6 @@ def four_suite() -> list[Scenario]:
                  gone=((1, 0, 0), (1, 1, 1), (1, 2, 3)),
                  events=(Expected("loss_nonfinite", "dropped", 1, 0, 0), Expected("label_out_of_range", "dropped", 1, 1, 1),
                          Expected("grad_nonfinite", "dropped", 1, 2, 3, parameter=NAMED[LLAMA]))),
-        Scenario("skip", faults=(Fault("loss", 1, 1, 2),), guard={"on_nonfinite": "skip"}, gone=whole_step(1, 3, world),
-                 events=(Expected("loss_nonfinite", "skipped", 1, 1, 2),)),
         Scenario("halt", faults=(Fault("loss", 1, 1, 2),), guard={"on_nonfinite": "halt"}, stops_at=1,
                  events=(Expected("loss_nonfinite", "halted", 1, 1, 2),)),
     ]  # fmt: skip
@@ -318,4 +316,60 @@ def accelerate_suite() -> list[Scenario]:
     return [s for s in main_suite(2) if s.name in wanted]
 
 
-SUITES = {"two": main_suite(2), "four": four_suite(), "accelerate": accelerate_suite()}
+def fsdp_suite() -> list[Scenario]:
+    """Sharded parameters on two ranks: a bad micro-batch goes on both, its rank alone is blamed if it is known."""
+
+    def at(step: int, micro: int) -> tuple[Place, ...]:
+        return ((step, micro, 0), (step, micro, 1))
+
+    found = [Scenario(f"healthy-{host}-{n}", host, accumulation=n, silent=True, profiled=host == LLAMA)
+             for host, n in ((LLAMA, 3), (SFT, 3))]  # fmt: skip
+    for culprit in (0, 1):
+        found += [
+            Scenario(f"loss-middle-rank{culprit}", faults=(Fault("loss", 1, 1, culprit),), gone=at(1, 1),
+                     events=(Expected("loss_nonfinite", "dropped", 1, 1, culprit),)),
+            Scenario(f"label-middle-rank{culprit}", faults=(Fault("label", 1, 1, culprit, 1000),), gone=at(1, 1),
+                     events=(Expected("label_out_of_range", "dropped", 1, 1, culprit),)),
+        ]  # fmt: skip
+    return [replace(s, options={**s.options, "fsdp": True, "fsdp_config": dict(FSDP)}) for s in [
+        *found,
+        Scenario("healthy-llama-1", accumulation=1, silent=True),
+        Scenario("loss-single", faults=(Fault("loss", 1, 0, 1),), gone=at(1, 0), accumulation=1,
+                 events=(Expected("loss_nonfinite", "skipped", 1, 0, 1),)),
+        Scenario("label-single", faults=(Fault("label", 1, 0, 0, 1000),), gone=at(1, 0), accumulation=1,
+                 events=(Expected("label_out_of_range", "skipped", 1, 0, 0),)),
+        Scenario("loss-sft", SFT, faults=(Fault("loss", 1, 1, 1),), gone=at(1, 1),
+                 events=(Expected("loss_nonfinite", "dropped", 1, 1, 1),)),
+        Scenario("gradient-middle", faults=(Fault("gradient", 1, 1, 1),), gone=at(1, 1),
+                 events=(Expected("grad_nonfinite", "dropped", 1, 1, 0, rows=False),)),
+        Scenario("two-culprits", faults=(Fault("loss", 1, 0, 0), Fault("label", 1, 2, 1, 1000)), gone=(*at(1, 0), *at(1, 2)),
+                 events=(Expected("loss_nonfinite", "dropped", 1, 0, 0), Expected("label_out_of_range", "dropped", 1, 2, 1))),
+        Scenario("skip-loss", faults=(Fault("loss", 1, 1, 1),), guard={"on_nonfinite": "skip"}, gone=whole_step(1, 3, 2),
+                 events=(Expected("loss_nonfinite", "skipped", 1, 1, 1),)),
+        Scenario("halt-loss", faults=(Fault("loss", 1, 1, 1),), guard={"on_nonfinite": "halt"}, stops_at=1,
+                 events=(Expected("loss_nonfinite", "halted", 1, 1, 1),)),
+        Scenario("error-middle", faults=(Fault("error", 1, 1, 1),), gone=at(1, 1), guard={"on_loss_error": "drop"},
+                 events=(Expected("loss_error", "dropped", 1, 1, 1),)),
+        Scenario("attached-without-clip", way=ATTACH, faults=(Fault("loss", 1, 1, 1),), gone=at(1, 1), options={"max_grad_norm": 0.0},
+                 events=(Expected("loss_nonfinite", "dropped", 1, 1, 1),)),
+        Scenario("callback", way=CALLBACK, faults=(Fault("loss", 1, 1, 1),), gone=whole_step(1, 3, 2),
+                 events=(Expected("grad_nonfinite", "skipped", 1, None, 0, rows=False),)),
+        Scenario("checkpointing-bf16", faults=(Fault("loss", 1, 1, 1),), gone=at(1, 1),
+                 options={"gradient_checkpointing": True, "bf16": True},
+                 events=(Expected("loss_nonfinite", "dropped", 1, 1, 1),)),
+    ]]  # fmt: skip
+
+
+def refused_suite() -> list[Scenario]:
+    """A loss that fails on one rank after its sharded forward: no stand-in can take its place."""
+    options = {"fsdp": True, "fsdp_config": dict(FSDP)}
+    late = Scenario(
+        "late-error", faults=(Fault("late_error", 1, 1, 1),), guard={"on_loss_error": "drop"}, options=options
+    )
+    return [late]
+
+
+SUITES = {
+    "two": main_suite(2), "four": four_suite(), "accelerate": accelerate_suite(), "fsdp": fsdp_suite(),
+    "fsdp_refused": refused_suite(),
+}  # fmt: skip

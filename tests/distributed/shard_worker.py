@@ -111,14 +111,15 @@ class Net(nn.Module):
         self.first = nn.Linear(6, 8)
         self.dropout = nn.Dropout(0.2)
         self.last = nn.Linear(8, 2)
+        self.scale = nn.Parameter(torch.ones(2))
 
     def forward(self, x: Tensor, y: Tensor, fault: str | None) -> Tensor:
         hidden = self.first(x)
         if fault == "gradient":
             hidden.register_hook(lambda gradient: gradient * float("nan"))
-        loss = ((self.last(self.dropout(torch.tanh(hidden))) - y) ** 2).mean()
+        loss = ((self.last(self.dropout(torch.tanh(hidden))) * self.scale - y) ** 2).mean()
         if fault == "corner":
-            return loss + CornerFault.apply(self.last.bias)
+            return loss + CornerFault.apply(self.scale)
         if fault == "constant":
             return loss + float("nan")
         return loss * float("nan") if fault == "loss" else loss

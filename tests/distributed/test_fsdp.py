@@ -4,7 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from hf_nanguard.report.jsonl import events_path, read_jsonl
+
+from .judge import check_scenario
 from .launch import Played, play_suite
+from .scenario import SUITES, Scenario
 from .shard_worker import BAD_STEP, CASES, Case
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -41,3 +45,26 @@ def test_blame_of_shards(shards: Played):
 
 def test_shards_exit_in_order(shards: Played):
     assert shards.codes == [0]
+
+
+@pytest.fixture(scope="module")
+def trainers(tmp_path_factory) -> Played:
+    return play_suite("fsdp", [s.name for s in SUITES["fsdp"]], tmp_path_factory.mktemp("fsdp"), 2)
+
+
+@pytest.mark.parametrize("scenario", SUITES["fsdp"], ids=lambda s: s.name)
+def test_trainer_over_shards(trainers: Played, scenario: Scenario):
+    check_scenario(scenario, trainers)
+
+
+def test_trainers_exit_in_order(trainers: Played):
+    assert trainers.codes == [0]
+
+
+def test_late_error_is_refused(tmp_path):
+    """It is raised as it is, and said so: a second forward would gather shards that no other rank gathers then."""
+    played = play_suite("fsdp_refused", ["late-error"], tmp_path, 2)
+    assert "RuntimeError: planted error" in played.troubles["late-error"]
+    [event] = read_jsonl(events_path(tmp_path / "late-error" / "guarded" / "nanguard", 1))
+    assert (event["signal"], event["action"], event["micro_step"]) == ("loss_error", "refused", 1)
+    assert "sharded" in event["message"]

@@ -21,7 +21,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from hf_nanguard import NonFiniteError
@@ -56,6 +59,25 @@ class Culprits(Planted):
         return loss
 
 
+def shard_on_cpu() -> None:
+    """Makes accelerate take FSDP on the CPU, which it never picks by itself."""
+    original = AcceleratorState.__init__
+
+    def __init__(self, *args, fsdp_plugin=None, **kwargs):  # noqa: N807 - it becomes the method of that name
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.fsdp_plugin = fsdp_plugin
+            for store in (AcceleratorState._shared_state, PartialState._shared_state):
+                store["distributed_type"] = DistributedType.FSDP
+
+    AcceleratorState.__init__ = __init__
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """Returns the whole of a sharded tensor; every rank must ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 def digest(tensor: Tensor) -> str:
     """Returns a hash of dtype, shape and bytes."""
     array = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -85,9 +107,10 @@ def play(scenario: Scenario, folder: Path, guarded: bool) -> tuple[dict[str, Any
         except NonFiniteError as error:
             outcome = f"NonFiniteError: {error}"
     messages = seen()
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in trainer.model.parameters())
+    assert is_sharded == bool(trainer.args.fsdp)
     rng = digest_rng()
-    tensors = tensors_of(trainer)
-    del tensors["rng"]
+    tensors = {name: gathered(tensor) for name, tensor in tensors_of(trainer).items() if name != "rng"}
     said = {
         "outcome": outcome,
         "tensors": {name: digest(tensor) for name, tensor in tensors.items()},
@@ -134,6 +157,8 @@ def main() -> None:
     suite, folder, *names = sys.argv[1:]
     rank = int(os.environ["RANK"])
     logging.getLogger("hf_nanguard").setLevel(logging.ERROR)
+    if suite.startswith("fsdp"):
+        shard_on_cpu()
     known = {scenario.name: scenario for scenario in SUITES[suite]}
     references: dict[Scenario, Any] = {}
     for name in names or known:

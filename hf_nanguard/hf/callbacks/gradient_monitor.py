@@ -52,6 +52,8 @@ class GradientMonitorCallback(TrainerCallback):
         self.num_nan = 0
         self.num_inf = 0
         self.norms: list[float] = []
+        self.held = False
+        self.failed = False
         self.tap: GradientTap | None = None
         self.writer: JsonlWriter | None = None
 
@@ -60,6 +62,7 @@ class GradientMonitorCallback(TrainerCallback):
         self.tap = GradientTap(model)
         self.writer = JsonlWriter(events_path(Path(args.output_dir) / "nanguard", args.process_index))
         self.norms = []
+        self.failed = False
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.tap is not None:
@@ -74,14 +77,17 @@ class GradientMonitorCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
         tap = self.tap
-        if tap is None or not tap.armed or tap.norm is None:
+        if tap is None or not tap.armed:
             return
         tap.armed = False
+        if tap.norm is None:
+            self._tell_failure(args, state)
+            return
         [norm] = read_host([local(tap.norm)])
         if math.isfinite(norm):
             self.norms.append(norm / _scale(optimizer))
             return
-        if optimizer is not None and optimizer.scaler is not None and not self.halt_on_nan:
+        if optimizer is not None and optimizer.scaler is not None and all(map(math.isfinite, read_host(tap.losses))):
             return  # the scaler skips this step by itself: that is how it finds its scale
         census = take_census(tap.named_magnitudes())
         self.num_nan += sum(1 for kind in census.bad.values() if kind == "nan")
@@ -92,9 +98,13 @@ class GradientMonitorCallback(TrainerCallback):
         if self.halt_on_nan:
             clear_gradients(tap.model.parameters())
             hold_schedule(optimizer, True)
+            self.held = True
             control.should_training_stop = True
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+        if self.held:
+            hold_schedule(optimizer, False)
+            self.held = False
         if self.norms and args.process_index == 0 and state.global_step % self.log_every_n_steps == 0:
             tqdm.write(
                 f"[step {state.global_step}] gradient norm before clipping: mean {fmean(self.norms):.6g}, "
@@ -103,6 +113,15 @@ class GradientMonitorCallback(TrainerCallback):
             )
         if state.global_step % self.log_every_n_steps == 0:
             self.norms = []
+
+    def _tell_failure(self, args: Any, state: Any) -> None:
+        if self.failed or self.writer is None:
+            return
+        self.failed = True
+        message = "the gradients could not be tapped: no output of the model's forward led to the backward pass"
+        logger.warning("hf_nanguard: %s", message)
+        event = Event(state.global_step, Signal.GUARD_FAILED, Action.OBSERVED, message, rank=args.process_index)
+        self.writer(event.as_dict())
 
     def _write_event(self, args: Any, state: Any, norm: float, census: Census) -> None:
         event = Event(

@@ -13,7 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...core.agreement import Ranks
 from ...core.event import Culprit, Event
-from ...core.finite import find_nonfinite, read_host
+from ...core.finite import find_nonfinite, local, read_host
 from ...core.group import Group, MicroBatch
 from ...core.guard import Guard
 from ...core.rng import RngState
@@ -89,6 +89,7 @@ class NanGuardCallback(TrainerCallback):
         self.runner: CallbackRunner | None = None
         self.writer: JsonlWriter | None = None
         self.halting: str | None = None
+        self.num_substeps = 0
         self.steps_since_log = 0
         self.skips_since_log = 0
 
@@ -111,9 +112,8 @@ class NanGuardCallback(TrainerCallback):
         self.guard = Guard(policy=policy, ranks=Ranks(args.device), on_event=self.writer)
         self.runner = CallbackRunner(model, GradientTap(model))
         self.halting = None
-        saved = self._state_file(args, state)
-        if state.global_step and saved.is_file():
-            self.guard.load_state_dict(json.loads(saved.read_text(encoding="utf-8")))
+        if state.global_step:
+            self._load_state(args, state)
 
     def on_train_end(self, args, state, control, **kwargs):
         self._close()
@@ -129,10 +129,14 @@ class NanGuardCallback(TrainerCallback):
         if self.guard is None or self.runner is None:
             return
         self.guard.group = Group(micro_batches=[MicroBatch(0, None, RngState.capture(args.device.type))])
+        self.num_substeps = 0
         self.runner.buffers.keep()
         self.runner.tap.arm()
         if optimizer.scaler is None:
             hold_schedule(optimizer, False)
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.num_substeps += 1
 
     def on_pre_optimizer_step(self, args, state, control, model=None, optimizer=None, **kwargs):
         guard, runner = self.guard, self.runner
@@ -148,13 +152,11 @@ class NanGuardCallback(TrainerCallback):
                 )
             return
         if optimizer.scaler is not None:
-            if not math.isfinite(read_host([tap.norm])[0]):
-                guard.counter.scaler_skips += 1  # the scaler skips this step by itself
+            self._leave_to_scaler(args, state, guard, tap)
             return
-        first = guard.group.micro_batches[0]
-        guard.group.micro_batches = [
-            MicroBatch(index, None, first.rng, loss=loss) for index, loss in enumerate(tap.losses)
-        ] or [first]
+        first, size = guard.group.micro_batches[0], self.num_substeps + 1
+        losses = tap.losses if len(tap.losses) == size else [None] * size  # else they cannot be told apart
+        guard.group.micro_batches = [MicroBatch(i, None, first.rng, loss=loss) for i, loss in enumerate(losses)]
         settlement = guard.settle(guard.group, runner, state.global_step)
         self.steps_since_log += 1
         if settlement.steps:
@@ -164,6 +166,21 @@ class NanGuardCallback(TrainerCallback):
         if settlement.halt is not None:
             self._halt(args, state, control, model, settlement.halt)
 
+    def _leave_to_scaler(self, args: Any, state: Any, guard: Guard, tap: GradientTap) -> None:
+        """Lets the scaler skip by itself, which is how it finds its scale; a loss that is not finite is no matter of scale."""
+        assert tap.norm is not None
+        *losses, norm = read_host([*tap.losses, local(tap.norm)])
+        guard.counter.scaler_skips += not math.isfinite(norm)
+        bad = next(((index, loss) for index, loss in enumerate(losses) if not math.isfinite(loss)), None)
+        if bad is not None:
+            message = (
+                f"loss is {bad[1]} at step {state.global_step}; with a loss scaler a callback leaves the step to it"
+            )
+            guard.journal.write(
+                Event(state.global_step, Signal.LOSS_NONFINITE, Action.OBSERVED, message, bad[0], args.process_index,
+                      {"loss": bad[1], "grad_norm": norm}, Culprit(phase="loss"))
+            )  # fmt: skip
+
     def _halt(self, args: Any, state: Any, control: Any, model: nn.Module, message: str) -> None:
         assert self.guard is not None
         control.should_training_stop = True
@@ -171,6 +188,7 @@ class NanGuardCallback(TrainerCallback):
             message += " Nothing was saved, for the weights themselves are not finite."
             logger.error("hf_nanguard: %s", message)
             if self.guard.policy.on_halt == "raise":
+                self._close()
                 raise NonFiniteError(message)
             return
         control.should_save = True
@@ -213,6 +231,22 @@ class NanGuardCallback(TrainerCallback):
         if self.halting is not None and self.guard is not None and self.guard.policy.on_halt == "raise":
             self._close()
             raise NonFiniteError(self.halting)
+
+    def _load_state(self, args: Any, state: Any) -> None:
+        """Restores the guard's state where a callback can find it; it is not told which checkpoint a run goes on from."""
+        assert self.guard is not None
+        given = args.resume_from_checkpoint
+        places = [Path(given) / STATE_FILE] if isinstance(given, str) else []
+        saved = next((file for file in [*places, self._state_file(args, state)] if file.is_file()), None)
+        if saved is not None:
+            self.guard.load_state_dict(json.loads(saved.read_text(encoding="utf-8")))
+        else:
+            logger.warning(
+                "hf_nanguard: the run goes on from step %d, but there is no %s, so the counts start at 0. Set "
+                "resume_from_checkpoint in the training arguments to the folder of the checkpoint.",
+                state.global_step,
+                places[0] if places else self._state_file(args, state),
+            )
 
     def _state_file(self, args: Any, state: Any) -> Path:
         return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / STATE_FILE
