@@ -10,7 +10,7 @@ import math
 from dataclasses import replace
 
 from .agreement import Ranks
-from .census import describe, format_incident, judge, take_census
+from .census import Census, describe, format_incident, judge
 from .counter import Counter
 from .event import Culprit, Event
 from .finite import find_nonfinite, local, read_host
@@ -199,13 +199,22 @@ class Containment:
             known = next((finding for finding in micro.findings if finding.verdict == "drop"), None)
             if known is None or runner.lockstep:
                 loss_dev = runner.probe(micro, incident.group.share)
-                census = take_census(runner.named_gradients())
+                census = self.take_census(runner)
                 [loss] = read_host([loss_dev])
             if known is not None:
                 blamed.append(BadMicroBatch.of_finding(micro, known, incident.step))
             elif census.bad:
                 blamed.append(BadMicroBatch.of_run(micro, loss, census, incident.step))
         return blamed
+
+    def take_census(self, runner: Runner) -> Census:
+        """Looks at the gradients as they are now, of sharded ones at the shards of all ranks: the culprit's own may be
+        clean. Every rank runs every probe then, so every rank is here."""
+        gradients = runner.named_gradients()
+        bad = find_nonfinite(gradients)
+        if runner.lockstep:
+            bad = {name: kind for report in self.ranks.gather(bad) for name, kind in report.items()}
+        return judge([name for name, _ in gradients], bad)
 
     def narrow_blame(self, blamed: list[BadMicroBatch], reports: list[list[int]]) -> list[BadMicroBatch]:
         """Keeps, where gradients are sharded and bad on all ranks alike, only the rank that is really to blame.
@@ -250,7 +259,7 @@ class Containment:
         action = Action.SKIPPED if settlement is None else Action.DROPPED
         note = ""
         if runner.lockstep and self.ranks.size > 1:
-            note = "; dropped on every rank, as sharded gradients do not tell whose it was"
+            note = "; left out on every rank, as parameters are sharded"
         events = [bad.event(action, incident.step, self.ranks.rank, note) for bad in blamed]
         what = f"{describe(incident.census)} at step {incident.step}"
         if self.ranks.rank == 0 and not any(reports) and settlement is not None:

@@ -228,6 +228,9 @@ class Session:
         message = f"{type(error).__name__} inside the loss: {text}"
         drop = self.acts and self.policy.on_loss_error == "drop" and not isinstance(error, torch.OutOfMemoryError)
         helpless = self.prepared is None or (self.guard.ranks.size > 1 and self.stand_in is None)
+        if drop and self._has_begun_sharded_forward():  # a stand-in would gather shards that nobody else gathers now
+            helpless = True
+            message += "; it cannot be dropped, for its forward had begun and the parameters are sharded"
         if not drop or helpless:
             rows = self.batch_rows[index] if index < len(self.batch_rows) else None
             self.guard.journal.write(
@@ -236,6 +239,14 @@ class Session:
             )  # fmt: skip
             raise error
         return Finding(signal, message, "drop", None, "loss")
+
+    def _has_begun_sharded_forward(self) -> bool:
+        return (
+            self.runner is not None
+            and self.runner.lockstep
+            and self.exchange is not None
+            and self.exchange.forwards > 0
+        )
 
     def _stand_in_for(
         self, training_step: Callable[..., Tensor], model: nn.Module, num_items: Tensor | int | None
