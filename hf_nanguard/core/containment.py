@@ -48,7 +48,7 @@ class Containment:
             {
                 "bad": find_nonfinite(gradients),
                 "loss_is_finite": incident.bad_loss is None,
-                "must_go": any(micro.must_go for micro in group.micro_batches),
+                "must_go": any(micro.must_go for micro in group.micro_batches) or incident.suspected,
                 "halts": any(f.verdict == "halt" for micro in group.micro_batches for f in micro.findings),
                 "why_not": runner.why_not(group),
             }
@@ -116,7 +116,7 @@ class Containment:
             )
             for micro in incident.group.micro_batches
             for finding in micro.findings
-            if finding.verdict == "drop"
+            if finding.verdict == "drop" or (finding.verdict == "suspect" and incident.suspected)
         ]
         self.journal.share(known or ([event] if mine else []))
         settlement = self.skip(incident, runner, event.signal, message)
@@ -203,6 +203,8 @@ class Containment:
                 [loss] = read_host([loss_dev])
             if known is not None:
                 blamed.append(BadMicroBatch.of_finding(micro, known, incident.step))
+            elif census.bad and micro.suspicion is not None:
+                blamed.append(BadMicroBatch.of_finding(micro, micro.suspicion, incident.step))
             elif census.bad:
                 blamed.append(BadMicroBatch.of_run(micro, loss, census, incident.step))
         return blamed

@@ -20,7 +20,8 @@ class Finding:
         message (`str`):
             One clause for a person.
         verdict (`str`):
-            `"drop"`, `"halt"`, `"repair"` (already done) or `"observe"`.
+            `"drop"`, `"halt"`, `"repair"` (already done) or `"observe"`. `"suspect"`: to blame if the micro-batch turns
+            out bad; a loss may know how to leave such an entry out.
         cause, phase, samples, tokens:
             As in the event's culprit.
     """
@@ -62,6 +63,11 @@ class MicroBatch:
     def rows(self) -> list[int] | None:
         """The dataset rows as plain numbers."""
         return self.row_numbers.tolist() if isinstance(self.row_numbers, Tensor) else self.row_numbers
+
+    @property
+    def suspicion(self) -> Finding | None:
+        """What is to blame should its loss or gradients not be finite."""
+        return next((finding for finding in self.findings if finding.verdict == "suspect"), None)
 
     @property
     def must_go(self) -> bool:

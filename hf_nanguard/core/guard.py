@@ -319,8 +319,11 @@ class Guard:
     def _tell_findings(self, incident: Incident) -> None:
         for micro in incident.group.micro_batches:
             for finding in micro.findings:
-                if finding.verdict in ("drop", "halt"):
-                    continue  # told by whoever carries it out
+                if finding.verdict in ("drop", "halt") and not math.isfinite(incident.norm):
+                    continue  # told by whoever carries it out; a finite norm means that nobody could
+                harmless = math.isfinite(incident.norm) and finding.signal not in self.journal.told
+                if finding.verdict == "suspect" and not harmless:
+                    continue  # told by whoever carries it out; if the loss left it out, once is enough
                 action = Action.REPAIRED if finding.verdict == "repair" else Action.OBSERVED
                 blamed = BadMicroBatch.of_finding(micro, finding, incident.step)
                 self.journal.write(blamed.event(action, incident.step, incident.rank))

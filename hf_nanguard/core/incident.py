@@ -87,6 +87,11 @@ class Incident:
         return next(((i, loss) for i, loss in enumerate(self.losses) if not math.isfinite(loss)), None)
 
     @property
+    def suspected(self) -> bool:
+        """Whether a loss is not finite and there was something suspicious in its batch."""
+        return self.bad_loss is not None and self.group.micro_batches[self.bad_loss[0]].suspicion is not None
+
+    @property
     def finite_losses(self) -> list[Tensor]:
         """The losses that are finite, on their device."""
         return [loss for loss, value in zip(self.group.losses, self.losses, strict=True) if math.isfinite(value)]

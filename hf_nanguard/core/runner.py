@@ -48,9 +48,14 @@ class Runner(ABC):
         self.model = model
         self.scaler = scaler
         self.buffers = BufferKeeper(model)
-        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.lockstep = any(is_sharded(parameter) for parameter in self.parameters)
-        self.device_type = self.parameters[0].device.type if self.parameters else "cpu"
+        parameters = self.parameters
+        self.lockstep = any(is_sharded(parameter) for parameter in parameters)
+        self.device_type = parameters[0].device.type if parameters else "cpu"
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters as of now: a run may freeze and unfreeze them on its way."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @abstractmethod
     def run(self, micro: MicroBatch, share: Any) -> Tensor:

@@ -92,7 +92,7 @@ def check_batch(batch: MutableMapping, limits: Limits, verdict: str) -> list[Fin
         if found is None:
             continue
         findings.append(found)
-        if bad is not None and verdict != "observe":
+        if bad is not None and found.verdict not in ("observe", "suspect"):
             batch[name] = value.masked_fill(torch.from_numpy(np.asarray(bad)), fill)
     return findings
 
@@ -118,7 +118,11 @@ def _where(bad: np.ndarray) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...
 
 
 def check_finite(name: str, value: Tensor, verdict: str) -> tuple[Finding | None, np.ndarray | None]:
-    """Looks for NaN and inf in a float input; an additive attention mask may hold -inf."""
+    """Looks for NaN and inf in a float input; an additive attention mask may hold -inf.
+
+    NaN may be a missing target and -inf a bias that masks, so a batch is not dropped for it unless its loss or gradients
+    are not finite either.
+    """
     array = view(value)
     with np.errstate(over="ignore", invalid="ignore"):
         if np.isfinite(array.max()) and (np.isfinite(array.min()) or "mask" in name):
@@ -126,6 +130,7 @@ def check_finite(name: str, value: Tensor, verdict: str) -> tuple[Finding | None
     bad = np.isnan(array) | np.isposinf(array) if "mask" in name else ~np.isfinite(array)
     samples, tokens = _where(bad)
     kind = "NaN" if np.isnan(array).any() else "inf"
+    verdict = "suspect" if verdict == "drop" else verdict
     message = f"{name} holds {kind} in {int(bad.sum())} entries of samples {list(samples[:8])}"
     return Finding(Signal.INPUT_NONFINITE, message, verdict, Cause.INPUT_NONFINITE, "input", samples, tokens), bad
 

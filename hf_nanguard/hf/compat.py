@@ -170,7 +170,7 @@ def metric_lists(trainer: Trainer) -> dict[str, list]:
 
     Can go when TRL's trainers have a public metric store.
     """
-    metrics = vars(trainer).get("_metrics")
+    metrics = vars(trainer).get("_metrics", vars(trainer).get("_stored_metrics"))
     return metrics["train"] if isinstance(metrics, dict) and "train" in metrics else {}
 
 
@@ -241,7 +241,7 @@ def record_batches(dataloader: Any, record: list) -> bool:
     """
     base = vars(dataloader).get("base_dataloader", dataloader)
     sampler = vars(base).get("batch_sampler")
-    if sampler is None or vars(base).get("in_order") is False:
+    if not hasattr(sampler, "__dict__") or vars(base).get("in_order") is False:  # a plain list has no class to swap
         return False
     original = type(sampler)
 

@@ -78,7 +78,9 @@ class GuardedTrainerMixin(_Host):
         if session.runner is not None and session.runner.replayed is not None:
             return session.runner.replayed.again()
         prepared = super()._prepare_inputs(inputs)
-        if session.recording:
+        if (
+            session.recording and session.prepared is None
+        ):  # a training_step may prepare twice: it begins with the first
             session.hold_inputs(prepared)
         return prepared
 
@@ -113,6 +115,7 @@ class GuardedTrainerMixin(_Host):
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
         self.nanguard.after_step()
+        self.nanguard.after_epoch()
         return super()._maybe_log_save_evaluate(*args, **kwargs)
 
     # ---- evaluation, log, checkpoint ----

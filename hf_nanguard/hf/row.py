@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from .compat import record_batches
 
@@ -29,6 +29,9 @@ class RowRecord:
 
     def follow(self, dataloader: Any, num_processes: int) -> None:
         """Begins to record a prepared training dataloader."""
+        self.known, self.stream_batch_size = False, None
+        if not isinstance(dataloader, DataLoader):  # any iterable of batches will do for the host
+            return
         streamed = isinstance(dataloader.dataset, IterableDataset)  # its batch sampler yields None for rows
         self.known = not streamed and record_batches(dataloader, self.batches)
         counted = streamed and num_processes == 1 and dataloader.num_workers == 0

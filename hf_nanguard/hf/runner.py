@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +49,11 @@ class Prepared:
     @classmethod
     def of(cls, inputs: Any) -> "Prepared":
         """Takes hold of prepared inputs."""
-        return cls(dict(inputs) if type(inputs) is dict else inputs, _versions(inputs))
+        return cls(copy(inputs) if isinstance(inputs, Mapping) else inputs, _versions(inputs))
 
     def again(self) -> Any:
         """Returns the inputs for another run; the loss may change the dictionary it gets."""
-        return dict(self.inputs) if isinstance(self.inputs, dict) else self.inputs
+        return copy(self.inputs) if isinstance(self.inputs, Mapping) else self.inputs
 
     @property
     def written(self) -> bool:

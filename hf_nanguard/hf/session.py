@@ -100,6 +100,7 @@ class Session:
         finally:
             args.logging_nan_inf_filter = hidden
             self.recording = False
+            self.after_step()  # an error may have come between a skipped step and its end
             self.guard.group = Group()
             self.event_writer.close()
             self.metric_writer.close()
@@ -237,6 +238,7 @@ class Session:
                 Event(self.trainer.state.global_step, signal, Action.REFUSED, message, index, self.guard.ranks.rank,
                       culprit=Culprit(phase="loss", rows=rows))
             )  # fmt: skip
+            self.guard.group = Group()  # the host may catch it and begin anew, with a smaller batch
             raise error
         return Finding(signal, message, "drop", None, "loss")
 
@@ -307,8 +309,10 @@ class Session:
         if not apart and norm is None:
             norm = host_clip()  # type: ignore[misc]
         clipped = norm is not None
-        if runner.lockstep and any(micro.must_go for micro in guard.group.micro_batches):
+        told_here = runner.lockstep or guard.ranks.size == 1  # a training_step may have a backward of its own
+        if told_here and any(micro.must_go for micro in guard.group.micro_batches):
             runner.poison()
+            norm = float("nan") if clipped else None
         given = torch.as_tensor(norm, device=trainer.args.device) if clipped else None
         settlement = guard.settle(guard.group, runner, trainer.state.global_step, given, self.labelled)
         self._keep_log_true(settlement)
@@ -362,6 +366,17 @@ class Session:
             self.bypassed = False
             compat.resume_optimizer(self.trainer)
 
+    def after_epoch(self) -> None:
+        """Keeps a loss that is not finite out of the log when an epoch ends inside a group, which no step decides."""
+        losses = self.guard.group.losses
+        if not self.acts or not losses or all(map(math.isfinite, read_host(losses))):
+            return
+        total = compat.running_loss(self.trainer)
+        assert self.loss_before is not None
+        total.copy_(self.loss_before)
+        for loss in losses:
+            total += torch.where(torch.isfinite(loss), loss, 0.0).to(total.device)
+
     def _halt(self, model: nn.Module, message: str) -> None:
         """Ends the run in order: the last good state saved, then an error or a clean stop."""
         trainer = self.trainer
@@ -405,8 +420,11 @@ class Session:
 
     def check_evaluation(self, metrics: dict[str, float]) -> None:
         """Reports an evaluation loss that is not finite, with the first batch that made it so."""
-        bad = {k: v for k, v in metrics.items() if k.endswith("loss") and isinstance(v, float) and not math.isfinite(v)}
-        losses = read_host(self.eval_losses or []) if bad else []
+        if self.eval_losses is None:  # several datasets: each has told for itself
+            return
+        told = {k: v for k, v in metrics.items() if k.endswith("loss") or k == self.best_metric}
+        bad = {k: v for k, v in told.items() if isinstance(v, float) and not math.isfinite(v)}
+        losses = read_host(self.eval_losses) if bad else []
         for name, value in bad.items():
             first = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
             where = f", first in evaluation batch {first}" if first is not None else ""
@@ -418,10 +436,15 @@ class Session:
                       self.guard.ranks.rank, {name: value}, Culprit(phase="loss"))
             )  # fmt: skip
 
+    @property
+    def best_metric(self) -> str:
+        """The name of the metric that chooses the best model."""
+        name = self.trainer.args.metric_for_best_model or "loss"
+        return name if name.startswith("eval_") else f"eval_{name}"
+
     def spoils_best(self, metrics: dict[str, float]) -> bool:
         """Returns whether the metric that chooses the best model is not finite."""
-        name = self.trainer.args.metric_for_best_model or "loss"
-        value = metrics.get(name if name.startswith("eval_") else f"eval_{name}")
+        value = metrics.get(self.best_metric)
         return isinstance(value, float) and not math.isfinite(value)
 
     # ---- log and checkpoint ----

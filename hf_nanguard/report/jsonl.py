@@ -1,13 +1,18 @@
 """JSONL files of a run: strict JSON, one object a line, flushed at once so that a killed run loses nothing."""
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+logger = logging.getLogger("hf_nanguard")
+
 
 class JsonlWriter:
     """Appends objects to a file, which is made (with its folder) by the first of them.
+
+    A disk that is full or read-only must not end a run: what cannot be written is lost, and that is said once.
 
     Args:
         path (`str` or `Path`):
@@ -17,21 +22,36 @@ class JsonlWriter:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self._file: TextIO | None = None
+        self._failed = False
 
     def __call__(self, item: dict[str, Any]) -> None:
         """Writes one object. Non-finite floats must have been made strings (`core.event.strict`)."""
-        if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            _cut_half_line(self.path)
-            self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(item, allow_nan=False) + "\n")
-        self._file.flush()
+        line = json.dumps(item, allow_nan=False, default=str) + "\n"
+        try:
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                _cut_half_line(self.path)
+                self._file = self.path.open("a", encoding="utf-8")
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            self._fail(error)
 
     def close(self) -> None:
         """Closes the file; a later write opens it again."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is None:
+            return
+        try:
+            file.close()
+        except OSError as error:
+            self._fail(error)
+
+    def _fail(self, error: OSError) -> None:
+        if not self._failed:
+            logger.error("hf_nanguard: %s cannot be written, so lines of it are lost: %s", self.path, error)
+        self._failed = True
+        self.close()
 
 
 def _cut_half_line(path: Path) -> None:

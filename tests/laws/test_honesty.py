@@ -10,7 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hf_nanguard import GuardArguments, NonFiniteError
+from hf_nanguard import GuardArguments, NonFiniteError, guarded
 
 from ..faults import INF, NAN, Fault, plant
 from ..models import token_dataset
@@ -439,3 +439,35 @@ def test_a_bad_pixel_or_class_is_dropped_with_its_row(kind, value, tmp_path):
         "dropped",
     )
     assert (event["culprit"]["samples"], event["culprit"]["rows"]) == ([1], [9])
+
+
+def test_missing_targets_that_the_loss_leaves_out_are_trained_on(tmp_path):
+    """NaN in a float field may mean "not known": a loss that handles it keeps its batch, and that is told once."""
+    from transformers import Trainer, TrainingArguments
+
+    from ..trainers import common_arguments
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def forward(self, x, labels):
+            known = ~torch.isnan(labels)
+            out = self.layer(x).squeeze(-1)
+            return {"loss": (out[known] - labels[known]).square().mean(), "logits": out}
+
+    generator = torch.Generator().manual_seed(0)
+    rows = [{"x": torch.randn(4, generator=generator), "labels": NAN if i % 2 else 1.0} for i in range(24)]
+
+    def make(folder, guard):
+        torch.manual_seed(0)
+        args = TrainingArguments(**common_arguments(folder, per_device_train_batch_size=6))
+        return (guarded(Trainer) if guard else Trainer)(Net(), args, train_dataset=rows)
+
+    stock = make(tmp_path / "stock", False)
+    stock.train()
+    trainer = make(tmp_path / "guarded", True)
+    trainer.train()
+    assert_same(tensors_of(trainer), tensors_of(stock), rng=False)
+    assert [(e["signal"], e["action"]) for e in events_of(trainer)] == [("input_nonfinite", "observed")]
