@@ -141,7 +141,7 @@ def check_labels(labels: Tensor, limits: Limits, verdict: str) -> tuple[Finding 
     if limits.num_labels is None or labels.dtype == torch.bool:
         return None, None
     if array.min() < 0 or array.max() >= limits.num_labels:
-        bad = (array != IGNORED) & ((array < 0) | (array >= limits.num_labels))
+        bad = ((array < 0) & ~np.isin(array, limits.ignored)) | (array >= limits.num_labels)
         if bad.any():
             samples, tokens = _where(bad)
             example = int(array[bad][0])
@@ -152,7 +152,7 @@ def check_labels(labels: Tensor, limits: Limits, verdict: str) -> tuple[Finding 
     if not limits.token_labels or array.ndim != 2:
         return None, None
     targets = array[:, 1:] if limits.shifted else array
-    if not (targets != IGNORED).any():
+    if np.isin(targets, limits.ignored).all():
         samples = tuple(range(array.shape[0]))
         message = f"all labels of {array.shape[0]} samples are masked, so nothing can be learned from them"
         # A masked batch cannot be filled with anything true: "repair" leaves it out as well.

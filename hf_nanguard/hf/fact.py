@@ -45,6 +45,8 @@ class Limits:
             Valid input ids are 0 to this, exclusive; `None` if not known.
         placeholders (`tuple[int, ...]`):
             Ids the model replaces before it embeds them.
+        ignored (`tuple[int, ...]`):
+            Labels that the loss leaves out: -100, and -1 too where the loss is the user's own.
     """
 
     num_labels: int | None = None
@@ -52,9 +54,10 @@ class Limits:
     shifted: bool = False
     num_ids: int | None = None
     placeholders: tuple[int, ...] = ()
+    ignored: tuple[int, ...] = (-100,)
 
 
-def find_limits(model: nn.Module, shifted: bool) -> Limits:
+def find_limits(model: nn.Module, shifted: bool, own_loss: bool = False) -> Limits:
     """Reads the limits off a model; what cannot be known is left open and then not checked.
 
     Args:
@@ -62,23 +65,29 @@ def find_limits(model: nn.Module, shifted: bool) -> Limits:
             The model, without DDP wrapper; a PEFT model is looked into.
         shifted (`bool`):
             Whether its loss shifts the labels by one.
+        own_loss (`bool`, *optional*, defaults to `False`):
+            Whether the loss is the user's own code.
     """
     # peft is optional, so its class cannot be asked for
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not isinstance(base, PreTrainedModel):
         return Limits()
     config = base.config
-    name = type(base).__name__
+    # A class of the user's own may replace any id before it embeds it, and leave out other labels than -100.
+    own_class = not type(base).__module__.startswith("transformers.")
+    names = {cls.__name__ for cls in type(base).__mro__}
     embedding = _rows(base.get_input_embeddings)
     num_labels, token_labels = None, False
-    if any(name in mapping.values() for mapping in TOKEN_LABELS):
+    if any(names.intersection(mapping.values()) for mapping in TOKEN_LABELS):
         num_labels, token_labels = _rows(base.get_output_embeddings) or embedding, True
-    elif any(name in mapping.values() for mapping in CLASS_LABELS):
+    elif any(names.intersection(mapping.values()) for mapping in CLASS_LABELS):
         regression = config.num_labels == 1 or config.problem_type in ("regression", "multi_label_classification")
         num_labels = None if regression else config.num_labels
     known = config.to_dict()
     placeholders = tuple(known[key] for key in PLACEHOLDER_IDS if isinstance(known.get(key), int))
-    return Limits(num_labels, token_labels, shifted, embedding, placeholders)
+    num_ids = None if own_class else embedding
+    ignored = (-100, -1) if own_class or own_loss else (-100,)
+    return Limits(num_labels, token_labels, shifted, num_ids, placeholders, ignored)
 
 
 def _rows(get_embeddings) -> int | None:

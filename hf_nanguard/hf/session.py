@@ -91,6 +91,7 @@ class Session:
         args = self.trainer.args
         hidden = args.logging_nan_inf_filter
         self.settled = True
+        self.guard.ladder.healthy()
         if self.on and self.guard.ranks.rank == 0:
             self._say_limits()
         if self.acts:
@@ -124,7 +125,7 @@ class Session:
         trainer = self.trainer
         collator = trainer.data_collator
         if self.on and not compat.dispatches_batches(trainer):
-            limits = find_limits(trainer.model, compat.loss_shifts_labels(trainer))
+            limits = find_limits(trainer.model, compat.loss_shifts_labels(trainer), compat.has_own_loss(trainer))
             verdict = self.policy.on_bad_input if self.acts else "repair" if self.deepspeed else "observe"
             trainer.data_collator = CheckedCollator(collator, limits, verdict, can_drop=self.acts)
         try:
@@ -239,6 +240,7 @@ class Session:
                       culprit=Culprit(phase="loss", rows=rows))
             )  # fmt: skip
             self.guard.group = Group()  # the host may catch it and begin anew, with a smaller batch
+            self.settled = True
             raise error
         return Finding(signal, message, "drop", None, "loss")
 

@@ -342,3 +342,14 @@ def test_the_hosts_own_error_for_a_lost_loss_is_known(trainer):
     assert compat.lost_loss(caught.value)
     assert not compat.lost_loss(ValueError("something else"))
     assert not compat.lost_loss(RuntimeError("did not return a loss"))
+
+
+def test_has_own_loss(tmp_path):
+    class Mine(Trainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    assert not compat.has_own_loss(build("plain", tmp_path))
+    assert not compat.has_own_loss(build("plain", tmp_path, guard=False))
+    assert compat.has_own_loss(build("plain", tmp_path, Mine))
+    assert compat.has_own_loss(build("plain", tmp_path, extra={"compute_loss_func": lambda *args, **kwargs: None}))

@@ -139,3 +139,31 @@ def test_batch_norm_statistics_are_untouched(tmp_path):
     ours = build_batchnorm(tmp_path / "guarded")
     plant(ours, fault)
     assert_same(_run(ours), expected)
+
+
+def test_a_loss_of_ones_own_may_ignore_minus_one(tmp_path):
+    value = -1
+
+    class Mine(stock_class("plain")):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs["labels"]
+            logits = model(input_ids=inputs["input_ids"]).logits
+            return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=value)
+
+    def spoiled(folder, guard):
+        trainer = build("plain", folder, Mine, guard=guard)
+        collate = trainer.data_collator
+
+        def ignore_some(examples):
+            batch = collate(examples)
+            batch["labels"][:, :3] = value
+            return batch
+
+        trainer.data_collator = ignore_some
+        return trainer
+
+    stock = spoiled(tmp_path / "stock", False)
+    expected = _run(stock)
+    ours = spoiled(tmp_path / "ours", True)
+    assert_same(_run(ours), expected)
+    assert events_of(ours) == []
