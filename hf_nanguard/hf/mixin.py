@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .arguments import GuardArguments, find_guard_arguments
+from .record import load_guard, save_guard
 from .session import Session
 
 if TYPE_CHECKING:
@@ -123,28 +124,32 @@ class GuardedTrainerMixin(_Host):
     def evaluate(self, *args, **kwargs):
         if not self.nanguard.on:
             return super().evaluate(*args, **kwargs)
-        with self.nanguard.evaluating():
+        with self.nanguard.evaluation.watched():
             metrics = super().evaluate(*args, **kwargs)
-            self.nanguard.check_evaluation(metrics)
+            self.nanguard.evaluation.check(metrics)
         return metrics
 
     def _determine_best_metric(self, metrics, trial):
-        if self.nanguard.on and self.nanguard.spoils_best(metrics):
+        if self.nanguard.on and self.nanguard.evaluation.spoils_best(metrics):
             return False
         return super()._determine_best_metric(metrics=metrics, trial=trial)
 
     def log(self, logs, *args, **kwargs):
         if self.nanguard.replaying:
             return
-        self.nanguard.add_metrics(logs)
+        if self.nanguard.on and "loss" in logs:
+            logs.update(self.nanguard.guard.counter.as_metrics())
         super().log(logs, *args, **kwargs)
-        self.nanguard.write_metrics()
+        if self.nanguard.on:
+            self.nanguard.record.write_row()
 
     def _save_checkpoint(self, model, trial):
         super()._save_checkpoint(model, trial)
-        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        self.nanguard.save_state(folder)
+        if self.nanguard.on and self.args.should_save:
+            folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            save_guard(self.nanguard.guard, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
-        self.nanguard.load_state(checkpoint)
+        if self.nanguard.on and checkpoint is not None:
+            load_guard(self.nanguard.guard, Path(checkpoint))

@@ -1,6 +1,5 @@
 """The guard of one trainer: what the mixin's overrides call, in the order of a training step."""
 
-import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..core.agreement import Ranks
-from ..core.event import Culprit, Event, strict
+from ..core.event import Culprit, Event
 from ..core.finite import find_nonfinite, read_host
 from ..core.group import Finding, Group, MicroBatch
 from ..core.guard import Guard
@@ -23,18 +22,16 @@ from ..core.incident import Settlement
 from ..core.rng import RngState
 from ..core.signal import Action, Signal
 from ..errors import LossMissingError, NonFiniteError
-from ..report.jsonl import JsonlWriter, events_path
 from . import compat
 from .arguments import GuardArguments
 from .collate import NOTE, BatchNote, CheckedCollator
+from .evaluation import Evaluation
 from .fact import find_limits
+from .record import RunRecord
 from .row import ROWS, RowRecord
 from .runner import Prepared, Share, TrainerRunner
 
 logger = logging.getLogger("hf_nanguard")
-
-FOLDER = "nanguard"
-STATE_FILE = "nanguard_state.json"
 
 
 class Session:
@@ -56,10 +53,10 @@ class Session:
         if self.deepspeed and self.on:
             self.policy = replace(self.policy, mode="observe", skip_grad_norm=None)
         self.acts = self.policy.acts
-        self.guard = Guard(policy=self.policy, ranks=Ranks(trainer.args.device), on_event=self.write_event)
-        self.directory = Path(str(trainer.args.output_dir)) / FOLDER
-        self.event_writer = JsonlWriter(events_path(self.directory, self.guard.ranks.rank))
-        self.metric_writer = JsonlWriter(self.directory / "metrics.jsonl")
+        ranks = Ranks(trainer.args.device)
+        self.record = RunRecord(trainer, ranks.rank)
+        self.guard = Guard(policy=self.policy, ranks=ranks, on_event=self.record.events)
+        self.evaluation = Evaluation(trainer, self.guard)
         self.rows = RowRecord()
         self.runner: TrainerRunner | None = None
         self.notes: list[BatchNote] = []
@@ -71,17 +68,12 @@ class Session:
         self.exchange: compat.Exchange | None = None
         self.loss_before: Tensor | None = None
         self.bypassed = False
-        self.eval_losses: list[Tensor] | None = None
         self.labelled = False
 
     @property
     def replaying(self) -> bool:
         """Whether the guard is running a held micro-batch again."""
         return self.guard.replaying
-
-    def write_event(self, event: dict[str, Any]) -> None:
-        """Appends an event to this rank's file."""
-        self.event_writer(event)
 
     # ---- a run ----
 
@@ -103,8 +95,7 @@ class Session:
             self.recording = False
             self.after_step()  # an error may have come between a skipped step and its end
             self.guard.group = Group()
-            self.event_writer.close()
-            self.metric_writer.close()
+            self.record.close()
 
     def _say_limits(self) -> None:
         if self.deepspeed:
@@ -392,82 +383,18 @@ class Session:
                 trainer._save_checkpoint(model, None)
             message += f" The last good state is in {folder}."
         logger.error("hf_nanguard: %s", message)
-        self.event_writer.close()
         if self.policy.on_halt == "raise":
             raise NonFiniteError(message)
         trainer.control.should_training_stop = True
 
-    # ---- evaluation ----
-
     def check_loss(self, result: Any, with_outputs: bool, training: bool) -> Any:
-        """Looks at what `compute_loss` returned: nothing at all is an error, an evaluation loss is remembered."""
+        """Looks at what `compute_loss` returned: nothing at all is an error, an evaluation loss is kept."""
         loss = result[0] if with_outputs and isinstance(result, tuple) else result
         if loss is None:
             raise LossMissingError(
                 "compute_loss must return a loss, got None. Check that the batch holds labels and that the model or "
                 "compute_loss_func returns its loss."
             )
-        if self.eval_losses is not None and not training and isinstance(loss, Tensor):
-            self.eval_losses.append(loss.detach().mean())
+        if not training:
+            self.evaluation.keep(loss)
         return result
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        """Surrounds `evaluate()`: its losses are kept, as scalars on the device, until its metrics are known."""
-        self.eval_losses = []
-        try:
-            yield
-        finally:
-            self.eval_losses = None
-
-    def check_evaluation(self, metrics: dict[str, float]) -> None:
-        """Reports an evaluation loss that is not finite, with the first batch that made it so."""
-        if self.eval_losses is None:  # several datasets: each has told for itself
-            return
-        told = {k: v for k, v in metrics.items() if k.endswith("loss") or k == self.best_metric}
-        bad = {k: v for k, v in told.items() if isinstance(v, float) and not math.isfinite(v)}
-        losses = read_host(self.eval_losses) if bad else []
-        for name, value in bad.items():
-            first = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
-            where = f", first in evaluation batch {first}" if first is not None else ""
-            message = (
-                f"{name} is {value} at step {self.trainer.state.global_step}{where}; it cannot become the best metric"
-            )
-            self.guard.journal.write(
-                Event(self.trainer.state.global_step, Signal.EVAL_NONFINITE, Action.OBSERVED, message, first,
-                      self.guard.ranks.rank, {name: value}, Culprit(phase="loss"))
-            )  # fmt: skip
-
-    @property
-    def best_metric(self) -> str:
-        """The name of the metric that chooses the best model."""
-        name = self.trainer.args.metric_for_best_model or "loss"
-        return name if name.startswith("eval_") else f"eval_{name}"
-
-    def spoils_best(self, metrics: dict[str, float]) -> bool:
-        """Returns whether the metric that chooses the best model is not finite."""
-        value = metrics.get(self.best_metric)
-        return isinstance(value, float) and not math.isfinite(value)
-
-    # ---- log and checkpoint ----
-
-    def add_metrics(self, logs: dict[str, float]) -> None:
-        """Adds the guard's metrics to a row of training losses."""
-        if self.on and "loss" in logs:
-            logs.update(self.guard.counter.as_metrics())
-
-    def write_metrics(self) -> None:
-        """Appends the newest log row to `metrics.jsonl`."""
-        if self.on and self.trainer.is_world_process_zero() and self.trainer.state.log_history:
-            self.metric_writer(strict(dict(self.trainer.state.log_history[-1])))
-
-    def save_state(self, folder: Path) -> None:
-        """Writes the guard's state beside the trainer's, in a checkpoint."""
-        if self.on and self.trainer.args.should_save and folder.is_dir():
-            (folder / STATE_FILE).write_text(json.dumps(self.guard.state_dict(), allow_nan=False), encoding="utf-8")
-
-    def load_state(self, checkpoint: str | None) -> None:
-        """Restores the guard's state from a checkpoint that has one."""
-        file = None if checkpoint is None else Path(checkpoint) / STATE_FILE
-        if self.on and file is not None and file.is_file():
-            self.guard.load_state_dict(json.loads(file.read_text(encoding="utf-8")))

@@ -1,6 +1,5 @@
 """The callback that contains bad steps on an untouched stock trainer: all that a callback can do."""
 
-import json
 import logging
 import math
 from dataclasses import replace
@@ -23,7 +22,7 @@ from ...errors import NonFiniteError
 from ...report.jsonl import JsonlWriter, events_path
 from ..arguments import GuardArguments, find_guard_arguments
 from ..compat import hold_schedule
-from ..session import FOLDER, STATE_FILE
+from ..record import FOLDER, STATE_FILE, load_guard, save_guard
 from .tap import GradientTap
 
 logger = logging.getLogger("hf_nanguard")
@@ -225,9 +224,8 @@ class NanGuardCallback(TrainerCallback):
         row.update(metrics)
 
     def on_save(self, args, state, control, **kwargs):
-        if self.guard is not None and args.should_save and self._state_file(args, state).parent.is_dir():
-            text = json.dumps(self.guard.state_dict(), allow_nan=False)
-            self._state_file(args, state).write_text(text, encoding="utf-8")
+        if self.guard is not None and args.should_save:
+            save_guard(self.guard, self._checkpoint(args, state))
         if self.halting is not None and self.guard is not None and self.guard.policy.on_halt == "raise":
             self._close()
             raise NonFiniteError(self.halting)
@@ -236,17 +234,15 @@ class NanGuardCallback(TrainerCallback):
         """Restores the guard's state where a callback can find it; it is not told which checkpoint a run goes on from."""
         assert self.guard is not None
         given = args.resume_from_checkpoint
-        places = [Path(given) / STATE_FILE] if isinstance(given, str) else []
-        saved = next((file for file in [*places, self._state_file(args, state)] if file.is_file()), None)
-        if saved is not None:
-            self.guard.load_state_dict(json.loads(saved.read_text(encoding="utf-8")))
-        else:
+        folders = [Path(given)] if isinstance(given, str) else []
+        folders.append(self._checkpoint(args, state))
+        if not any(load_guard(self.guard, folder) for folder in folders):
             logger.warning(
                 "hf_nanguard: the run goes on from step %d, but there is no %s, so the counts start at 0. Set "
                 "resume_from_checkpoint in the training arguments to the folder of the checkpoint.",
                 state.global_step,
-                places[0] if places else self._state_file(args, state),
+                folders[0] / STATE_FILE,
             )
 
-    def _state_file(self, args: Any, state: Any) -> Path:
-        return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / STATE_FILE
+    def _checkpoint(self, args: Any, state: Any) -> Path:
+        return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
