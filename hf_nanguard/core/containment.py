@@ -97,9 +97,12 @@ class Containment:
     def skip_norm_overflow(self, incident: Incident, runner: Runner) -> Settlement:
         """Skips a step whose gradients are all finite though their norm is not: nobody is to blame."""
         message = f"the gradient norm is {incident.norm} at step {incident.step} though every gradient is finite"
-        event = incident.event(Action.SKIPPED, message, Signal.GRAD_NONFINITE, Cause.NORM_OVERFLOW)
+        halts = incident.decision.course is Course.HALT
+        action = Action.HALTED if halts else Action.SKIPPED
+        event = incident.event(action, message, Signal.GRAD_NONFINITE, Cause.NORM_OVERFLOW)
         self.journal.write_once(event)
-        return self.skip(incident, runner, event.signal, message)
+        settlement = self.skip(incident, runner, event.signal, message)
+        return self.halt(settlement, incident, message) if halts else settlement
 
     def skip_whole(
         self, incident: Incident, runner: Runner, mine: bool, course: Course, why_not: str | None
@@ -120,11 +123,7 @@ class Containment:
         ]
         self.journal.share(known or ([event] if mine else []))
         settlement = self.skip(incident, runner, event.signal, message)
-        if halts:
-            settlement.halt = (
-                f"Training was halted at step {incident.step}: {message}. The policy on_nonfinite is 'halt'."
-            )
-        return settlement
+        return self.halt(settlement, incident, message) if halts else settlement
 
     def halt_on_input(self, incident: Incident, runner: Runner) -> Settlement:
         """Ends the run because of a batch that the policy does not accept."""
@@ -317,6 +316,11 @@ class Containment:
             f"Training was halted at step {incident.step} after {why}. The weights are those of the last good step. See "
             "what the events have in common, or raise max_bad_steps."
         )
+        return settlement
+
+    def halt(self, settlement: Settlement, incident: Incident, message: str) -> Settlement:
+        """Ends the run because the policy says so."""
+        settlement.halt = f"Training was halted at step {incident.step}: {message}. The policy on_nonfinite is 'halt'."
         return settlement
 
     def count(self, incident: Incident, num_dropped: int) -> None:

@@ -202,8 +202,10 @@ def test_a_fixed_threshold_skips(tmp_path):
     assert event["values"]["grad_norm"] == pytest.approx(norms[0])
 
 
-def test_norm_overflow_blames_no_parameter(tmp_path):
-    trainer = build("plain", tmp_path, dtype=torch.float16, optim="sgd", gradient_accumulation_steps=1)
+@pytest.mark.parametrize("policy", ["drop", "skip", "repair", "halt"])
+def test_norm_overflow_blames_no_parameter(policy, tmp_path):
+    extra = {"guard": GuardArguments(nanguard_on_nonfinite=policy, nanguard_on_halt="stop")}
+    trainer = build("plain", tmp_path, dtype=torch.float16, optim="sgd", gradient_accumulation_steps=1, extra=extra)
     original = trainer.compute_loss
 
     def scaled(model, inputs, *args, **kwargs):
@@ -217,7 +219,8 @@ def test_norm_overflow_blames_no_parameter(tmp_path):
     trainer.compute_loss = scaled
     trainer.train()
     [event] = events_of(trainer)
-    assert (event["cause"], event["action"], event["culprit"]["parameter"]) == ("norm_overflow", "skipped", None)
+    action = "halted" if policy == "halt" else "skipped"
+    assert (event["cause"], event["action"], event["culprit"]["parameter"]) == ("norm_overflow", action, None)
     assert event["values"]["num_bad_parameters"] == 0
 
 
