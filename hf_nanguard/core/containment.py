@@ -260,7 +260,7 @@ class Containment:
         action = Action.SKIPPED if settlement is None else Action.DROPPED
         note = ""
         if runner.lockstep and self.ranks.size > 1:
-            note = "; left out on every rank, as parameters are sharded"
+            note = "; dropped on every rank, as parameters are sharded"
         events = [bad.event(action, incident.step, self.ranks.rank, note) for bad in blamed]
         what = f"{describe(incident.census)} at step {incident.step}"
         if self.ranks.rank == 0 and not any(reports) and settlement is not None:

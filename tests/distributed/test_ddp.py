@@ -6,7 +6,8 @@ from .judge import check_scenario
 from .launch import Played, accelerate_launch, play_suite
 from .scenario import SUITES, Scenario
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+# One worker for all of them, so that a suite is played once and never beside another.
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600), pytest.mark.xdist_group("distributed")]
 
 
 @pytest.fixture(scope="module")

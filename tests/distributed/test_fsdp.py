@@ -11,7 +11,8 @@ from .launch import Played, play_suite
 from .scenario import SUITES, Scenario
 from .shard_worker import BAD_STEP, CASES, Case
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+# One worker for all of them, so that a suite is played once and never beside another.
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600), pytest.mark.xdist_group("distributed")]
 SHARD_WORKER = Path(__file__).with_name("shard_worker.py")
 
 

@@ -184,6 +184,7 @@ def main() -> None:
             raise
         faulthandler.cancel_dump_traceback_later()
         (home / f"rank{rank}.json").write_text(json.dumps(said), encoding="utf-8")
+    dist.barrier()  # nobody hangs up while another still talks
     dist.destroy_process_group()
 
 
