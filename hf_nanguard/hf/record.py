@@ -53,8 +53,3 @@ class RunRecord:
         """Appends the newest log row to `metrics.jsonl`."""
         if self.trainer.is_world_process_zero() and self.trainer.state.log_history:
             self.metrics(strict(dict(self.trainer.state.log_history[-1])))
-
-    def close(self) -> None:
-        """Closes the files; a later write opens them again."""
-        self.events.close()
-        self.metrics.close()

@@ -95,7 +95,6 @@ class Session:
             self.recording = False
             self.after_step()  # an error may have come between a skipped step and its end
             self.guard.group = Group()
-            self.record.close()
 
     def _say_limits(self) -> None:
         if self.deepspeed:

@@ -4,7 +4,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 logger = logging.getLogger("hf_nanguard")
 
@@ -21,37 +21,23 @@ class JsonlWriter:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self._file: TextIO | None = None
+        self._begun = False
         self._failed = False
 
     def __call__(self, item: dict[str, Any]) -> None:
-        """Writes one object. Non-finite floats must have been made strings (`core.event.strict`)."""
+        """Writes one object; the file is open only meanwhile. Non-finite floats must be strings (`core.event.strict`)."""
         line = json.dumps(item, allow_nan=False, default=str) + "\n"
         try:
-            if self._file is None:
+            if not self._begun:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 _cut_half_line(self.path)
-                self._file = self.path.open("a", encoding="utf-8")
-            self._file.write(line)
-            self._file.flush()
+                self._begun = True
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(line)
         except OSError as error:
-            self._fail(error)
-
-    def close(self) -> None:
-        """Closes the file; a later write opens it again."""
-        file, self._file = self._file, None
-        if file is None:
-            return
-        try:
-            file.close()
-        except OSError as error:
-            self._fail(error)
-
-    def _fail(self, error: OSError) -> None:
-        if not self._failed:
-            logger.error("hf_nanguard: %s cannot be written, so lines of it are lost: %s", self.path, error)
-        self._failed = True
-        self.close()
+            if not self._failed:
+                logger.error("hf_nanguard: %s cannot be written, so lines of it are lost: %s", self.path, error)
+            self._failed = True
 
 
 def _cut_half_line(path: Path) -> None:

@@ -40,6 +40,5 @@ def test_rows_are_strict_json(tmp_path):
     record = RunRecord(trainer, 0)
     trainer.state.log_history.append({"loss": float("nan"), "step": 1})
     record.write_row()
-    record.close()
     [line] = (tmp_path / "nanguard" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line) == {"loss": "nan", "step": 1}

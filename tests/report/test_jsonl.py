@@ -15,7 +15,7 @@ HOSTILE = 'line\nbreak\r\n\u2028\u2029\x85\x0b\x0c\x1c\x00 é 漢 \U0001f4a5 \ud
 
 
 def test_nothing_is_made_before_the_first_object(tmp_path):
-    JsonlWriter(tmp_path / "nanguard" / "events.jsonl").close()
+    JsonlWriter(tmp_path / "nanguard" / "events.jsonl")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -25,20 +25,15 @@ def test_objects_are_appended_in_order_and_seen_at_once(tmp_path):
     for index in range(3):
         writer({"index": index})
         assert [item["index"] for item in read_jsonl(path)] == list(range(index + 1))
-    writer.close()
 
 
-def test_a_second_writer_and_a_closed_one_go_on_where_it_ended(tmp_path):
+def test_a_second_writer_goes_on_where_the_first_ended(tmp_path):
     path = tmp_path / "events.jsonl"
     writer = JsonlWriter(str(path))
     writer({"run": 1})
-    writer.close()
-    writer.close()
     writer({"run": 2})
-    writer.close()
     again = JsonlWriter(path)
     again({"run": 3})
-    again.close()
     assert [item["run"] for item in read_jsonl(path)] == [1, 2, 3]
 
 
@@ -47,7 +42,6 @@ def test_hostile_text_stays_on_its_line_and_comes_back(tmp_path):
     writer = JsonlWriter(path)
     writer({"message": HOSTILE, HOSTILE: 1})
     writer({"message": "next"})
-    writer.close()
     assert path.read_bytes().count(b"\n") == 2
     assert list(read_jsonl(path)) == [{"message": HOSTILE, HOSTILE: 1}, {"message": "next"}]
 
@@ -60,7 +54,6 @@ def test_a_nonfinite_number_is_refused_and_leaves_no_half_line(tmp_path, value):
     with pytest.raises(ValueError, match="not JSON compliant"):
         writer({"bad": value})
     writer({"good": 2})
-    writer.close()
     assert list(read_jsonl(path)) == [{"good": 1}, {"good": 2}]
 
 
@@ -80,7 +73,6 @@ def test_a_resumed_run_goes_on_after_a_cut_line(tmp_path):
     writer = JsonlWriter(path)
     writer({"third": 3})
     writer({"fourth": 4})
-    writer.close()
     assert list(read_jsonl(path)) == [{"first": 1}, {"third": 3}, {"fourth": 4}]
 
 

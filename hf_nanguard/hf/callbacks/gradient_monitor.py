@@ -68,8 +68,6 @@ class GradientMonitorCallback(TrainerCallback):
         if self.tap is not None:
             self.tap.remove()
             self.tap = None
-        if self.writer is not None:
-            self.writer.close()
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self.tap is not None and state.global_step % self.check_every_n_steps == 0:

@@ -121,8 +121,6 @@ class NanGuardCallback(TrainerCallback):
         if self.runner is not None:
             self.runner.tap.remove()
             self.runner = None
-        if self.writer is not None:
-            self.writer.close()
 
     def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
         if self.guard is None or self.runner is None:
