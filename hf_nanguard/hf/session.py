@@ -164,7 +164,7 @@ class Session:
         try:
             with self._poisoned() if must_go else nullcontext(), self._counted_exchange(model):
                 loss = training_step(model, inputs, num_items)
-        except Exception as error:
+        except Exception as error:  # any user code may raise here; it is raised again unless the policy drops it
             self.recording = False
             finding = self._judge_error(error, index)
             rows = self._rows_of(self.prepared[0] if self.prepared else None, index)
