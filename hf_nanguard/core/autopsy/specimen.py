@@ -1,0 +1,157 @@
+"""A bad micro-batch under examination: it can be run again, whole or in part, as often as need be."""
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..finite import find_nonfinite, read_host
+from ..group import MicroBatch
+from ..runner import Runner
+from .origin import Origin, find_origin
+
+# Fields that say how many samples a batch has, the plainest first.
+MAIN_FIELDS = ("input_ids", "completion_ids", "labels", "pixel_values", "input_values", "input_features", "inputs_embeds")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a replay.
+
+    Args:
+        loss (`float`):
+            The loss.
+        bad (`dict[str, str]`):
+            The gradients that are not finite, each `"nan"` or `"inf"`.
+    """
+
+    loss: float
+    bad: dict[str, str]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether loss and gradients are finite."""
+        return math.isfinite(self.loss) and not self.bad
+
+
+class Specimen:
+    """A held micro-batch that can be run again.
+
+    Args:
+        runner (`Runner`):
+            Runs it as the loop did, in isolation.
+        micro (`MicroBatch`):
+            The micro-batch.
+        share (`Any`):
+            How the loop weighs it.
+    """
+
+    def __init__(self, runner: Runner, micro: MicroBatch, share: Any):
+        self.runner = runner
+        self.micro = micro
+        self.share = share
+        self.fields = name_tensors(runner.inputs_of(micro))
+        self.num_entries = count_entries(self.fields)
+        rows = micro.rows
+        units = self.num_entries
+        if rows and units and units % len(rows) == 0:  # pairs of a preference trainer come as two halves
+            units = len(rows)
+        self.num_samples = units
+        self.rows = rows if rows is not None and units == len(rows) else None
+        self.num_runs = 0
+
+    @property
+    def model(self) -> nn.Module:
+        """The model without wrappers, as the user knows it."""
+        model = self.runner.model
+        while isinstance(model, (DistributedDataParallel, nn.DataParallel)) or hasattr(model, "_orig_mod"):
+            model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+        return model
+
+    def run(self, samples: Sequence[int] | None = None) -> Outcome:
+        """Runs forward and backward with the random state of old, of all samples or of some."""
+        loss = self._probe(samples)
+        [value] = read_host([loss])
+        return Outcome(value, find_nonfinite(self.runner.named_gradients()))
+
+    def find_origin(self, samples: Sequence[int] | None = None) -> Origin | None:
+        """Runs it under a trace and returns where its bad number was born, `None` if it was healthy this time."""
+        origin, _ = find_origin(
+            lambda: self._probe(samples), self.model, self.runner.named_gradients, self.tensors_of(samples)
+        )
+        return origin
+
+    def tensors_of(self, samples: Sequence[int] | None) -> dict[str, Tensor]:
+        """Returns the named input tensors of some samples."""
+        return self.fields if samples is None else name_tensors(self.runner.inputs_of(self.part(samples)))
+
+    def part(self, samples: Sequence[int]) -> MicroBatch:
+        """Returns the micro-batch cut down to some samples. What has one entry per sample is cut, all else is kept."""
+        assert self.num_entries is not None
+        assert self.num_samples is not None
+        entries = [first + s for first in range(0, self.num_entries, self.num_samples) for s in samples]
+        inputs = take_entries(self.runner.inputs_of(self.micro), entries, self.num_entries)
+        return replace(self.micro, payload=self.runner.with_inputs(self.micro, inputs))
+
+    def _probe(self, samples: Sequence[int] | None) -> Tensor:
+        self.num_runs += 1
+        micro = self.micro if samples is None else self.part(samples)
+        with eager():
+            return self.runner.probe(micro, self.share)
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Runs compiled models as they were written: a compiled graph has no modules and no lines."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def name_tensors(inputs: Any, prefix: str = "") -> dict[str, Tensor]:
+    """Returns the tensors inside nested inputs by a dotted name."""
+    if isinstance(inputs, Tensor):
+        return {prefix or "input": inputs}
+    items: Any = ()
+    if isinstance(inputs, Mapping):
+        items = inputs.items()
+    elif isinstance(inputs, (list, tuple)):
+        items = enumerate(inputs)
+    found: dict[str, Tensor] = {}
+    for key, value in items:
+        found |= name_tensors(value, f"{prefix}.{key}" if prefix else str(key))
+    return found
+
+
+def count_entries(fields: dict[str, Tensor]) -> int | None:
+    """Returns how many entries a batch has, `None` if its tensors do not tell."""
+    ranked = [fields[name] for name in MAIN_FIELDS if name in fields]
+    ranked += [tensor for name, tensor in fields.items() if name not in MAIN_FIELDS]
+    return next((int(tensor.shape[0]) for tensor in ranked if tensor.ndim and tensor.shape[0]), None)
+
+
+def take_entries(inputs: Any, entries: Sequence[int], num_entries: int) -> Any:
+    """Returns nested inputs with only some entries of whatever has one per entry of the batch."""
+    if isinstance(inputs, Tensor):
+        if inputs.ndim == 0 or inputs.shape[0] != num_entries:
+            return inputs
+        return inputs[torch.tensor(entries, device=inputs.device)]
+    if isinstance(inputs, Mapping):
+        cut = copy(inputs)
+        for key, value in inputs.items():
+            cut[key] = take_entries(value, entries, num_entries)  # type: ignore[index]
+        return cut
+    if isinstance(inputs, (list, tuple)):
+        if len(inputs) == num_entries and not any(isinstance(item, Tensor) for item in inputs):
+            return type(inputs)(inputs[entry] for entry in entries)
+        return type(inputs)(take_entries(item, entries, num_entries) for item in inputs)
+    return inputs
