@@ -96,6 +96,9 @@ class Planted:
     def place(self, inputs: dict) -> tuple[int, int]:
         """Returns step and micro-step of the batch, also when it is run again."""
         main = next(inputs[key] for key in ("completion_ids", "input_ids", "pixel_values", "x") if key in inputs)
+        guard = vars(self.trainer).get("nanguard")
+        if id(main) not in self.seen and guard is not None and guard.replaying:
+            return -1, -1  # a part of a batch: an autopsy looks for the samples to blame
         if id(main) not in self.seen:
             step = self.trainer.state.global_step
             micro_step = sum(1 for _, when, _ in self.seen.values() if when == step)

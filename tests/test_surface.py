@@ -48,6 +48,11 @@ ARGUMENTS = {
     "nanguard_on_spike": (str, "observe"),
     "nanguard_max_bad_steps": (int, 10),
     "nanguard_on_halt": (str, "raise"),
+    "nanguard_autopsy": (bool, True),
+    "nanguard_max_autopsies": (int, 5),
+    "nanguard_autopsy_seconds": (float, 60.0),
+    "nanguard_bundle_weights": (str, "none"),
+    "nanguard_bundle_text": (bool, True),
 }
 
 SIGNALS = words("""labels_masked label_out_of_range input_nonfinite input_out_of_range loss_nonfinite loss_zero loss_missing
@@ -68,7 +73,7 @@ CULPRIT_KEYS = words("phase module op source parameter term samples rows tokens 
 
 GUARD_SIGNATURE = (
     "(model=None, optimizer=None, policy=None, *, scheduler=None, scaler=None, max_grad_norm=None, ranks=None, "
-    "on_event=None, read_every_n_steps=1)"
+    "on_event=None, read_every_n_steps=1, folder=None)"
 )
 GRADIENT_MONITOR_SIGNATURE = "(check_every_n_steps=1, log_every_n_steps=10, halt_on_nan=False)"
 SIGNATURES = [

@@ -11,10 +11,10 @@ from typing import NoReturn
 
 from .. import __version__
 from ..errors import ArgumentError
-from . import demo
+from . import demo, replay
 
 # Each has `add_parser(subparsers)`, which sets `run`, a function from the parsed arguments to an exit code.
-COMMANDS: tuple[ModuleType, ...] = (demo,)
+COMMANDS: tuple[ModuleType, ...] = (demo, replay)
 
 
 class Parser(argparse.ArgumentParser):

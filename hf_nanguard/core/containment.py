@@ -7,9 +7,13 @@ to find the bad ones, and the good ones are run as if the others had never come.
 
 import logging
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 from .agreement import Ranks
+from .autopsy.examiner import Examiner
+from .autopsy.update import examine_update, try_update_remedies
+from .autopsy.verdict import Verdict
 from .census import Census, describe, format_incident, judge
 from .counter import Counter
 from .event import Culprit, Event
@@ -28,16 +32,20 @@ class Containment:
     """Carries out what was decided about bad steps.
 
     Args:
-        policy (`Policy`), ranks (`Ranks`), journal (`Journal`), counter (`Counter`), ladder (`Ladder`):
+        policy (`Policy`), ranks (`Ranks`), journal (`Journal`), counter (`Counter`), ladder (`Ladder`), examiner
+        (`Examiner`):
             Those of the guard.
     """
 
-    def __init__(self, policy: Policy, ranks: Ranks, journal: Journal, counter: Counter, ladder: Ladder):
+    def __init__(
+        self, policy: Policy, ranks: Ranks, journal: Journal, counter: Counter, ladder: Ladder, examiner: Examiner
+    ):
         self.policy = policy
         self.ranks = ranks
         self.journal = journal
         self.counter = counter
         self.ladder = ladder
+        self.examiner = examiner
         self.replaying = False
 
     def contain(self, incident: Incident, runner: Runner) -> Settlement:
@@ -112,7 +120,8 @@ class Containment:
         message = incident.tell()
         if course is Course.REDO and why_not is not None:
             message += f"; the whole group was skipped because {why_not}"
-        event = incident.event(Action.HALTED if halts else Action.SKIPPED, message)
+        verdict, told_here = self.explain(incident, runner)
+        event = incident.event(Action.HALTED if halts else Action.SKIPPED, message, verdict=verdict)
         known = [
             BadMicroBatch.of_finding(micro, finding, incident.step).event(
                 Action.SKIPPED, incident.step, self.ranks.rank
@@ -121,7 +130,7 @@ class Containment:
             for finding in micro.findings
             if finding.verdict == "drop" or (finding.verdict == "suspect" and incident.suspected)
         ]
-        self.journal.share(known or ([event] if mine else []))
+        self.journal.share(known or ([event] if (mine if told_here is None else told_here) else []))
         settlement = self.skip(incident, runner, event.signal, message)
         return self.halt(settlement, incident, message) if halts else settlement
 
@@ -143,6 +152,8 @@ class Containment:
 
     def repair(self, incident: Incident, runner: Runner) -> Settlement:
         """Zeroes the bad entries of the gradients and lets the rest step, unless nothing is left."""
+        with runner.undisturbed():
+            verdict, _ = self.explain(incident, runner)
         for _, gradient in runner.named_gradients():
             local(gradient).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         norm_dev = runner.norm()
@@ -150,7 +161,7 @@ class Containment:
         works = math.isfinite(norm) and norm > 0.0
         message = incident.tell() + ("" if works else "; nothing was left after zeroing the bad entries")
         action = Action.REPAIRED if works else Action.SKIPPED
-        event = incident.event(action, message, Signal.GRAD_NONFINITE, grad_norm_repaired=norm)
+        event = incident.event(action, message, Signal.GRAD_NONFINITE, verdict=verdict, grad_norm_repaired=norm)
         self.journal.write_once(event)
         if not works:
             return self.skip(incident, runner, event.signal, message)
@@ -171,6 +182,7 @@ class Containment:
             )
             if runner.lockstep:
                 blamed = self.narrow_blame(blamed, reports)
+            blamed = self.examine(incident, runner, blamed, reports)
             good = [micro for micro in incident.group.micro_batches if micro.index not in gone]
             size = len(incident.group.micro_batches)
             num_good = [len(good) if runner.lockstep else size - len(report) for report in reports]
@@ -207,6 +219,50 @@ class Containment:
             elif census.bad:
                 blamed.append(BadMicroBatch.of_run(micro, loss, census, incident.step))
         return blamed
+
+    def examine(
+        self, incident: Incident, runner: Runner, blamed: list[BadMicroBatch], reports: list[list[int]]
+    ) -> list[BadMicroBatch]:
+        """Adds an autopsy to every bad micro-batch that does not explain itself. Sharded models need every rank in every
+        pass, so there all ranks look at the first one and at where it broke, no more."""
+        group = incident.group
+        verdicts: dict[int, Verdict | None] = {}
+        try:
+            for index in sorted({i for report in reports for i in report})[:1] if runner.lockstep else ():
+                micro = group.micro_batches[index]
+                verdicts[index] = self.examiner.examine(runner, micro, group.share, incident.step)
+            for bad in blamed if not runner.lockstep else ():
+                if not bad.micro.must_go:
+                    verdicts[bad.micro.index] = self.examiner.examine(runner, bad.micro, group.share, incident.step)
+        except KeyboardInterrupt:
+            for bad in blamed:
+                self.journal.write(bad.event(Action.SKIPPED, incident.step, self.ranks.rank))
+            raise
+        return [replace(bad, verdict=verdicts.get(bad.micro.index)) for bad in blamed]
+
+    def explain(self, incident: Incident, runner: Runner) -> tuple[Verdict | None, bool | None]:
+        """Examines the first bad micro-batch of a group that is not redone. Every rank calls it.
+
+        Returns:
+            `tuple[Verdict | None, bool | None]`: the verdict, and whether this rank is the one to tell it; `None` if no
+            rank has anything to tell.
+        """
+        why_not = self.ranks.gather(runner.why_no_autopsy(incident.group))
+        if any(why_not) or not any(self.ranks.gather(self.examiner.due)):
+            return None, None
+        self.replaying = True
+        runner.meet()
+        try:
+            blamed = self.find_bad(incident, runner)
+            reports = self.ranks.gather([bad.micro.index for bad in blamed])
+            if not any(reports) and not runner.knows_loss:
+                self.examiner.tell_out_of_sight(incident.step)
+            verdicts = [bad.verdict for bad in self.examine(incident, runner, blamed[:1], reports)]
+        finally:
+            self.replaying = False
+        found = next((verdict for verdict in verdicts if verdict is not None), None)
+        tellers = self.ranks.gather(found is not None)
+        return found, tellers.index(True) == self.ranks.rank if any(tellers) else None
 
     def take_census(self, runner: Runner) -> Census:
         """Looks at the gradients as they are now, of sharded ones at the shards of all ranks: the culprit's own may be
@@ -282,11 +338,17 @@ class Containment:
         if len(bad) > 1:
             message += f", and so do {len(bad) - 1} others"
         values = {"num_bad_parameters": len(bad), "bad_parameters": dict(list(bad.items())[:12])}
-        culprit = Culprit(phase="parameter", parameter=name)
+        culprit, cause = Culprit(phase="parameter", parameter=name), Cause.PARAM_NONFINITE
+        remedies: tuple[dict[str, Any], ...] = ()
+        named = [(key, parameter) for key, parameter in runner.named_parameters() if key == name]
+        update = None if runner.optimizer is None else examine_update(runner.optimizer, named)
+        if update is not None:
+            message += f": {update.message}"
+            culprit, cause = replace(culprit, phase="optimizer"), update.cause
+            remedies = tuple(asdict(tried) for tried in try_update_remedies(runner.optimizer, update, named[0][1]))
         self.journal.write_once(
             Event(
-                incident.step, Signal.PARAM_NONFINITE, Action.HALTED, message, None, 0, values, culprit,
-                Cause.PARAM_NONFINITE,
+                incident.step, Signal.PARAM_NONFINITE, Action.HALTED, message, None, 0, values, culprit, cause, remedies
             )
         )  # fmt: skip
         return f"Training was halted: {message}. No batch can mend that: go back to an earlier checkpoint."

@@ -18,6 +18,7 @@ On a healthy step this is one stacked read in place of the trainer's own; everyt
 import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, NonFiniteError
 from .agreement import Ranks
+from .autopsy.examiner import Examiner
+from .autopsy.verdict import Verdict
 from .census import take_census
 from .containment import Containment
 from .counter import Counter
@@ -65,6 +68,8 @@ class Guard:
         read_every_n_steps (`int`, *optional*, defaults to `1`):
             With a fused optimizer, bad steps can be skipped on the device and read back only every so often. There is
             no redo then: the whole step is skipped, and a scheduler is not held.
+        folder (`str` or `Path`, *optional*):
+            Where bundles of autopsies go; without it none is written.
 
     Example:
 
@@ -87,6 +92,7 @@ class Guard:
         ranks: Ranks | None = None,
         on_event: EventSink | None = None,
         read_every_n_steps: int = 1,
+        folder: str | Path | None = None,
     ):
         self.policy = policy or Policy()
         check_deferred(read_every_n_steps, self.policy, optimizer, scaler)
@@ -97,7 +103,8 @@ class Guard:
         self.norms = RobustWindow()
         self.counter = Counter()
         self.journal = Journal(self.ranks, on_event)
-        self.containment = Containment(self.policy, self.ranks, self.journal, self.counter, self.ladder)
+        self.examiner = Examiner(self.policy, self.journal, None if folder is None else Path(folder))
+        self.containment = Containment(self.policy, self.ranks, self.journal, self.counter, self.ladder, self.examiner)
         self.deferred = Deferred(
             self.policy, self.ranks, self.journal, self.counter, self.ladder, self.norms, read_every_n_steps
         )
@@ -269,18 +276,34 @@ class Guard:
             )
         elif math.isfinite(norm):
             message = f"{incident.tell()}, its gradients are finite"
-            self.journal.write(incident.event(Action.OBSERVED, message))
+            self.journal.write(incident.event(Action.OBSERVED, message, verdict=self._examine_loss(incident, runner)))
         else:
             census = take_census(runner.named_gradients())
             self.counter.count_gradients(census.bad)
             incident = Incident(**{**vars(incident), "census": census})
-            self.journal.write(incident.event(Action.OBSERVED, incident.tell()))
+            with runner.undisturbed():
+                verdict, _ = self.containment.explain(incident, runner)
+            self.journal.write(incident.event(Action.OBSERVED, incident.tell(), verdict=verdict))
         if math.isfinite(norm):
             self.ladder.healthy()
             self.norms.add(norm if threshold is None else min(norm, threshold))
         shown = incident.finite_losses
         keep = self.policy.acts and len(shown) < len(incident.losses)
         return Settlement(norm=incident.norm_dev, redone=shown if keep else None)
+
+    def _examine_loss(self, incident: Incident, runner: Runner) -> Verdict | None:
+        """Examines a bad loss whose gradients are finite. That is news of this rank only, so among several ranks nothing
+        is run again: a forward of DDP may wait for the others."""
+        place = incident.bad_loss
+        if place is None or self.ranks.size > 1 or runner.why_no_autopsy(incident.group) is not None:
+            return None
+        self.containment.replaying = True
+        try:
+            with runner.undisturbed():
+                micro = incident.group.micro_batches[place[0]]
+                return self.examiner.examine(runner, micro, incident.group.share, incident.step)
+        finally:
+            self.containment.replaying = False
 
     def _contain_spike(self, incident: Incident, runner: Runner) -> Settlement:
         """A finite norm that is too large, by the fixed threshold or by the statistics. The same on every rank."""

@@ -1,11 +1,12 @@
 """An incident: a step that did not go well, what was read of it, and how it is told."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
+from .autopsy.verdict import Verdict
 from .census import Census, describe
 from .event import Culprit, Event
 from .group import Finding, Group, MicroBatch
@@ -107,7 +108,13 @@ class Incident:
         return {"loss": shown, "grad_norm": self.norm, **self.census.as_values()}
 
     def event(
-        self, action: Action, message: str, signal: Signal | None = None, cause: Cause | None = None, **values: Any
+        self,
+        action: Action,
+        message: str,
+        signal: Signal | None = None,
+        cause: Cause | None = None,
+        verdict: Verdict | None = None,
+        **values: Any,
     ) -> Event:
         """Returns the event of the step as a whole."""
         place = None if self.bad_loss is None else self.bad_loss[0]
@@ -115,9 +122,10 @@ class Incident:
         rows = None if place is None else self.group.micro_batches[place].rows
         culprit = Culprit(phase=phase, parameter=self.census.suspect, rows=rows)
         signal = signal or self.decision.signal or Signal.GRAD_NONFINITE
-        return Event(
+        event = Event(
             self.step, signal, action, message, place, self.rank, {**self.as_values(), **values}, culprit, cause
         )
+        return event if verdict is None else explain_event(event, verdict)
 
 
 def _tell_rows(rows: list[int] | None) -> str:
@@ -136,6 +144,7 @@ class BadMicroBatch:
     culprit: Culprit
     values: dict[str, Any] = field(default_factory=dict)
     cause: Cause | None = None
+    verdict: Verdict | None = None
 
     @classmethod
     def of_finding(cls, micro: MicroBatch, finding: Finding, step: int) -> "BadMicroBatch":
@@ -164,7 +173,7 @@ class BadMicroBatch:
 
     def event(self, action: Action, step: int, rank: int, note: str = "") -> Event:
         """Returns the event, now that it is known what was done."""
-        return Event(
+        event = Event(
             step,
             self.signal,
             action,
@@ -175,3 +184,16 @@ class BadMicroBatch:
             self.culprit,
             self.cause,
         )
+        return event if self.verdict is None else explain_event(event, self.verdict)
+
+
+def explain_event(event: Event, verdict: Verdict) -> Event:
+    """Returns the event with what an autopsy found: culprit, cause, remedies, bundle."""
+    return replace(
+        event,
+        values={**event.values, "autopsy": verdict.as_values()},
+        culprit=verdict.explain(event.culprit or Culprit()),
+        cause=event.cause if event.cause is not None and verdict.origin is None else verdict.cause,
+        remedies=tuple(asdict(remedy) for remedy in verdict.remedies),
+        bundle=verdict.bundle,
+    )

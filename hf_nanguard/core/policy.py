@@ -16,9 +16,11 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "on_bad_input": ("drop", "repair", "halt"),
     "on_spike": ("observe", "clip", "skip"),
     "on_halt": ("raise", "stop"),
+    "bundle_weights": ("none", "trainable", "all"),
 }
-AT_LEAST: dict[str, int] = {"max_bad_steps": 1}
-POSITIVE = ("skip_grad_norm", "loss_floor")
+SWITCHES = ("autopsy", "bundle_text")
+AT_LEAST: dict[str, int] = {"max_bad_steps": 1, "max_autopsies": 1}
+POSITIVE = ("skip_grad_norm", "loss_floor", "autopsy_seconds")
 OPTIONAL = ("skip_grad_norm",)
 
 
@@ -36,6 +38,8 @@ def check_settings(settings: dict[str, Any], prefix: str = "") -> None:
         if name in CHOICES and value not in CHOICES[name]:
             hint = " Rewinding needs snapshots, which this version does not have." if value == "rewind" else ""
             raise ArgumentError(f"{spelled} must be one of {', '.join(CHOICES[name])}, got {value!r}.{hint}")
+        if name in SWITCHES and not isinstance(value, bool):
+            raise ArgumentError(f"{spelled} must be True or False, got {value!r}.")
         if name in AT_LEAST and (isinstance(value, bool) or not isinstance(value, int) or value < AT_LEAST[name]):
             raise ArgumentError(f"{spelled} must be an integer of at least {AT_LEAST[name]}, got {value!r}.")
         if name in POSITIVE and not (value is None and name in OPTIONAL):
@@ -75,6 +79,16 @@ class Policy:
             What `on_nonfinite="floor"` shows in the log for a dropped micro-batch.
         max_bad_steps (`int`, *optional*, defaults to `10`):
             Bad steps in a row after which the run halts.
+        autopsy (`bool`, *optional*, defaults to `True`):
+            Whether a bad micro-batch is examined: where its bad number was born, whose data it was, what would help.
+        max_autopsies (`int`, *optional*, defaults to `5`):
+            How many different faults of a run are examined.
+        autopsy_seconds (`float`, *optional*, defaults to `60.0`):
+            How long one examination may go on once it knows the origin.
+        bundle_weights (`str`, *optional*, defaults to `"none"`):
+            Which weights a bundle holds: `"none"`, `"trainable"` or `"all"`.
+        bundle_text (`bool`, *optional*, defaults to `True`):
+            Whether a bundle holds decoded text.
     """
 
     mode: str = "act"
@@ -86,6 +100,11 @@ class Policy:
     skip_grad_norm: float | None = None
     loss_floor: float = 1e-6
     max_bad_steps: int = 10
+    autopsy: bool = True
+    max_autopsies: int = 5
+    autopsy_seconds: float = 60.0
+    bundle_weights: str = "none"
+    bundle_text: bool = True
 
     def __post_init__(self):
         check_settings(vars(self))

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .buffer import BufferKeeper
 from .finite import local
 from .group import Group, MicroBatch
+from .rng import RngState
 from .skip import ScalerState, clear_gradients
 
 
@@ -76,6 +77,52 @@ class Runner(ABC):
     def why_not(self, group: Group) -> str | None:
         """Returns why the group cannot be redone, `None` if it can."""
         return None
+
+    def why_no_autopsy(self, group: Group) -> str | None:
+        """Returns why its micro-batches cannot be examined, `None` if they can."""
+        return self.why_not(group)
+
+    # ---- what an autopsy asks ----
+
+    optimizer: Any = None  # the torch optimizer whose update may be to blame
+    knows_loss = True  # whether `run` computes the loss of the loop, and not only what the model makes of its inputs
+
+    def inputs_of(self, micro: MicroBatch) -> Any:
+        """Returns the inputs of a held micro-batch: tensors, nested in mappings and sequences."""
+        return micro.payload
+
+    def with_inputs(self, micro: MicroBatch, inputs: Any) -> Any:
+        """Returns the payload of a micro-batch with other inputs."""
+        return inputs
+
+    def decode(self, micro: MicroBatch, sample: int) -> str | None:
+        """Returns the text of a sample, `None` if it has none."""
+        return None
+
+    def facts(self, share: Any) -> dict[str, Any]:
+        """Returns what a bundle must tell so that the loop's model and loss can be built again, as JSON values."""
+        return {"kind": "loop", "model": type(self.model).__name__}
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Leaves gradients, buffers, random state and loss scaler as they are before the block."""
+        gradients = [(parameter, parameter.grad) for parameter in self.parameters]
+        rng = RngState.capture(self.device_type)
+        buffers = BufferKeeper(self.model)
+        buffers.keep()
+        unscaled = None if self.scaler is None else dict(self.scaler._per_optimizer_states)
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            buffers.restore()
+            rng.restore()
+            self.sync_buffers(True)
+            if self.scaler is not None:
+                self.scaler._per_optimizer_states.update(unscaled)
+
+    # ---- isolation ----
 
     def isolated(self) -> AbstractContextManager:
         """Returns a context in which running a micro-batch leaves nothing behind in the loop's own books."""

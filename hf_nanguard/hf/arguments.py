@@ -36,6 +36,17 @@ class GuardArguments:
             Bad steps in a row after which the run halts.
         nanguard_on_halt (`str`, *optional*, defaults to `"raise"`):
             A halt saves the last good state and then `"raise"`s `NonFiniteError`, or `"stop"`s the run cleanly.
+        nanguard_autopsy (`bool`, *optional*, defaults to `True`):
+            Whether a bad micro-batch is run again to find where its bad number was born, whose data it was and what
+            would help.
+        nanguard_max_autopsies (`int`, *optional*, defaults to `5`):
+            How many different faults of a run are examined.
+        nanguard_autopsy_seconds (`float`, *optional*, defaults to `60.0`):
+            How long an examination may go on once it knows the origin.
+        nanguard_bundle_weights (`str`, *optional*, defaults to `"none"`):
+            Which weights a bundle holds: `"none"`, `"trainable"` or `"all"`.
+        nanguard_bundle_text (`bool`, *optional*, defaults to `True`):
+            Whether log, events and bundle may show decoded text of the samples to blame.
     """
 
     nanguard_mode: str = field(default="act", metadata={"help": "act, observe (events only) or off."})
@@ -68,6 +79,23 @@ class GuardArguments:
         metadata={
             "help": "A halt saves the last good state, then raises NonFiniteError (raise) or ends cleanly (stop)."
         },
+    )
+
+    nanguard_autopsy: bool = field(
+        default=True,
+        metadata={"help": "Run a bad micro-batch again to find where its bad number was born and what would help."},
+    )
+    nanguard_max_autopsies: int = field(
+        default=5, metadata={"help": "How many different faults of a run are examined."}
+    )
+    nanguard_autopsy_seconds: float = field(
+        default=60.0, metadata={"help": "How long an examination may go on once it knows the origin."}
+    )
+    nanguard_bundle_weights: str = field(
+        default="none", metadata={"help": "Which weights a bundle holds: none, trainable or all."}
+    )
+    nanguard_bundle_text: bool = field(
+        default=True, metadata={"help": "Whether log, events and bundle may show decoded text of samples."}
     )
 
     def __post_init__(self):

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
@@ -141,6 +142,14 @@ def hold_schedule(optimizer: Any, held: bool) -> None:
     Can go when `AcceleratedOptimizer.step_was_skipped` has a setter.
     """
     optimizer._is_overflow = held
+
+
+def bare_optimizer(optimizer: Any) -> Any:
+    """Returns the torch optimizer inside accelerate's wrapper.
+
+    Can go when `AcceleratedOptimizer` shows the state of single parameters by itself.
+    """
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def clips_in_one_piece(trainer: Trainer, model: torch.nn.Module) -> bool:

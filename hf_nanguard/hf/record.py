@@ -45,9 +45,9 @@ class RunRecord:
 
     def __init__(self, trainer: Any, rank: int):
         self.trainer = trainer
-        directory = Path(str(trainer.args.output_dir)) / FOLDER
-        self.events = JsonlWriter(events_path(directory, rank))
-        self.metrics = JsonlWriter(directory / "metrics.jsonl")
+        self.directory = Path(str(trainer.args.output_dir)) / FOLDER
+        self.events = JsonlWriter(events_path(self.directory, rank))
+        self.metrics = JsonlWriter(self.directory / "metrics.jsonl")
 
     def write_row(self) -> None:
         """Appends the newest log row to `metrics.jsonl`."""

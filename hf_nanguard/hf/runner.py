@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from ..core.agreement import Ranks
+from ..core.autopsy.verdict import MAX_TEXT
 from ..core.group import Group, MicroBatch
 from ..core.runner import Runner
+from . import compat
 from .compat import ITEMS, completion_mask, count_items, counts_per_generation, local_collectives, metric_lists
 from .isolation import untouched
 
@@ -64,6 +66,25 @@ class Prepared:
 def _versions(inputs: Any) -> tuple[int, ...]:
     values = inputs.values() if isinstance(inputs, Mapping) else ()
     return tuple(v._version for v in values if isinstance(v, Tensor) and not v.is_inference())
+
+
+def decode_sample(tokenizer: Any, inputs: Mapping, sample: int) -> str | None:
+    """Returns the text of a sample, printable and cut to a readable length, `None` without a tokenizer or ids.
+
+    Args:
+        tokenizer (`Any`):
+            A tokenizer or processor; anything without `decode` has no text.
+        inputs (`Mapping`):
+            The batch.
+        sample (`int`):
+            Which one.
+    """
+    parts = [inputs[name] for name in ("prompt_ids", "completion_ids") if name in inputs] or [inputs.get("input_ids")]
+    if not hasattr(tokenizer, "decode") or any(not isinstance(part, Tensor) or sample >= len(part) for part in parts):
+        return None
+    text = tokenizer.decode([token for part in parts for token in part[sample].tolist()], skip_special_tokens=True)
+    text = "".join(char if char.isprintable() else " " for char in text)
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
 
 
 class TrainerRunner(Runner):
@@ -168,3 +189,24 @@ class TrainerRunner(Runner):
 
     def unscale(self) -> None:
         self.trainer.accelerator.unscale_gradients()
+
+    # ---- what an autopsy asks ----
+
+    @property
+    def optimizer(self) -> Any:  # type: ignore[override]
+        return compat.bare_optimizer(self.trainer.optimizer)
+
+    def inputs_of(self, micro: MicroBatch) -> Any:
+        return micro.payload.inputs
+
+    def with_inputs(self, micro: MicroBatch, inputs: Any) -> Prepared:
+        return Prepared.of(inputs)
+
+    def decode(self, micro: MicroBatch, sample: int) -> str | None:
+        inputs = micro.payload.inputs
+        return decode_sample(self.trainer.processing_class, inputs, sample) if isinstance(inputs, Mapping) else None
+
+    def facts(self, share: Share) -> dict[str, Any]:
+        from .describe import describe_trainer
+
+        return describe_trainer(self.trainer, share)

@@ -55,7 +55,7 @@ class Session:
         self.acts = self.policy.acts
         ranks = Ranks(trainer.args.device)
         self.record = RunRecord(trainer, ranks.rank)
-        self.guard = Guard(policy=self.policy, ranks=ranks, on_event=self.record.events)
+        self.guard = Guard(policy=self.policy, ranks=ranks, on_event=self.record.events, folder=self.record.directory)
         self.evaluation = Evaluation(trainer, self.guard)
         self.rows = RowRecord()
         self.runner: TrainerRunner | None = None

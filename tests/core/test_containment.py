@@ -1,12 +1,14 @@
 """What becomes of a step whose norm is not finite: each way out, its event, its counts, and nothing left behind."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from hf_nanguard.core.agreement import Ranks
+from hf_nanguard.core.autopsy.examiner import Examiner
 from hf_nanguard.core.containment import Containment
 from hf_nanguard.core.counter import Counter
 from hf_nanguard.core.finite import read_host
@@ -46,7 +48,8 @@ class Bench:
         self.ranks = Ranks(alone=True)
         self.counter, self.ladder = Counter(), Ladder(self.policy.max_bad_steps)
         journal = Journal(self.ranks, self.events.append)
-        self.containment = Containment(self.policy, self.ranks, journal, self.counter, self.ladder)
+        examiner = Examiner(replace(self.policy, autopsy=False), journal)  # it has tests of its own
+        self.containment = Containment(self.policy, self.ranks, journal, self.counter, self.ladder, examiner)
         self.runner = LoopRunner(self.model, torch.optim.SGD(self.model.parameters(), lr=0.1), scaler)
         if why_not is not None:
             self.runner.why_not = lambda group: why_not

@@ -62,7 +62,7 @@ def test_one_bad_micro_batch_costs_that_micro_batch(kind, value, place):
     assert loop.told() == [(1, place, signal, "dropped")]
     culprit = loop.events[0]["culprit"]
     assert culprit["parameter"] == ("first.weight" if kind == "gradient" else culprit["parameter"])
-    assert culprit["phase"] == ("backward" if kind == "gradient" else "loss")
+    assert culprit["phase"] == {"gradient": "backward", "loss": "loss", "input": "input"}[kind]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,6 +21,11 @@ BAD = {
     "skip_grad_norm": [0, -1.0, NAN, INF, "2.0x", True, [2.0]],
     "loss_floor": [0.0, -1e-6, NAN, INF, "low", True, None],
     "max_bad_steps": [0, -1, 1.5, "10", True, None],
+    "autopsy": ["on", None, 1],
+    "max_autopsies": [0, -1, 1.5, "5", True, None],
+    "autopsy_seconds": [0, -1.0, NAN, INF, "long", True, None],
+    "bundle_weights": ["some", None, True],
+    "bundle_text": ["no", None, 0],
 }
 
 
@@ -35,7 +40,7 @@ def test_a_bad_value_is_refused_with_name_value_and_way_out(name, value):
     message = str(caught.value)
     assert message.startswith(name)
     assert repr(value) in message
-    way_out = ", ".join(CHOICES[name]) if name in CHOICES else "number|integer"
+    way_out = ", ".join(CHOICES[name]) if name in CHOICES else "number|integer|True or False"
     assert re.search(way_out, message)
     assert "\n" not in message
     assert message.endswith(".")
@@ -55,6 +60,7 @@ def test_the_documented_choices_and_defaults():
     assert dataclasses.asdict(Policy()) == {
         "mode": "act", "on_nonfinite": "drop", "on_loss_error": "raise", "on_bad_input": "drop", "on_spike": "observe",
         "on_halt": "raise", "skip_grad_norm": None, "loss_floor": 1e-6, "max_bad_steps": 10,
+        "autopsy": True, "max_autopsies": 5, "autopsy_seconds": 60.0, "bundle_weights": "none", "bundle_text": True,
     }  # fmt: skip
 
 

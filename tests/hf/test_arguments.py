@@ -50,6 +50,11 @@ GIVEN = {
     "nanguard_on_spike": ("clip", "clip"),
     "nanguard_max_bad_steps": ("3", 3),
     "nanguard_on_halt": ("stop", "stop"),
+    "nanguard_autopsy": ("false", False),
+    "nanguard_max_autopsies": ("2", 2),
+    "nanguard_autopsy_seconds": ("7.5", 7.5),
+    "nanguard_bundle_weights": ("all", "all"),
+    "nanguard_bundle_text": ("false", False),
 }
 
 
@@ -178,6 +183,9 @@ CHOSEN = sorted(CHOICES)
 BAD = [
     *[(f"nanguard_{name}", value) for name in CHOSEN for value in ("nonsense", "", "ACT", None, 3, True)],
     *[("nanguard_max_bad_steps", value) for value in (0, -3, 2.5, "5", None, True)],
+    *[("nanguard_max_autopsies", value) for value in (0, -3, 2.5, "5", None, True)],
+    *[("nanguard_autopsy_seconds", value) for value in (0.0, -1.0, NAN, INF, "long", None, True)],
+    *[(name, value) for name in ("nanguard_autopsy", "nanguard_bundle_text") for value in ("on", None, 1)],
     *[("nanguard_skip_grad_norm", value) for value in (0, -2.0, NAN, INF, "large", True)],
     *[("nanguard_loss_floor", value) for value in (0.0, -1e-6, NAN, INF, "tiny", None, True)],
     ("nanguard_on_spike", "rewind"),
@@ -200,7 +208,7 @@ def test_a_bad_value_is_one_message_with_name_value_and_way_out(name, value):
     if short in CHOICES:
         assert f"one of {', '.join(CHOICES[short])}," in message
     else:
-        assert re.search(r"must be an? (integer of at least 1|number|finite number above 0),", message)
+        assert re.search(r"must be (an integer of at least 1|a number|a finite number above 0|True or False),", message)
     assert "\n" not in message
 
 

@@ -353,3 +353,12 @@ def test_has_own_loss(tmp_path):
     assert not compat.has_own_loss(build("plain", tmp_path, guard=False))
     assert compat.has_own_loss(build("plain", tmp_path, Mine))
     assert compat.has_own_loss(build("plain", tmp_path, extra={"compute_loss_func": lambda *args, **kwargs: None}))
+
+
+def test_the_torch_optimizer_is_found_inside_accelerate_s(tmp_path):
+    trainer = build("plain", tmp_path, guard=False)
+    trainer.create_optimizer()
+    bare = trainer.optimizer
+    assert isinstance(bare, torch.optim.Optimizer)
+    assert compat.bare_optimizer(bare) is bare
+    assert compat.bare_optimizer(trainer.accelerator.prepare(bare)) is bare

@@ -172,7 +172,7 @@ def test_a_stream_that_ends_inside_a_group(tmp_path):
     trainer.train()
     batches = {(step, micro): (ids[:, 0] - FIRST_TOKEN).tolist() for ids, step, micro in planted.seen.values()}
     assert batches[1, 0] == [6]
-    assert [(event["cause"], event["culprit"]["rows"]) for event in events_of(trainer)] == [(None, [6])]
+    assert [(event["cause"], event["culprit"]["rows"]) for event in events_of(trainer)] == [("unknown", [6])]
 
 
 def test_a_stream_is_counted_on_after_a_resume(tmp_path):

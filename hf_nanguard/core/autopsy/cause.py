@@ -9,23 +9,24 @@ import re
 from torch import Tensor
 
 from ..signal import Cause
-from .trace import Leaf, Record
+from .record import Leaf, Record
 
 EXPONENTIALS = ("exp", "exp2", "expm1", "sinh", "cosh", "special_exp2")
-LOGARITHMS = ("log", "log2", "log10", "log1p", "xlogy", "special_xlogy", "logit", "special_entr")
-DIVISIONS = ("div", "reciprocal", "rsqrt", "remainder", "fmod", "mean", "nanmean", "floor_divide", "true_divide")
+LOGARITHMS = ("log", "log2", "log10", "log1p", "logit")
+# Which argument of an operator must not be zero.
+DIVISORS = {"div": 1, "true_divide": 1, "floor_divide": 1, "remainder": 1, "fmod": 1, "reciprocal": 0, "rsqrt": 0}
+# Operators that divide by how many they were given.
+AVERAGES = ("mean", "nanmean", "var", "std", "var_mean", "std_mean")
 SOFTMAX = ("softmax", "logsumexp", "scaled_dot_product", "attention")
-REDUCTIONS = ("sum", "mean", "linalg_vector_norm", "norm", "mm", "bmm", "dot")
 # What the backward of an operator divides by, or multiplies with.
 NODES: tuple[tuple[str, Cause], ...] = (
     (r"Norm|Cdist|Dist", Cause.NORM_AT_ZERO),
     (r"^Sqrt", Cause.SQRT_AT_ZERO),
-    (r"^Log", Cause.LOG_OF_ZERO),
+    (r"^Log(2|10|1P|it)?Backward", Cause.LOG_OF_ZERO),
     (r"^(Div|Reciprocal|Rsqrt|Atan2)", Cause.DIV_BY_ZERO),
     (r"^Pow", Cause.SQRT_AT_ZERO),
-    (r"^(Exp|Exp2|Expm1)Backward", Cause.EXP_OVERFLOW),
 )
-NORMALISATION = re.compile(r"(Layer|Group|Batch|Instance|RMS|Rms)_?Norm", re.IGNORECASE)
+NORMALISATION = re.compile(r"(layer|group|batch|instance|rms)_?norm", re.IGNORECASE)
 LOW_PRECISION = {"torch.float16": Cause.FP16_OVERFLOW, "torch.bfloat16": Cause.BF16_OVERFLOW}
 
 
@@ -40,8 +41,6 @@ def infer_cause(record: Record, text: str, unselected: bool) -> Cause:
         unselected (`bool`):
             Whether a zero gradient of an unselected branch had met it.
     """
-    name, node = record.name, record.node
-    forward_name = record.forward.op.split(".")[1] if record.forward is not None else ""
     if record.uninitialised:
         return Cause.UNINITIALISED_WEIGHT
     if unselected:
@@ -50,20 +49,29 @@ def infer_cause(record: Record, text: str, unselected: bool) -> Cause:
         return Cause.MASKED_ROW_SOFTMAX
     if record.all_ignored:
         return Cause.ALL_LABELS_MASKED
-    exponent = name in EXPONENTIALS or (node is not None and forward_name in EXPONENTIALS)
-    if exponent and record.extent.kind != "finite":
+    if any(operand.writer is None and operand.leaf is None for operand in record.bad_operands):
+        return Cause.UNKNOWN  # a constant that nobody has written or named
+    forward_name = _base(record.forward.op.split(".")[1]) if record.forward is not None else ""
+    if _base(record.name) in EXPONENTIALS or (forward_name in EXPONENTIALS and not record.in_python):
         return _name_exponential(record, text)
-    if node is None:
-        return _infer_forward(record)
+    if record.node is None or record.in_python:
+        return _infer_operator(record)
     return _infer_backward(record, forward_name)
 
 
+def _base(name: str) -> str:
+    """The name of an operator without the marks of its variants: `_foreach_exp_` is `exp`."""
+    return name.removeprefix("_foreach_").rstrip("_")
+
+
 def _is_fully_masked(record: Record) -> bool:
-    """A softmax over a row of nothing but -inf."""
-    if record.extent.kind != "nan" or not any(part in record.name for part in SOFTMAX):
+    """A softmax over a row of nothing but -inf; written by hand, it subtracts the row's maximum first."""
+    bad = [operand.extent for operand in record.bad_operands]
+    if record.extent.kind != "nan" or not all(e.kind == "inf" and e.high != math.inf for e in bad):
         return False
-    bad = record.bad_operands
-    return bool(bad) and all(o.extent.kind == "inf" and o.extent.high != math.inf for o in bad)
+    if _base(record.name) == "sub":
+        return len(bad) == 2
+    return bool(bad) and any(part in record.name for part in SOFTMAX)
 
 
 def _name_exponential(record: Record, text: str) -> Cause:
@@ -78,49 +86,40 @@ def _name_exponential(record: Record, text: str) -> Cause:
     return Cause.EXP_OVERFLOW
 
 
-def _infer_forward(record: Record) -> Cause:
-    name, kind = record.name, record.extent.kind
-    base = name.rstrip("_")
-    zero = record.has_zero
-    if base in LOGARITHMS:
-        return Cause.LOG_OF_ZERO if zero or base == "logit" or record.extent.low == -math.inf else Cause.UNKNOWN
-    if base in DIVISIONS or (base == "pow" and zero and any(s < 0 for s in record.scalars)):
-        divisor_zero = zero or 0.0 in record.scalars or base in ("mean", "nanmean")
-        if divisor_zero and not _overflows(record):
-            return Cause.DIV_BY_ZERO
-    return _name_overflow(record) if kind in ("inf", "nan") else Cause.UNKNOWN
-
-
-def _infer_backward(record: Record, forward_name: str) -> Cause:
-    node = record.node or ""
-    if forward_name in LOGARITHMS:
+def _infer_operator(record: Record) -> Cause:
+    """The cause as far as the operator alone tells it."""
+    name, kind = _base(record.name), record.extent.kind
+    if name in LOGARITHMS and (0 in record.zero_args or record.extent.low == -math.inf or name == "logit"):
         return Cause.LOG_OF_ZERO
-    if not NORMALISATION.search(node):
-        for pattern, cause in NODES:
-            if re.search(pattern, node):
-                overflow = _name_overflow(record) if _overflows(record) else Cause.UNKNOWN
-                if overflow is not Cause.UNKNOWN:
-                    return overflow
-                if cause is Cause.SQRT_AT_ZERO and _is_norm(record):
-                    return Cause.NORM_AT_ZERO
-                return cause
+    if name in DIVISORS and DIVISORS[name] in record.zero_args:
+        return Cause.DIV_BY_ZERO
+    if name == "pow" and 0 in record.zero_args and any(exponent < 0 for exponent in record.scalars):
+        return Cause.DIV_BY_ZERO
+    if name in AVERAGES and kind == "nan":
+        return Cause.DIV_BY_ZERO
+    if NORMALISATION.search(name) and 0.0 in record.scalars:
+        return Cause.DIV_BY_ZERO
     return _name_overflow(record)
 
 
-def _is_norm(record: Record) -> bool:
-    """Whether the root was taken of a reduction: a norm written by hand."""
-    made_by = record.forward.made_by if record.forward is not None else ()
-    return any(maker.split(".")[1] in REDUCTIONS for maker in made_by if "." in maker)
-
-
-def _overflows(record: Record) -> bool:
-    """Whether no operand holds a zero that could have been divided by."""
-    return not record.has_zero and 0.0 not in record.scalars
+def _infer_backward(record: Record, forward_name: str) -> Cause:
+    """The cause by the autograd node; a node may do more than divide, so a zero must have been met."""
+    node = record.node or ""
+    if node.endswith("CopySlices"):  # an operator in place, on a view
+        node = f"{forward_name.title()}Backward"
+    if record.has_zero and not NORMALISATION.search(node):
+        for pattern, cause in NODES:
+            if re.search(pattern, node):
+                of_sum = record.forward is not None and record.forward.of_sum
+                return Cause.NORM_AT_ZERO if cause is Cause.SQRT_AT_ZERO and of_sum else cause
+    return _infer_operator(record)
 
 
 def _name_overflow(record: Record) -> Cause:
     """An infinity of finite operands in a narrow format is an overflow; of float32 nobody knows why it got so large."""
-    if any(math.isnan(s) or math.isinf(s) for s in record.scalars):
+    if record.bad_operands or not all(map(math.isfinite, record.scalars)):
+        return Cause.UNKNOWN
+    if record.is_pointwise and record.extent.kind == "nan":  # the root of a negative number
         return Cause.UNKNOWN
     return LOW_PRECISION.get(str(record.dtype), Cause.UNKNOWN)
 

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..finite import local
 from ..signal import Cause
 from .cause import infer_cause, infer_leaf_cause
-from .trace import SHOWN_POSITIONS, Leaf, Operand, Record, Trace, measure, operand_is_mask
+from .memory import SHOWN_POSITIONS, find_nonfinite_entries, measure, strided
+from .record import Leaf, Operand, Record, operand_is_mask
+from .trace import Trace
 
 SOFTMAX = ("softmax", "log_softmax", "logsumexp", "scaled_dot_product")
 
@@ -122,8 +123,11 @@ def _choose(record: Record) -> Operand | None:
     followed = [operand for operand in bad if not operand_is_mask(operand)]
     if any(name in record.name for name in SOFTMAX) and record.extent.kind == "nan":
         followed = [o for o in followed if o.extent.kind == "nan" or o.extent.high == math.inf]
-    nans = [operand for operand in followed if operand.extent.kind == "nan"]
-    return min(nans or followed, key=_age, default=None)
+    # Garbage that a buffer held before it was filled is not followed as long as there is anything else.
+    written = [o for o in followed if o.writer is None or not o.writer.uninitialised]
+    followed = written or followed
+    same = [operand for operand in followed if operand.extent.kind == record.extent.kind]
+    return min(same or followed, key=_age, default=None)
 
 
 def _age(operand: Operand) -> float:
@@ -136,11 +140,7 @@ def _meets_unselected(record: Record) -> bool:
         return False
     if any(operand.extent.kind == "nan" for operand in record.operands):
         return False
-    return record.has_zero and any(o.node is not None and _selects(o.node) for o in record.operands)
-
-
-def _selects(node: str) -> bool:
-    return node.startswith(("WhereBackward", "MaskedFillBackward", "MaskedSelectBackward", "IndexBackward"))
+    return any(operand.selected and operand.zero for operand in record.operands)
 
 
 def describe_origin(record: Record, operand: Operand | None, unselected: bool) -> Origin:
@@ -177,7 +177,9 @@ def _phase(record: Record) -> str:
 
 
 def _describe_leaf(leaf: Leaf, operand: Operand, common: dict[str, Any]) -> Origin:
-    bad = ~torch.isfinite(local(leaf.tensor.detach()))
+    part = strided(leaf.tensor)
+    assert part is not None  # it was read from memory
+    bad = find_nonfinite_entries(part)
     known = {
         "leaf": leaf.name,
         "num_bad": int(bad.sum()),

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +18,15 @@ from ..runner import Runner
 from .origin import Origin, find_origin
 
 # Fields that say how many samples a batch has, the plainest first.
-MAIN_FIELDS = ("input_ids", "completion_ids", "labels", "pixel_values", "input_values", "input_features", "inputs_embeds")
+MAIN_FIELDS = (
+    "input_ids",
+    "completion_ids",
+    "labels",
+    "pixel_values",
+    "input_values",
+    "input_features",
+    "inputs_embeds",
+)
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ class Specimen:
     @property
     def model(self) -> nn.Module:
         """The model without wrappers, as the user knows it."""
-        model = self.runner.model
+        model: Any = self.runner.model
         while isinstance(model, (DistributedDataParallel, nn.DataParallel)) or hasattr(model, "_orig_mod"):
             model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
         return model
@@ -122,7 +130,9 @@ def name_tensors(inputs: Any, prefix: str = "") -> dict[str, Tensor]:
     if isinstance(inputs, Tensor):
         return {prefix or "input": inputs}
     items: Any = ()
-    if isinstance(inputs, Mapping):
+    if is_dataclass(inputs) and not isinstance(inputs, Mapping):
+        items = vars(inputs).items()
+    elif isinstance(inputs, Mapping):
         items = inputs.items()
     elif isinstance(inputs, (list, tuple)):
         items = enumerate(inputs)
@@ -132,10 +142,14 @@ def name_tensors(inputs: Any, prefix: str = "") -> dict[str, Tensor]:
     return found
 
 
+def find_fields(fields: dict[str, Tensor], names: Sequence[str]) -> list[Tensor]:
+    """Returns the tensors with these names, nested or not, in the order of the names."""
+    return [tensor for name in names for key, tensor in fields.items() if key.rsplit(".", 1)[-1] == name]
+
+
 def count_entries(fields: dict[str, Tensor]) -> int | None:
     """Returns how many entries a batch has, `None` if its tensors do not tell."""
-    ranked = [fields[name] for name in MAIN_FIELDS if name in fields]
-    ranked += [tensor for name, tensor in fields.items() if name not in MAIN_FIELDS]
+    ranked = [*find_fields(fields, MAIN_FIELDS), *fields.values()]
     return next((int(tensor.shape[0]) for tensor in ranked if tensor.ndim and tensor.shape[0]), None)
 
 
@@ -145,11 +159,15 @@ def take_entries(inputs: Any, entries: Sequence[int], num_entries: int) -> Any:
         if inputs.ndim == 0 or inputs.shape[0] != num_entries:
             return inputs
         return inputs[torch.tensor(entries, device=inputs.device)]
-    if isinstance(inputs, Mapping):
+    if is_dataclass(inputs) and not isinstance(inputs, Mapping):
         cut = copy(inputs)
-        for key, value in inputs.items():
-            cut[key] = take_entries(value, entries, num_entries)  # type: ignore[index]
+        vars(cut).update({name: take_entries(value, entries, num_entries) for name, value in vars(inputs).items()})
         return cut
+    if isinstance(inputs, Mapping):
+        picked: Any = copy(inputs)
+        for key, value in inputs.items():
+            picked[key] = take_entries(value, entries, num_entries)
+        return picked
     if isinstance(inputs, (list, tuple)):
         if len(inputs) == num_entries and not any(isinstance(item, Tensor) for item in inputs):
             return type(inputs)(inputs[entry] for entry in entries)

@@ -2,286 +2,77 @@
 
 Each operator's outputs are judged by their exact extent (one `aminmax`); only when one is not finite are its inputs
 judged too, so a record knows for certain which of them were finite. Values are followed by storage, views write nothing,
-and memory from `empty` is not judged until somebody has written it. No tensor is kept alive. Costs one reduction and one
-host read per operator, so it belongs in a replay, never in a training step.
+and memory from `empty` is not judged until somebody has written it. Modules are followed by their `__call__`, so that
+what a hook does counts as done by the module it hangs on. No tensor is kept alive. Costs one reduction and one host
+read per operator, so it belongs in a replay, never in a training step.
 """
 
-import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..finite import local
+from .memory import Memory, find_nonfinite_entries, first_places, is_float, measure, span_of, storage_key, strided
+from .record import FINITE, Extent, Forward, Leaf, Operand, Place, Record, record_is_mask
 
-SHOWN_POSITIONS = 64
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = os.path.dirname(__file__) + os.sep
 # In-place operators that do not read what they overwrite.
 _OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_")
-_CONSTANTS = ("full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "scalar_tensor",
-              "lift_fresh", "lift_fresh_copy", "where", "index_fill", "index_fill_", "constant_pad_nd",
-              "masked_scatter", "zeros", "zeros_like")  # fmt: skip
-
-
-class Extent(NamedTuple):
-    """The lowest and highest value of a tensor; both NaN if it holds a NaN."""
-
-    low: float
-    high: float
-
-    @property
-    def kind(self) -> str:
-        """`"nan"`, `"inf"` or `"finite"`."""
-        if math.isnan(self.high):
-            return "nan"
-        return "inf" if math.isinf(self.low) or math.isinf(self.high) else "finite"
-
-    @property
-    def largest(self) -> float:
-        """The largest magnitude."""
-        return max(abs(self.low), abs(self.high)) if self.kind != "nan" else math.nan
-
-
-FINITE = Extent(0.0, 0.0)
-
-
-@torch.no_grad()
-def measure(tensor: Tensor) -> Extent:
-    """Returns the exact extent of a tensor; integers and empty tensors are finite."""
-    part = tensor._values() if tensor.is_sparse else local(tensor)
-    if not (part.is_floating_point() or part.is_complex()) or part.numel() == 0 or part.device.type == "meta":
-        return FINITE
-    if part.is_complex():
-        part = torch.view_as_real(part.resolve_conj())
-    elif part.element_size() == 1:
-        part = part.float()
-    low, high = torch.aminmax(part.detach())
-    return Extent(low.item(), high.item())
-
-
-@dataclass(frozen=True)
-class Leaf:
-    """A tensor that was there before the pass.
-
-    Args:
-        kind (`str`):
-            `"parameter"`, `"buffer"` or `"input"`.
-        name (`str`):
-            Its name.
-        tensor (`Tensor`):
-            Itself.
-    """
-
-    kind: str
-    name: str
-    tensor: Tensor
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where in the user's program an operator ran: module, code and line."""
-
-    module: str | None = None
-    code: CodeType | None = None
-    line: int = 0
-
-    @property
-    def source(self) -> str | None:
-        """File and line, `None` if they are not known."""
-        return None if self.code is None else f"{os.path.basename(self.code.co_filename)}:{self.line}"
-
-
-@dataclass(frozen=True)
-class Forward:
-    """A forward operator that an autograd node may come back to: what it was, where, and what made its inputs."""
-
-    op: str
-    place: Place
-    made_by: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A float input of an operator, judged before it ran.
-
-    Args:
-        extent (`Extent`):
-            Its extent.
-        dtype (`torch.dtype`):
-            Its dtype.
-        writer (`Record`, *optional*):
-            Who wrote the non-finite values in it.
-        leaf (`Leaf`, *optional*):
-            Which leaf it is, if nobody wrote them.
-        node (`str`, *optional*):
-            The autograd node that had written it, for a gradient.
-        shape (`tuple[int, ...]`):
-            Its shape.
-    """
-
-    extent: Extent
-    dtype: torch.dtype
-    writer: "Record | None" = None
-    leaf: Leaf | None = None
-    node: str | None = None
-    shape: tuple[int, ...] = ()
-
-
-@dataclass
-class Record:
-    """One operator that wrote a non-finite value.
-
-    Args:
-        index (`int`):
-            When: its number among all operators of the pass.
-        op (`str`):
-            Its name, `aten.exp.default`.
-        extent (`Extent`), dtype (`torch.dtype`), shape (`tuple`):
-            Of what it wrote.
-        place (`Place`):
-            Where it ran; for the backward, where the forward operator ran that it belongs to.
-        node (`str`, *optional*):
-            The autograd node, in the backward.
-        forward (`Forward`, *optional*):
-            The forward operator of that node.
-        operands (`list[Operand]`):
-            Its float inputs.
-        scalars (`list[float]`):
-            Numbers among its arguments.
-        positions (`list`):
-            The first places of non-finite values, all but the last dimension, if no input was NaN.
-        has_zero (`bool`):
-            Whether an input holds an exact zero; only looked at if none is NaN.
-        uninitialised (`bool`):
-            Whether it is memory from `empty` that nobody has written yet.
-        all_ignored (`bool`):
-            For a loss over classes: whether it ignored every target.
-        is_mask (`bool`):
-            Whether its infinities are constants of the program, or come from nothing but such: a mask.
-    """
-
-    index: int
-    op: str
-    extent: Extent
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    place: Place
-    node: str | None = None
-    forward: Forward | None = None
-    operands: list[Operand] = field(default_factory=list)
-    scalars: list[float] = field(default_factory=list)
-    positions: list[tuple[int, ...]] = field(default_factory=list)
-    has_zero: bool = False
-    uninitialised: bool = False
-    all_ignored: bool = False
-    is_mask: bool = False
-
-    @property
-    def name(self) -> str:
-        """The operator without namespace and overload: `exp`."""
-        return self.op.split(".")[1] if "." in self.op else self.op
-
-    @property
-    def bad_operands(self) -> list[Operand]:
-        """The inputs that were not finite."""
-        return [operand for operand in self.operands if operand.extent.kind != "finite"]
-
-
-def _is_mask(record: Record) -> bool:
-    """Returns whether the infinities of a record are constants of the program, or come from nothing but such."""
-    if record.extent.kind != "inf":
-        return False
-    if not record.bad_operands:
-        return record.name in _CONSTANTS and (
-            record.name.startswith("lift_fresh") or any(map(math.isinf, record.scalars))
-        )
-    return all(operand_is_mask(operand) for operand in record.bad_operands) and _keeps_masks(record)
-
-
-def _keeps_masks(record: Record) -> bool:
-    """Whether an operator passes infinities of its inputs on, rather than making new ones."""
-    finite = [o.extent.largest for o in record.operands if o.extent.kind == "finite"]
-    return all(value <= torch.finfo(record.dtype).max / 2 for value in finite)
-
-
-def operand_is_mask(operand: Operand) -> bool:
-    """Returns whether the infinities of an operand are a mask: a constant, or an additive mask given as such."""
-    if operand.extent.kind != "inf":
-        return False
-    if operand.writer is not None:
-        return operand.writer.is_mask
-    leaf = operand.leaf
-    return leaf is not None and operand.extent.high != math.inf and (leaf.kind == "buffer" or "mask" in leaf.name)
+_SUMS = ("sum", "mean", "dot", "nansum", "var", "linalg_vector_norm")
+# A sum stays one through what is done to it before a root is taken.
+_ADJUSTMENTS = ("add", "sub", "div", "clamp", "clamp_min", "clamp_max", "maximum", "relu", "clone", "_to_copy")
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "dot", "mv", "convolution", "convolution_backward")
+_SELECTING = ("WhereBackward", "MaskedFillBackward", "MaskedSelectBackward", "IndexBackward", "MaskedScatterBackward")
 
 
 class _Signature(NamedTuple):
     name: str
     op: str
     is_empty: bool
-    written: tuple[int, ...]
-    written_names: tuple[str, ...]
+    is_foreach: bool
+    is_pointwise: bool
+    written: tuple[tuple[int, str], ...]
     reads_written: bool
 
 
 @cache
 def _signature(func: Any) -> _Signature:
     """What can be known of an operator from its schema."""
-    schema = func._schema
+    if not isinstance(func, torch._ops.OpOverload):  # of higher order, as flex attention: seen as one
+        return _Signature(str(func), f"higher_order.{func}", False, False, False, (), True)
+    arguments = func._schema.arguments
     op = str(func)
     name = op.split(".")[1]
-    written = [
-        (i, argument.name)
-        for i, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-    reads = not (name in _OVERWRITES or any(argument.is_out for argument in schema.arguments))
-    is_empty = name.startswith(("empty", "new_empty", "_empty"))
-    return _Signature(name, op, is_empty, tuple(i for i, _ in written), tuple(n for _, n in written), reads)
+    written = [(i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    reads = not (name in _OVERWRITES or any(argument.is_out for argument in arguments))
+    is_empty = name.startswith(("empty", "new_empty", "_empty", "resize_"))
+    pointwise = torch.Tag.pointwise in func.tags
+    return _Signature(name, op, is_empty, name.startswith("_foreach"), pointwise, tuple(written), reads)
 
 
-def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    found = []
     for value in values:
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
+            found += _tensors(value)
+    return found
 
 
-def _key(tensor: Tensor) -> tuple[int, Any]:
-    part = tensor._values() if tensor.is_sparse else local(tensor)
-    storage = part.untyped_storage()
-    return storage._cdata, storage
+class _Made(NamedTuple):
+    """What is known of a value without looking at it: whether it is a sum, and whether `where` has put zeros in it."""
 
-
-class _Write(NamedTuple):
-    record: Record
-    start: int
-    end: int
-    storage: StorageWeakRef  # holds the address, not the memory
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    part = tensor._values() if tensor.is_sparse else local(tensor)
-    size = part.element_size()
-    start = part.storage_offset() * size
-    reach = sum((n - 1) * s for n, s in zip(part.shape, part.stride(), strict=True)) if part.numel() else 0
-    return start, start + (reach + 1) * size
-
-
-def _covers(tensor: Tensor) -> bool:
-    part = tensor._values() if tensor.is_sparse else local(tensor)
-    return part.numel() * part.element_size() >= part.untyped_storage().nbytes()
+    of_sum: bool = False
+    selected: bool = False
 
 
 @cache
@@ -315,178 +106,233 @@ class Trace(TorchDispatchMode):
             The inputs of the pass by name.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, model: nn.Module, inputs: dict[str, Tensor] | None = None):
         super().__init__()
         self.names = {id(module): name for name, module in model.named_modules()}
         self.leaves: dict[int, list[Leaf]] = {}
-        named = [Leaf("parameter", name, tensor) for name, tensor in model.named_parameters()]
-        named += [Leaf("buffer", name, tensor) for name, tensor in model.named_buffers()]
-        named += [Leaf("input", name, tensor) for name, tensor in (inputs or {}).items()]
-        for leaf in named:
-            self.leaves.setdefault(_key(leaf.tensor)[0], []).append(leaf)
+        for leaf in _name_leaves(model, inputs or {}):
+            self.leaves.setdefault(storage_key(leaf.tensor), []).append(leaf)
         self.num_ops = 0
         self.stack: list[str | None] = []
-        self.writes: dict[int, list[_Write]] = {}
-        self.made_by: dict[int, str] = {}
+        self.memory = Memory()
+        self.made: dict[int, _Made] = {}
         self.forwards: dict[int, Forward] = {}
-        self.recomputed: dict[int, Forward] = {}
 
     @contextmanager
     def recording(self) -> Iterator["Trace"]:
         """Records inside the block, modules included."""
-        with ExitStack() as hooks:
-            for hook in (
-                register_module_forward_pre_hook(self._enter_module),
-                register_module_forward_hook(self._leave_module, always_call=True),
-            ):
-                hooks.callback(hook.remove)
-            hooks.enter_context(self)
-            yield self
+        # The outer one for modules compiled in place, the inner one for those whose `__call__` a compiled model holds.
+        originals = {name: getattr(nn.Module, name) for name in ("__call__", "_call_impl")}
+        for name, original in originals.items():
+            setattr(nn.Module, name, self._following(original))
+        try:
+            with self:
+                yield self
+        finally:
+            for name, original in originals.items():
+                setattr(nn.Module, name, original)
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
-        outer = self.stack[-1] if self.stack else None
-        self.stack.append(self.names.get(id(module), outer))
+    def _following(self, original: Callable) -> Callable:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            outer = self.stack[-1] if self.stack else None
+            self.stack.append(self.names.get(id(module), outer))
+            try:
+                return original(module, *args, **kwargs)
+            finally:
+                self.stack.pop()
 
-    def _leave_module(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.stack:
-            self.stack.pop()
+        return call
 
     # ---- one operator ----
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         signature = _signature(func)
-        inputs = list(_tensors([*args, *kwargs.values()]))
-        written = [args[i] if i < len(args) else kwargs.get(name) for i, name in zip(signature.written, signature.written_names, strict=True)]  # fmt: skip
-        changed = list(_tensors(written))
-        before = {id(tensor): measure(tensor) if signature.reads_written else FINITE for tensor in changed}
+        inputs = _tensors([*args, *kwargs.values()])
+        changed: list[Tensor] = []
+        before: dict[int, Extent] = {}
+        if signature.written:
+            changed = _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in signature.written])
+            for tensor in changed:
+                if signature.reads_written or sum(tensor is other for other in inputs) > 1:
+                    before[id(tensor)] = self.memory.extent_of(tensor)
         result = func(*args, **kwargs)
         self.num_ops += 1
         node = torch._C._current_autograd_node()
-        place, forward = self._locate(signature, inputs, node)
-        keys = {_key(tensor)[0] for tensor in inputs}
-        outputs = changed or [t for t in _tensors([result]) if _key(t)[0] not in keys]
-        for output in outputs:
+        if node is None or torch.is_grad_enabled():
+            self._note_forward(signature, inputs, node)
+        outputs = changed or _tensors([result])
+        if not outputs:
+            return result
+        known = () if changed or signature.name.startswith("lift_fresh") else {storage_key(tensor) for tensor in inputs}
+        for number, output in enumerate(outputs):
+            key = storage_key(output)
+            if not key or key in known:
+                continue
             extent = FINITE if signature.is_empty else measure(output)
             if extent.kind == "finite" and not signature.is_empty:
-                self._forget(output)
+                self.memory.forget(output, key)
             else:
-                record = self._record(signature, output, extent, place, node, forward)
-                record.uninitialised = signature.is_empty
-                if not signature.is_empty:
-                    self._judge_inputs(record, output, inputs, before, args, kwargs, signature)
-                self._remember(output, record)
-            self.made_by[_key(output)[0]] = signature.op if node is None else node.name()
+                self._record(signature, output, extent, node, _Call(number, inputs, changed, before, args, kwargs))
+            self.made[key] = self._describe(signature, output, inputs, node)
         return result
 
-    def _locate(self, signature: _Signature, inputs: list[Tensor], node: Any) -> tuple[Place, Forward | None]:
+    def _note_forward(self, signature: _Signature, inputs: list[Tensor], node: Any) -> None:
+        """Remembers where the autograd node was made whose forward is running, also in a checkpoint's recomputation."""
+        sequence = torch._C._autograd._get_sequence_nr() - 1
+        known = self.forwards.get(sequence)
+        if known is not None and not (known.provisional and any(tensor.requires_grad for tensor in inputs)):
+            return
+        place = self._locate_running(node)
+        if place is None:  # the gradient of a gradient: it belongs where the first one does
+            outer = self.forwards.get(node._sequence_nr())
+            place = outer.place if outer else Place()
+        of_sum = any(self.made.get(storage_key(tensor), _Made()).of_sum for tensor in inputs)
+        self.forwards[sequence] = Forward(signature.op, place, of_sum)
+        if signature.written:  # written in place, a view gets one more node: the one that will run
+            self.forwards[sequence + 1] = Forward(signature.op, place, of_sum, provisional=True)
+
+    def _locate_running(self, node: Any) -> Place | None:
+        """Returns where a forward runs, `None` if it is not one but a backward that can itself be differentiated."""
         code, line = _find_line()
-        module = self.stack[-1] if self.stack else None
-        running = node is None or (code is not None and self.stack)
-        if running:
-            sequence = torch._C._autograd._get_sequence_nr() - 1
-            known = self.forwards if node is None else self.recomputed
-            place = Place(module, code, line)
-            if sequence not in known:
-                known[sequence] = Forward(signature.op, place, tuple(self.made_by.get(_key(t)[0], "") for t in inputs))
-            return place, None
-        number = node._sequence_nr()
-        forward = self.forwards.get(number) or self.recomputed.get(number)
-        if code is not None:  # Python code inside the backward: a custom function or a hook
-            return Place(forward.place.module if forward else None, code, line), forward
-        return (forward.place if forward else Place()), forward
+        if node is not None and code is None:
+            return None
+        if node is None or self.stack:
+            return Place(self.stack[-1] if self.stack else None, code, line)
+        outer = self.forwards.get(node._sequence_nr())
+        return Place(outer.place.module if outer else None, code, line)
 
-    def _record(
-        self, signature: _Signature, output: Tensor, extent: Extent, place: Place, node: Any, forward: Forward | None
-    ) -> Record:
-        in_backward = node is not None and not (self.stack and forward is None)
-        return Record(
-            index=self.num_ops,
-            op=signature.op,
-            extent=extent,
-            dtype=output.dtype,
-            shape=tuple(output.shape),
-            place=place,
-            node=node.name() if in_backward else None,
-            forward=forward,
-        )
+    def _describe(self, signature: _Signature, output: Tensor, inputs: list[Tensor], node: Any) -> _Made:
+        size = output.numel()
+        same = [self.made.get(storage_key(tensor), _Made()) for tensor in inputs if tensor.numel() == size]
+        name = signature.name.rstrip("_")
+        of_sum = name in _SUMS or (name in _ADJUSTMENTS and any(made.of_sum for made in same))
+        selected = node is not None and name not in _PRODUCTS and any(made.selected for made in same)
+        if node is not None and not selected and node.name().startswith(_SELECTING):
+            selected = _puts_zeros(name, output, inputs)
+        return _Made(of_sum, selected)
 
-    def _judge_inputs(
-        self, record: Record, output: Tensor, inputs: list[Tensor], before: dict[int, Extent], args: Any, kwargs: Any,
-        signature: _Signature,
-    ) -> None:  # fmt: skip
-        floats = [tensor for tensor in inputs if tensor.is_floating_point() or tensor.is_complex()]
-        for tensor in floats:
-            changed = id(tensor) in before
-            if changed and not signature.reads_written:
-                continue
-            extent = before[id(tensor)] if changed else self._extent_of(tensor)
-            writer = leaf = None
-            if extent.kind != "finite":
-                writer = self._find_writer(tensor, extent)
-                leaf = self._find_leaf(tensor) if writer is None else None
-            node = self.made_by.get(_key(tensor)[0])
-            record.operands.append(Operand(extent, tensor.dtype, writer, leaf, node, tuple(tensor.shape)))
-        if not any(operand.extent.kind == "nan" for operand in record.operands):  # it may be an origin
-            record.has_zero = any(
-                bool((local(t) == 0).any()) for t in floats if id(t) not in before and not t.is_sparse
-            )
-            record.positions = find_positions(output)
-        record.scalars = [value for value in (*args, *kwargs.values()) if isinstance(value, float)]
+    # ---- a bad output ----
+
+    def _record(self, signature: _Signature, output: Tensor, extent: Extent, node: Any, call: "_Call") -> None:
+        record = Record(self.num_ops, signature.op, extent, output.dtype, tuple(output.shape), Place())
+        running = self._locate_running(node) if node is None or torch.is_grad_enabled() else None
+        if running is not None:
+            record.place = running
+        else:
+            record.node = node.name()
+            record.forward = self.forwards.get(node._sequence_nr())
+            record.place = record.forward.place if record.forward else Place()
+            code, line = _find_line()
+            if code is not None:
+                record.in_python = True
+                record.place = Place(record.place.module, code, line)
+        record.uninitialised = signature.is_empty
+        record.is_pointwise = signature.is_pointwise
+        if not signature.is_empty:
+            self._judge_inputs(record, output, signature, call)
+        self.memory.remember(output, record)
+
+    def _judge_inputs(self, record: Record, output: Tensor, signature: _Signature, call: "_Call") -> None:
+        inputs, args = call.inputs, call.args
+        if signature.is_foreach:
+            args = [arg[call.number] if isinstance(arg, (list, tuple)) else arg for arg in args]
+            inputs = _tensors(args)
+        overwritten = {id(tensor) for tensor in call.changed} - call.before.keys()
+        seen: dict[int, Tensor] = {id(tensor): tensor for tensor in inputs if id(tensor) not in overwritten}
+        floats = [tensor for tensor in seen.values() if is_float(tensor)]
+        extents = [call.before[id(t)] if id(t) in call.before else self.memory.extent_of(t) for t in floats]
+        writers = [
+            None if e.kind == "finite" else self.memory.find_writer(t, e) for t, e in zip(floats, extents, strict=True)
+        ]
+        zeros: set[int] = set()
+        judged = [e.kind for e, w in zip(extents, writers, strict=True) if w is not None and not w.uninitialised]
+        if "nan" not in judged:  # it may be an origin
+            part = strided(output)
+            assert part is not None
+            bad = find_nonfinite_entries(part)
+            record.positions = first_places(bad)
+            zeros = {key for key, tensor in seen.items() if key not in call.before and _is_zero_at(tensor, bad)}
+            record.zero_args = {
+                i for i, arg in enumerate(args)
+                if id(arg) in zeros or (isinstance(arg, (int, float)) and not isinstance(arg, bool) and arg == 0)
+            }  # fmt: skip
+        for tensor, extent, writer in zip(floats, extents, writers, strict=True):
+            leaf = self._find_leaf(tensor) if extent.kind != "finite" and writer is None else None
+            selected = self.made.get(storage_key(tensor), _Made()).selected
+            zero = id(tensor) in zeros
+            record.operands.append(Operand(extent, tensor.dtype, writer, leaf, tuple(tensor.shape), zero, selected))
+        record.scalars = [value for value in (*args, *call.kwargs.values()) if isinstance(value, float)]
         if "nll_loss" in record.name and "backward" not in record.name:
             record.all_ignored = _ignores_all(args)
-        record.is_mask = _is_mask(record)
-
-    # ---- who wrote it ----
-
-    def _remember(self, output: Tensor, record: Record) -> None:
-        key, storage = _key(output)
-        write = _Write(record, *_span(output), StorageWeakRef(storage))
-        if _covers(output):
-            self.writes[key] = [write]
-        else:
-            self.writes.setdefault(key, []).append(write)
-
-    def _forget(self, output: Tensor) -> None:
-        key, _ = _key(output)
-        if key in self.writes and _covers(output):
-            del self.writes[key]
-
-    def _find_writer(self, tensor: Tensor, extent: Extent) -> Record | None:
-        start, end = _span(tensor)
-        found = [
-            write.record
-            for write in reversed(self.writes.get(_key(tensor)[0], []))
-            if write.start < end and start < write.end
-        ]
-        judged = [record for record in found if not record.uninitialised]
-        same = [record for record in judged if record.extent.kind == extent.kind]
-        return next(iter(same or judged or found), None)
-
-    def _extent_of(self, tensor: Tensor) -> Extent:
-        """Returns the extent of an input, without looking again at what one operator has written and nobody since."""
-        writes = self.writes.get(_key(tensor)[0], ())
-        if len(writes) == 1 and not writes[0].record.uninitialised and tensor.dtype == writes[0].record.dtype:
-            if _span(tensor) == (writes[0].start, writes[0].end) and _covers(tensor):
-                return writes[0].record.extent
-        return measure(tensor)
+        record.is_mask = record_is_mask(record)
 
     def _find_leaf(self, tensor: Tensor) -> Leaf | None:
-        return next(iter(self.leaves.get(_key(tensor)[0], [])), None)
+        leaves = self.leaves.get(storage_key(tensor), [])
+        part = strided(tensor)
+        if part is None or len(leaves) < 2:
+            return next(iter(leaves), None)
+        start, end = span_of(part)
+        spans = [(leaf, span_of(own)) for leaf in leaves if (own := strided(leaf.tensor)) is not None]
+        return next((leaf for leaf, (low, high) in spans if low < end and start < high), leaves[0])
 
     def find_writer(self, tensor: Tensor) -> Record | None:
         """Returns the operator that wrote the non-finite values of `tensor`, `None` if there are none or nobody did."""
         extent = measure(tensor)
-        return None if extent.kind == "finite" else self._find_writer(tensor, extent)
+        return None if extent.kind == "finite" else self.memory.find_writer(tensor, extent)
 
 
-def find_positions(tensor: Tensor) -> list[tuple[int, ...]]:
-    """Returns the first places of non-finite values in a tensor; of matrices and more, without the last dimension."""
-    part = tensor._values() if tensor.is_sparse else local(tensor)
-    bad = ~torch.isfinite(part)
-    if bad.ndim > 1:
-        bad = bad.any(-1)
-    return [tuple(index) for index in bad.nonzero()[:SHOWN_POSITIONS].tolist()]
+class _Call(NamedTuple):
+    """One call of an operator: which of its outputs is meant, and what it was given."""
+
+    number: int
+    inputs: list[Tensor]
+    changed: list[Tensor]
+    before: dict[int, Extent]
+    args: Any
+    kwargs: Any
+
+
+def _name_leaves(model: nn.Module, inputs: dict[str, Tensor]) -> Iterator[Leaf]:
+    """Names all that was there before the pass; a tensor that a module merely holds counts as a buffer."""
+    for name, parameter in model.named_parameters():
+        yield Leaf("parameter", name, parameter)
+    for name, buffer in model.named_buffers():
+        yield Leaf("buffer", name, buffer)
+    for prefix, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield Leaf("buffer", f"{prefix}.{name}" if prefix else name, value)
+    for name, tensor in inputs.items():
+        yield Leaf("input", name, tensor)
+
+
+def _puts_zeros(name: str, output: Tensor, inputs: list[Tensor]) -> bool:
+    """Whether the backward of a selection puts zeros into a gradient; if everything was selected, it does not."""
+    if name == "where":  # (condition, gradient, 0) for the one branch, (condition, 0, gradient) for the other
+        condition, first, _ = inputs
+        return bool(condition.any() if first.ndim == 0 else not condition.all())
+    if name == "masked_fill":
+        return bool(inputs[1].any())
+    return "scatter" in name or "index_put" in name
+
+
+def _is_zero_at(tensor: Tensor, bad: Tensor) -> bool:
+    """Whether a tensor holds an exact zero at a bad place of the output, or anywhere if their shapes do not compare."""
+    part = strided(tensor)
+    if part is None or part.numel() == 0 or part.device.type == "meta":
+        return False
+    zero = (part.float() if part.element_size() == 1 and part.is_floating_point() else part.detach()) == 0
+    if _spreads_to(part.shape, bad.shape):
+        zero = zero & bad
+    return bool(zero.any())
+
+
+def _spreads_to(shape: torch.Size, target: torch.Size) -> bool:
+    trailing = target[len(target) - len(shape) :] if len(shape) <= len(target) else ()
+    return len(trailing) == len(shape) and all(a in (b, 1) for a, b in zip(shape, trailing, strict=True))
 
 
 def _ignores_all(args: Any) -> bool:

@@ -98,6 +98,23 @@ class Verdict:
         """Returns the verdict as strict JSON values."""
         return strict({**asdict(self), "cause": str(self.cause)})
 
+    def as_values(self) -> dict[str, Any]:
+        """Returns what does not fit into an event's culprit, for its `values`."""
+        origin = self.origin
+        born = {} if origin is None else {
+            name: value
+            for name in ("kind", "node", "dtype", "largest", "limit", "text", "leaf", "num_bad")
+            if (value := getattr(origin, name)) is not None
+        }  # fmt: skip
+        return {
+            **born,
+            "scope": self.blame.scope,
+            "texts": self.blame.texts,
+            "reproducible": self.reproducible,
+            "num_replays": self.num_runs,
+            "seconds": self.seconds,
+        }
+
     def explain(self, culprit: Culprit) -> Culprit:
         """Adds what was found to what an event says about the culprit."""
         origin, blame = self.origin, self.blame

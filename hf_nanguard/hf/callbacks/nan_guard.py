@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -16,52 +16,22 @@ from ...core.finite import find_nonfinite, local, read_host
 from ...core.group import Group, MicroBatch
 from ...core.guard import Guard
 from ...core.rng import RngState
-from ...core.runner import Runner
 from ...core.signal import Action, Signal
 from ...errors import NonFiniteError
 from ...report.jsonl import JsonlWriter, events_path
 from ..arguments import GuardArguments, find_guard_arguments
-from ..compat import hold_schedule
+from ..compat import bare_optimizer, hold_schedule
 from ..record import FOLDER, STATE_FILE, load_guard, save_guard
+from .replay import CallbackRunner, share_out
 from .tap import GradientTap
 
 logger = logging.getLogger("hf_nanguard")
 
 CANNOT = (
     "hf_nanguard: NanGuardCallback skips bad steps whole. What only a guarded trainer or attach(trainer) can do: redo an "
-    "accumulation group without its bad micro-batch, check labels and inputs before the forward, name dataset rows, and "
-    "keep a filtered loss out of the logged mean."
+    "accumulation group without its bad micro-batch, check labels and inputs before the forward, name dataset rows, look "
+    "into a loss outside the model, and keep a filtered loss out of the logged mean."
 )
-
-
-class CallbackRunner(Runner):
-    """A runner that can look and clear, but not run anything again: a callback does not know the trainer's loss."""
-
-    def __init__(self, model: nn.Module, tap: GradientTap):
-        super().__init__(model)
-        self.tap = tap
-
-    def why_not(self, group: Group) -> str | None:
-        return "a callback cannot run the trainer's loss again"
-
-    def measure(self) -> Tensor:
-        assert self.tap.norm is not None
-        return self.tap.norm
-
-    def named_gradients(self) -> list[tuple[str, Tensor]]:
-        return self.tap.named_magnitudes()
-
-    def run(self, micro: MicroBatch, share: Any) -> Tensor:
-        raise NotImplementedError
-
-    def forward(self, micro: MicroBatch) -> None:
-        raise NotImplementedError
-
-    def regroup(self, good: list[MicroBatch], num_good: list[int]) -> Any:
-        raise NotImplementedError
-
-    def unscale(self) -> None:
-        raise NotImplementedError
 
 
 class NanGuardCallback(TrainerCallback):
@@ -92,7 +62,7 @@ class NanGuardCallback(TrainerCallback):
         self.steps_since_log = 0
         self.skips_since_log = 0
 
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
+    def on_train_begin(self, args, state, control, model=None, processing_class=None, **kwargs):
         self._close()
         policy = find_guard_arguments(self.arguments, args).policy()
         if policy.mode == "off":
@@ -108,8 +78,9 @@ class NanGuardCallback(TrainerCallback):
         if args.process_index == 0:
             logger.warning(CANNOT)
         self.writer = JsonlWriter(events_path(Path(args.output_dir) / FOLDER, args.process_index))
-        self.guard = Guard(policy=policy, ranks=Ranks(args.device), on_event=self.writer)
-        self.runner = CallbackRunner(model, GradientTap(model))
+        folder = Path(args.output_dir) / FOLDER
+        self.guard = Guard(policy=policy, ranks=Ranks(args.device), on_event=self.writer, folder=folder)
+        self.runner = CallbackRunner(model, GradientTap(model, holds_calls=policy.autopsy), processing_class)
         self.halting = None
         if state.global_step:
             self._load_state(args, state)
@@ -153,8 +124,11 @@ class NanGuardCallback(TrainerCallback):
             return
         first, size = guard.group.micro_batches[0], self.num_substeps + 1
         losses = tap.losses if len(tap.losses) == size else [None] * size  # else they cannot be told apart
-        guard.group.micro_batches = [MicroBatch(i, None, first.rng, loss=loss) for i, loss in enumerate(losses)]
-        settlement = guard.settle(guard.group, runner, state.global_step)
+        calls = share_out(tap.calls, size)
+        guard.group.micro_batches = [MicroBatch(i, calls[i], first.rng, loss=loss) for i, loss in enumerate(losses)]
+        runner.optimizer = bare_optimizer(optimizer)
+        with runner.at_rest():
+            settlement = guard.settle(guard.group, runner, state.global_step)
         self.steps_since_log += 1
         if settlement.steps:
             return

@@ -2,10 +2,12 @@
 
 When a callback is asked, clipping has already spread one NaN over every gradient. So the tap hooks the outputs of the
 model's forward; when the backward reaches them it queues a look at the gradients behind everything the engine still
-has to do, DDP's and FSDP's reductions included. That is two fused reductions a step, left on the device.
+has to do, DDP's and FSDP's reductions included. That is two fused reductions a step, left on the device. What the
+forward was called with is held by reference until the step is decided, so that a bad one can be run again.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +15,17 @@ from accelerate.state import GradientState
 from torch import Tensor, nn
 
 from ...core.finite import magnitudes
+from ...core.rng import RngState
 from ...core.runner import same_on_all_ranks
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward of the model in training: what it was called with, and the random state right before."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rng: RngState
 
 
 class GradientTap:
@@ -22,26 +34,39 @@ class GradientTap:
     Args:
         model (`nn.Module`):
             The model, without DDP wrapper.
+        holds_calls (`bool`, *optional*, defaults to `False`):
+            Whether to hold what the forward is called with.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, holds_calls: bool = False):
         self.model = model
+        self.calls: list[Call] = []
         self.armed = False
         self.queued = False
         self.names: list[str] = []
         self.largest: list[Tensor] = []
         self.norm: Tensor | None = None
         self.losses: list[Tensor] = []
-        self.handle = model.register_forward_hook(self._on_forward)
+        self.handles = [model.register_forward_hook(self._on_forward)]
+        if holds_calls:
+            self.handles.append(model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
 
     def remove(self) -> None:
-        """Takes the hook off the model."""
-        self.handle.remove()
+        """Takes the hooks off the model."""
+        for handle in self.handles:
+            handle.remove()
+        self.calls = []
 
     def arm(self) -> None:
         """Asks for a measurement of the next group."""
         self.armed, self.queued, self.norm = True, False, None
         self.names, self.largest, self.losses = [], [], []
+        self.calls = []
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self.armed and torch.is_grad_enabled():
+            device = next(module.parameters()).device
+            self.calls.append(Call(args, dict(kwargs), RngState.capture(device.type)))
 
     def _on_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not (self.armed and torch.is_grad_enabled()):
@@ -50,7 +75,7 @@ class GradientTap:
         if isinstance(loss, Tensor):
             self.losses.append(loss.detach())
         if GradientState().sync_gradients:
-            for tensor in _tensors(output):
+            for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._on_backward)
 
@@ -78,7 +103,8 @@ def _queue(callback) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """Yields the tensors of a model's output."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):

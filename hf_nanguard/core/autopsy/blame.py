@@ -1,0 +1,132 @@
+"""Whose data it was: which samples of a micro-batch suffice to reproduce a fault, and which of their tokens.
+
+Where the bad number was born says where to look first; only a replay without the other samples proves it. Halves are
+run until single samples are left, which costs about as many passes as the batch has bits. A half that is healthy is not
+looked at again; if both halves of something bad are healthy, no sample alone is to blame.
+"""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from .origin import Origin
+from .specimen import Specimen, find_fields
+from .verdict import Blame
+
+MAX_TOKENS = 16
+SEQUENCES = ("input_ids", "decoder_input_ids", "labels", "completion_ids", "attention_mask", "inputs_embeds")
+
+
+def find_blame(specimen: Specimen, origin: Origin, allowed: Callable[[], bool]) -> Blame:
+    """Returns whose data a fault needs.
+
+    Args:
+        specimen (`Specimen`):
+            The bad micro-batch.
+        origin (`Origin`):
+            Where its bad number was born.
+        allowed (`Callable`):
+            Asked before every replay; once it says no, what is known by then is returned.
+    """
+    number = specimen.num_samples
+    if number is None:
+        return Blame()
+    tokens = map_positions(origin, specimen)
+    seen = sorted({sample for sample, _ in tokens})
+    if number == 1:
+        return _blame(specimen, "samples", [0], tokens)
+    try:
+        found, together = _search(specimen, seen, allowed)
+    except _OutOfTimeError:
+        return _blame(specimen, "untried", seen, tokens)
+    except (RuntimeError, ValueError, IndexError, TypeError, KeyError):  # this batch cannot be cut: images, packing
+        return _blame(specimen, "untried", seen, tokens)
+    if together:
+        return _blame(specimen, "batch", found if len(found) < number else None, tokens)
+    if len(found) == number:
+        return _blame(specimen, "every_sample", found, [])
+    return _blame(specimen, "samples", found, tokens)
+
+
+def _blame(specimen: Specimen, scope: str, samples: list[int] | None, tokens: list[tuple[int, int | None]]) -> Blame:
+    rows = specimen.rows
+    chosen = [s for s in (samples or []) if rows is not None and s < len(rows)]
+    shown = [[sample, token] for sample, token in tokens if token is not None and sample in (samples or [])]
+    return Blame(
+        scope=scope,
+        samples=samples or None,
+        tokens=shown[:MAX_TOKENS] or None,
+        rows=[rows[s] for s in chosen] if rows is not None and chosen else None,
+    )
+
+
+class _OutOfTimeError(Exception):
+    pass
+
+
+def _search(specimen: Specimen, seen: list[int], allowed: Callable[[], bool]) -> tuple[list[int], bool]:
+    """Returns the samples to blame, and whether it takes several of them together."""
+    together = False
+
+    def is_bad(samples: Sequence[int]) -> bool:
+        if not allowed():
+            raise _OutOfTimeError
+        return not specimen.run(samples).healthy
+
+    def search(samples: list[int]) -> list[int]:
+        """Finds the culprits among samples that are bad together."""
+        nonlocal together
+        if len(samples) == 1:
+            return samples
+        middle = len(samples) // 2
+        found = [s for half in (samples[:middle], samples[middle:]) if is_bad(half) for s in search(half)]
+        if not found:
+            together = True
+            return samples
+        return found
+
+    number = specimen.num_samples
+    assert number is not None
+    others = [sample for sample in range(number) if sample not in seen]
+    if not seen or not others:
+        return search(list(range(number))), together
+    found = [s for part in (seen, others) if is_bad(part) for s in search(part)]
+    if not found:
+        return list(range(number)), True
+    return sorted(found), together
+
+
+def map_positions(origin: Origin, specimen: Specimen) -> list[tuple[int, int | None]]:
+    """Returns sample and token of the bad values at the origin, as far as the shape tells them.
+
+    Understood are `[batch, ...]`, `[batch, tokens, ...]`, `[batch * tokens, ...]`, and attention's
+    `[batch, heads, tokens, ...]` and `[batch * heads, tokens, ...]`.
+    """
+    entries, samples = specimen.num_entries, specimen.num_samples
+    if entries is None or samples is None or not origin.shape:
+        return []
+    length = _sequence_length(specimen.fields)
+    found = [_map_position(position, origin.shape, entries, length) for position in origin.positions]
+    return sorted({(entry % samples, token) for entry, token in found if entry is not None}, key=str)
+
+
+def _map_position(
+    position: tuple[int, ...], shape: tuple[int, ...], entries: int, length: int | None
+) -> tuple[int | None, int | None]:
+    lengths = () if length is None else (length, length - 1)
+    first = shape[0]
+    if first == entries:
+        for axis in (1, 2):  # tokens come right after the batch, or after the heads
+            if axis < len(position) and shape[axis] in lengths:
+                return position[0], position[axis]
+        return position[0], None
+    for tokens in lengths:
+        if tokens and first == entries * tokens:
+            return position[0] // tokens, position[0] % tokens
+    if first % entries == 0 and len(shape) > 2 and shape[1] in lengths:
+        return position[0] // (first // entries), position[1]
+    return None, None
+
+
+def _sequence_length(fields: dict[str, Tensor]) -> int | None:
+    return next((int(field.shape[1]) for field in find_fields(fields, SEQUENCES) if field.ndim >= 2), None)

@@ -1,0 +1,238 @@
+"""The examination of a bad micro-batch, in the order of its worth: origin, data, repeat, remedies.
+
+The origin takes one replay under a trace. What follows shares a budget of time; what the budget does not reach is marked
+untried. Whatever goes wrong in here costs the explanation, never the run.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..event import Event
+from ..group import MicroBatch
+from ..journal import Journal
+from ..policy import Policy
+from ..runner import Runner
+from ..signal import Action, Signal
+from .blame import find_blame
+from .bundle import write_bundle
+from .origin import Origin
+from .remedy import try_remedies
+from .specimen import Specimen
+from .update import examine_update, try_update_remedies
+from .verdict import Blame, Remedy, Verdict, format_verdict
+
+logger = logging.getLogger("hf_nanguard")
+
+TRACES_PER_AUTOPSY = 4
+PATIENCE = 2.0
+MAX_TEXTS = 2
+FOLDER = "autopsy"
+
+
+class Budget:
+    """A stretch of time, and a word to the user when it gets long.
+
+    Args:
+        seconds (`float`):
+            How long replays may go on after the origin was found.
+        say (`Callable`, *optional*):
+            Told what is being done, at most every two seconds, once it has taken longer than that.
+    """
+
+    def __init__(self, seconds: float, say: Callable[[str], None] | None = None):
+        self.seconds = seconds
+        self.say = say
+        self.begun = self.told = time.monotonic()
+        self.deadline = float("inf")
+        self.stage = ""
+
+    def start(self) -> None:
+        """Begins to count."""
+        self.deadline = time.monotonic() + self.seconds
+
+    def allowed(self) -> bool:
+        """Returns whether there is time for another replay."""
+        now = time.monotonic()
+        if self.say is not None and now - self.told > PATIENCE:
+            self.told = now
+            self.say(f"{self.stage} ({now - self.begun:.0f} s)")
+        return now < self.deadline
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self.begun
+
+
+def examine(
+    specimen: Specimen, budget: Budget, origin: Origin | None = None, remedies: bool = True, text: bool = True
+) -> Verdict:
+    """Examines a bad micro-batch.
+
+    Args:
+        specimen (`Specimen`):
+            The micro-batch, ready to be run again.
+        budget (`Budget`):
+            How much time there is once the origin is known.
+        origin (`Origin`, *optional*):
+            Where the bad number was born, if that is known already.
+        remedies (`bool`, *optional*, defaults to `True`):
+            Whether to try remedies.
+        text (`bool`, *optional*, defaults to `True`):
+            Whether to decode the samples to blame.
+    """
+    budget.stage = "looking for the origin"
+    origin = origin or specimen.find_origin()
+    budget.start()
+    if origin is None:
+        return Verdict(None, num_samples=specimen.num_samples, num_runs=specimen.num_runs, seconds=budget.spent)
+    budget.stage = "looking for the samples it takes"
+    blame = find_blame(specimen, origin, budget.allowed)
+    blame = replace(blame, texts=read_texts(specimen, blame) if text else {})
+    budget.stage = "looking whether it comes back"
+    reproducible = (not specimen.run().healthy) if budget.allowed() else None
+    origin, tried = trace_update(specimen, origin)
+    if remedies and reproducible is not False:
+        budget.stage = "trying remedies"
+        tried += try_remedies(specimen, origin, blame, budget.allowed, origin.cause)
+    return Verdict(origin, blame, reproducible, tried, specimen.num_samples, specimen.num_runs, round(budget.spent, 3))
+
+
+def trace_update(specimen: Specimen, origin: Origin) -> tuple[Origin, tuple[Remedy, ...]]:
+    """Goes one step further back if a parameter was bad: to the optimizer update that made it so."""
+    optimizer = specimen.runner.optimizer
+    named = [(n, p) for n, p in specimen.model.named_parameters() if n == origin.parameter]
+    update = examine_update(optimizer, named) if optimizer is not None and named else None
+    if update is None:
+        return origin, ()
+    return replace(origin, phase="optimizer", cause=update.cause), try_update_remedies(optimizer, update, named[0][1])
+
+
+def read_texts(specimen: Specimen, blame: Blame) -> dict[int, str]:
+    """Returns the text of the samples to blame, as far as the loop can decode it."""
+    if blame.scope == "every_sample":
+        return {}
+    found = {sample: specimen.runner.decode(specimen.micro, sample) for sample in (blame.samples or [])[:MAX_TEXTS]}
+    return {sample: text for sample, text in found.items() if text}
+
+
+class Examiner:
+    """Decides which bad micro-batches are examined, and keeps what was found.
+
+    Args:
+        policy (`Policy`):
+            Whether, how often and how long.
+        journal (`Journal`):
+            Where it is told when an autopsy fails.
+        folder (`Path`, *optional*):
+            The run's `nanguard` folder; without one no bundle is written.
+    """
+
+    def __init__(self, policy: Policy, journal: Journal, folder: Path | None = None):
+        self.policy = policy
+        self.journal = journal
+        self.folder = folder
+        self.known: dict[tuple, Verdict] = {}
+        self.num_traces = 0
+        self.told_out_of_sight = False
+
+    @property
+    def due(self) -> bool:
+        """Whether another micro-batch may be traced."""
+        return self.policy.autopsy and self.num_traces < TRACES_PER_AUTOPSY * self.policy.max_autopsies
+
+    def examine(self, runner: Runner, micro: MicroBatch, share: Any, step: int) -> Verdict | None:
+        """Examines a bad micro-batch; `None` if it is not to be examined, or could not be.
+
+        A fault that was examined before is only located again. Gradients, buffers and random state are left as the last
+        replay had them: whoever calls goes on from a clean state of his own, or does this in `runner.undisturbed()`.
+        """
+        if not self.due:
+            return None
+        self.num_traces += 1
+        try:
+            return self._examine(runner, micro, share, step)
+        except torch.OutOfMemoryError as error:
+            self._tell_failure(step, micro, f"out of memory: {_first_line(error)}")
+        except Exception as error:  # any code of the user's may run in a replay; an explanation must not cost the run
+            self._tell_failure(step, micro, f"{type(error).__name__}: {_first_line(error)}")
+        return None
+
+    def _examine(self, runner: Runner, micro: MicroBatch, share: Any, step: int) -> Verdict:
+        specimen = Specimen(runner, micro, share)
+        say = lambda stage: logger.warning("hf_nanguard: autopsy of step %d: %s", step, stage)  # noqa: E731
+        budget = Budget(self.policy.autopsy_seconds, say)
+        budget.stage = "looking for the origin"
+        origin = specimen.find_origin()
+        known = self.known.get(origin.signature) if origin is not None else None
+        if known is not None or len(self.known) >= self.policy.max_autopsies or runner.lockstep:
+            return self._locate(specimen, origin, known, budget, step)
+        if origin is None:
+            verdict = Verdict(None, num_runs=specimen.num_runs, seconds=round(budget.spent, 3))
+        else:
+            verdict = examine(specimen, budget, origin, text=self.policy.bundle_text)
+            verdict = self._write_bundle(specimen, verdict, step)
+            self.known[origin.signature] = verdict
+        logger.warning(format_verdict(verdict, step, micro.index))
+        return verdict
+
+    def _locate(
+        self, specimen: Specimen, origin: Origin | None, known: Verdict | None, budget: Budget, step: int
+    ) -> Verdict:
+        """Says where it was, without another examination."""
+        if origin is None:
+            return Verdict(None, num_runs=specimen.num_runs, seconds=round(budget.spent, 3))
+        blame = find_blame(specimen, origin, lambda: False)
+        verdict = Verdict(
+            origin, blame, num_samples=specimen.num_samples, num_runs=specimen.num_runs, seconds=round(budget.spent, 3),
+            remedies=known.remedies if known is not None else (), bundle=known.bundle if known is not None else None,
+        )  # fmt: skip
+        if known is None and len(self.known) < self.policy.max_autopsies:
+            self.known[origin.signature] = verdict
+            logger.warning(format_verdict(verdict, step, specimen.micro.index))
+        return verdict
+
+    def _write_bundle(self, specimen: Specimen, verdict: Verdict, step: int) -> Verdict:
+        if self.folder is None:
+            return verdict
+        try:
+            path = write_bundle(
+                self.folder / FOLDER / f"step-{step}",
+                specimen,
+                verdict,
+                specimen.runner.facts(specimen.share),
+                weights=self.policy.bundle_weights,
+                text=self.policy.bundle_text,
+            )
+        except Exception as error:  # a full disk, or anything in the inputs that cannot be written
+            self._tell_failure(
+                step, specimen.micro, f"no bundle was written: {type(error).__name__}: {_first_line(error)}"
+            )
+            return verdict
+        return replace(verdict, bundle=path.relative_to(self.folder).as_posix())
+
+    def tell_out_of_sight(self, step: int) -> None:
+        """Says, once, that the fault lies where this runner cannot look."""
+        if not self.told_out_of_sight and self.journal.ranks.rank == 0:
+            logger.warning(
+                "hf_nanguard: no autopsy of step %d: the model's own forward and backward are finite, so the fault lies in "
+                "the loss, which a callback does not see. attach(trainer) does.",
+                step,
+            )
+        self.told_out_of_sight = True
+
+    def _tell_failure(self, step: int, micro: MicroBatch, reason: str) -> None:
+        message = f"autopsy of micro-batch {micro.index} of step {step}: {reason}"
+        rank = self.journal.ranks.rank
+        self.journal.write(Event(step, Signal.GUARD_FAILED, Action.OBSERVED, message, micro.index, rank))
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else "no message"

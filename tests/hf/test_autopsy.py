@@ -1,0 +1,223 @@
+"""Autopsies in real trainers: one row is bad, and the event names it, its token, the module, the operator and the line."""
+
+import json
+from inspect import getsourcelines
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+
+from hf_nanguard import GuardArguments, NanGuardCallback
+from hf_nanguard.hf.runner import decode_sample
+
+from ..models import text_rows, tiny_tokenizer, token_rows
+from ..reference import assert_same, losses_of, tensors_of
+from ..trainers import KINDS, build, events_of
+
+BAD_ROW = 13
+MARK = 63  # a token that no other row has: "w56"
+
+
+def bad_dataset(kind):
+    """The data of a kind, with `MARK` in one row."""
+    if kind == "plain":
+        rows = [{k: [t if t != MARK else 5 for t in v] for k, v in row.items()} for row in token_rows(48)]
+        rows[BAD_ROW]["input_ids"][3] = rows[BAD_ROW]["labels"][3] = MARK
+        return Dataset.from_list(rows)
+    rows = text_rows(96)
+    words = rows[BAD_ROW]["text"].split()
+    rows[BAD_ROW]["text"] = " ".join([*words[:3], f"w{MARK - 7}", *words[4:]])
+    return Dataset.from_list(rows[:48])
+
+
+class Poison:
+    """Takes the logarithm of zero at every `MARK`, in a named module and in training only."""
+
+    def __init__(self, model, name="model.layers.1.mlp"):
+        self.marked = None
+        model.get_input_embeddings().register_forward_pre_hook(self.note)
+        model.get_submodule(name).register_forward_hook(self.strike)
+
+    def note(self, module, args):
+        self.marked = args[0] == MARK
+
+    def strike(self, module, args, output):
+        if not torch.is_grad_enabled():
+            return output
+        marked = self.marked[:, -output.shape[1] :, None].to(output.dtype)
+        return output + torch.log(1.0 - marked)
+
+
+LINES, FIRST = getsourcelines(Poison.strike)
+LINE = FIRST + next(i for i, line in enumerate(LINES) if "torch.log" in line)
+
+
+def poisoned(kind, folder, guard=True, settings=None, **overrides):
+    extra = {"train_dataset": bad_dataset(kind)}
+    if guard and settings is not None:
+        extra["guard"] = settings
+    trainer = build(kind, folder, guard=guard, extra=extra, **overrides)
+    Poison(trainer.accelerator.unwrap_model(trainer.model))
+    return trainer
+
+
+def the_event(trainer):
+    [event] = [event for event in events_of(trainer) if event["signal"] != "guard_failed"]
+    return event
+
+
+def _check(event, row=BAD_ROW):
+    culprit = event["culprit"]
+    assert culprit["op"] == "aten.log.default"
+    assert culprit["source"] == f"test_autopsy.py:{LINE}"
+    assert culprit["module"] == "model.layers.1.mlp"
+    assert culprit["phase"] == "forward"
+    assert event["cause"] == "log_of_zero"
+    assert event["values"]["autopsy"]["scope"] == "samples"
+    if row is not None:
+        assert culprit["rows"] == [row]
+    assert {"drop_rows"} <= {remedy["name"] for remedy in event["remedies"] if remedy["works"]}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "sft"])
+def test_the_row_the_token_and_the_line(kind, checkpointing, tmp_path):
+    trainer = poisoned(kind, tmp_path, max_steps=8, gradient_checkpointing=checkpointing)
+    trainer.train()
+    event = the_event(trainer)
+    assert event["action"] == "dropped"
+    _check(event)
+    assert {token for _, token in event["culprit"]["tokens"]} == {3}
+    [sample] = event["culprit"]["samples"]
+    assert {s for s, _ in event["culprit"]["tokens"]} == {sample}
+    assert not any(torch.isnan(p).any() for p in trainer.model.parameters())
+    bundle = Path(trainer.args.output_dir) / "nanguard" / event["bundle"]
+    assert {"facts.json", "inputs.safetensors", "README.md"} <= {path.name for path in bundle.iterdir()}
+
+
+def test_the_text_of_the_row_is_shown_unless_it_must_not(tmp_path):
+    trainer = poisoned("sft", tmp_path / "shown", max_steps=8)
+    trainer.train()
+    [text] = the_event(trainer)["values"]["autopsy"]["texts"].values()
+    assert text.split()[3] == f"w{MARK - 7}"
+    trainer = poisoned("sft", tmp_path / "hidden", max_steps=8, settings=GuardArguments(nanguard_bundle_text=False))
+    trainer.train()
+    event = the_event(trainer)
+    _check(event)
+    assert event["values"]["autopsy"]["texts"] == {}
+    written = [
+        path.read_text() for path in (tmp_path / "hidden").rglob("*") if path.suffix in (".json", ".jsonl", ".md")
+    ]
+    assert written
+    assert not any(f"w{MARK - 7}" in text for text in written)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_trace_of_the_autopsy(kind, tmp_path):
+    """With and without an autopsy the run ends the same, metrics of the trainer included."""
+    ends = []
+    for autopsy in (True, False):
+        trainer = build(kind, tmp_path / str(autopsy), extra={"guard": GuardArguments(nanguard_autopsy=autopsy)})
+        bare = trainer.accelerator.unwrap_model(trainer.model)
+        strike = {"armed": False}
+
+        def hook(module, args, output, strike=strike, trainer=trainer):
+            live = torch.is_grad_enabled() and trainer.state.global_step == 2
+            strike["armed"] = strike["armed"] or live
+            return output + torch.log(output.detach() * 0.0) if live else output
+
+        bare.get_submodule("model.layers.0.mlp.up_proj").register_forward_hook(hook)
+        trainer.train()
+        assert strike["armed"]
+        ends.append((tensors_of(trainer), losses_of(trainer), vars(trainer).get("_metrics")))
+        events = [event for event in events_of(trainer) if event["step"] == 2]
+        assert {event["culprit"]["op"] for event in events} == {"aten.log.default" if autopsy else None}
+    assert_same(ends[0][0], ends[1][0])
+    assert ends[0][1:] == ends[1][1:]
+
+
+def test_a_row_of_the_embedding_that_nobody_initialised(tmp_path):
+    trainer = build("plain", tmp_path, extra={"train_dataset": bad_dataset("plain")}, max_steps=8)
+    with torch.no_grad():
+        trainer.model.get_input_embeddings().weight[MARK] = float("nan")
+    trainer.train()
+    event = the_event(trainer)
+    culprit = event["culprit"]
+    assert (culprit["phase"], culprit["parameter"]) == ("parameter", "model.embed_tokens.weight")
+    assert (culprit["op"], culprit["module"]) == ("aten.embedding.default", "model.embed_tokens")
+    assert event["cause"] == "uninitialised_weight"
+    assert culprit["rows"] == [BAD_ROW]
+    assert event["values"]["autopsy"]["num_bad"] == 16
+
+
+@pytest.mark.parametrize("kind", ["plain", "sft", "dpo"])
+def test_a_callback_explains_too(kind, tmp_path):
+    trainer = build(kind, tmp_path, guard=False, extra={"callbacks": [NanGuardCallback()]}, max_steps=4)
+    bare = trainer.model
+
+    def hook(module, args, output):
+        live = torch.is_grad_enabled() and trainer.state.global_step == 2
+        return output + torch.log(output.detach() * 0.0) if live else output
+
+    bare.get_submodule("model.layers.0.mlp.up_proj").register_forward_hook(hook)
+    trainer.train()
+    event = the_event(trainer)
+    assert event["action"] == "skipped"
+    assert (event["cause"], event["culprit"]["op"]) == ("log_of_zero", "aten.log.default")
+    assert event["culprit"]["module"] == "model.layers.0.mlp.up_proj"
+    assert event["values"]["autopsy"]["scope"] == "every_sample"
+
+
+def test_a_callback_says_when_the_fault_is_out_of_its_sight(tmp_path, caplog):
+    from transformers import Trainer
+
+    class OwnLoss(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss = model(**inputs).loss
+            return loss + torch.log(loss * 0.0) if self.state.global_step == 2 else loss
+
+    trainer = build("plain", tmp_path, OwnLoss, guard=False, extra={"callbacks": [NanGuardCallback()]})
+    trainer.train()
+    assert [r for r in caplog.records if "attach(trainer) does" in r.message]
+    event = the_event(trainer)
+    assert (event["action"], event["culprit"]["op"]) == ("skipped", None)
+
+
+def test_a_run_in_float16_names_the_overflow_and_what_works(tmp_path):
+    trainer = build("plain", tmp_path, dtype=torch.float16, max_steps=1, learning_rate=0.0)
+    with torch.no_grad():
+        trainer.model.model.layers[1].mlp.up_proj.weight.fill_(3e4)
+    trainer.train()
+    event = next(event for event in events_of(trainer) if event["action"] == "skipped")
+    assert event["cause"] == "fp16_overflow"
+    assert event["culprit"]["module"] == "model.layers.1.mlp.up_proj"
+    assert event["values"]["autopsy"]["dtype"] == "float16"
+    assert event["values"]["autopsy"]["limit"] == 65504.0
+    assert {"float32", "bfloat16"} <= {remedy["name"] for remedy in event["remedies"] if remedy["works"]}
+    assert all(p.dtype == torch.float16 for p in trainer.model.parameters())
+
+
+def test_text_is_printable_and_cut():
+    tokenizer = tiny_tokenizer()
+    ids = torch.tensor([[10, 11, 0], [12, 13, 14]])
+    assert decode_sample(tokenizer, {"input_ids": ids}, 1) == "w5 w6 w7"
+    assert decode_sample(tokenizer, {"prompt_ids": ids[:, :1], "completion_ids": ids[:, 1:]}, 0).split() == ["w3", "w4"]
+    assert decode_sample(None, {"input_ids": ids}, 1) is None
+    assert decode_sample(tokenizer, {"pixel_values": ids}, 1) is None
+    assert decode_sample(tokenizer, {"input_ids": ids}, 7) is None
+    long = decode_sample(tokenizer, {"input_ids": torch.full((1, 500), 10)}, 0)
+    assert len(long) < 200
+
+    class Wild:
+        def decode(self, ids, skip_special_tokens):
+            return "a\x1b[31mb\nc"
+
+    assert decode_sample(Wild(), {"input_ids": ids}, 0) == "a [31mb c"
+
+
+def test_events_are_strict_json(tmp_path):
+    trainer = poisoned("plain", tmp_path, max_steps=8)
+    trainer.train()
+    for line in (tmp_path / "nanguard" / "events.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not strict JSON"))
