@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .hf.grpo import GuardedGRPOConfig as GuardedGRPOConfig
     from .hf.grpo import GuardedGRPOTrainer as GuardedGRPOTrainer
     from .hf.mixin import GuardedTrainerMixin as GuardedTrainerMixin
+    from .hf.rebuild import replay as replay
     from .hf.sft import GuardedSFTConfig as GuardedSFTConfig
     from .hf.sft import GuardedSFTTrainer as GuardedSFTTrainer
     from .hf.trainer import GuardedTrainer as GuardedTrainer
@@ -43,6 +44,7 @@ _HOMES = {
     "GuardedSFTTrainer": "hf.sft",
     "GuardedGRPOConfig": "hf.grpo",
     "GuardedGRPOTrainer": "hf.grpo",
+    "replay": "hf.rebuild",
     "NanGuardCallback": "hf.callbacks",
     "GradientMonitorCallback": "hf.callbacks",
 }

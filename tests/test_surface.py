@@ -22,6 +22,7 @@ from hf_nanguard import (
     Policy,
     attach,
     guarded,
+    replay,
 )
 from hf_nanguard.cli.main import build_parser
 from hf_nanguard.core.event import Culprit, Event
@@ -36,7 +37,7 @@ def words(text: str) -> list[str]:
 
 NAMES = words("""ArgumentError GradientMonitorCallback Guard GuardArguments GuardedGRPOConfig GuardedGRPOTrainer
 GuardedSFTConfig GuardedSFTTrainer GuardedTrainer GuardedTrainerMixin GuardedTrainingArguments LossMissingError
-NanGuardCallback NanGuardError NonFiniteError Policy attach guarded""")
+NanGuardCallback NanGuardError NonFiniteError Policy attach guarded replay""")
 
 ARGUMENTS = {
     "nanguard_mode": (str, "act"),
@@ -84,9 +85,10 @@ SIGNATURES = [
     (NanGuardCallback, "(guard=None)"),
     (attach, "(trainer, guard=None)"),
     (guarded, "(trainer_class)"),
+    (replay, "(path, checkpoint=None, factory=None, remedies=False)"),
 ]
 
-COMMANDS = ["demo"]
+COMMANDS = ["demo", "replay"]
 
 
 def bare_signature(function) -> str:

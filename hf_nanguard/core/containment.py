@@ -193,6 +193,8 @@ class Containment:
         signal = blamed[0].signal if blamed else Signal.GRAD_NONFINITE
         message = blamed[0].message if blamed else incident.tell()
         suspicious = not good and not any(micro.must_go for micro in incident.group.micro_batches)
+        if suspicious and blamed:  # a row of an embedding that only some samples need is no reason to end the run
+            suspicious = not all(bad.verdict is not None and bad.verdict.spares_others for bad in blamed)
         sick = self.find_sick_parameter(incident, runner, suspicious)
         if settlement is None:
             settlement = self.skip(incident, runner, signal, message)

@@ -9,7 +9,7 @@ import re
 from torch import Tensor
 
 from ..signal import Cause
-from .record import Leaf, Record
+from .record import Leaf, Record, operand_is_mask
 
 EXPONENTIALS = ("exp", "exp2", "expm1", "sinh", "cosh", "special_exp2")
 LOGARITHMS = ("log", "log2", "log10", "log1p", "logit")
@@ -117,9 +117,9 @@ def _infer_backward(record: Record, forward_name: str) -> Cause:
 
 def _name_overflow(record: Record) -> Cause:
     """An infinity of finite operands in a narrow format is an overflow; of float32 nobody knows why it got so large."""
-    if record.bad_operands or not all(map(math.isfinite, record.scalars)):
+    if not all(map(math.isfinite, record.scalars)) or not all(map(operand_is_mask, record.bad_operands)):
         return Cause.UNKNOWN
-    if record.is_pointwise and record.extent.kind == "nan":  # the root of a negative number
+    if record.extent.kind == "nan" and (record.is_pointwise or record.bad_operands):  # sqrt(-1), 0 * -inf
         return Cause.UNKNOWN
     return LOW_PRECISION.get(str(record.dtype), Cause.UNKNOWN)
 

@@ -206,7 +206,7 @@ class Examiner:
                 self.folder / FOLDER / f"step-{step}",
                 specimen,
                 verdict,
-                specimen.runner.facts(specimen.share),
+                {**specimen.runner.facts(specimen.share), "rows": specimen.micro.rows},
                 weights=self.policy.bundle_weights,
                 text=self.policy.bundle_text,
             )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 _CONSTANTS = ("full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "scalar_tensor", "where",
               "index_fill", "index_fill_", "constant_pad_nd", "masked_scatter")  # fmt: skip
+_NEGATIONS = ("neg", "neg_", "sub", "sub_", "rsub", "abs", "abs_")
 
 
 class Extent(NamedTuple):
@@ -199,8 +200,11 @@ def record_is_mask(record: Record) -> bool:
 
 def _keeps_masks(record: Record) -> bool:
     """Whether an operator passes infinities of its inputs on, rather than making new ones."""
-    finite = [o.extent.largest for o in record.operands if o.extent.kind == "finite"]
-    return all(value <= torch.finfo(record.dtype).max / 2 for value in finite)
+    finite = [o.extent for o in record.operands if o.extent.kind == "finite"]
+    flips = record.name in _NEGATIONS or any(e.low < 0 for e in finite) or any(s < 0 for s in record.scalars)
+    if record.extent.high == math.inf and not flips and all(o.extent.high != math.inf for o in record.bad_operands):
+        return False
+    return all(extent.largest <= torch.finfo(record.dtype).max / 2 for extent in finite)
 
 
 def operand_is_mask(operand: Operand) -> bool:

@@ -88,6 +88,13 @@ class Verdict:
     bundle: str | None = None
 
     @property
+    def spares_others(self) -> bool:
+        """Whether other samples of the batch were healthy, by test or by sight: then the model can go on without these."""
+        found = self.blame.samples
+        known = self.blame.scope in ("samples", "untried") and found is not None
+        return known and self.num_samples is not None and len(found or ()) < self.num_samples
+
+    @property
     def cause(self) -> Cause:
         """Why it happened."""
         if self.reproducible is False or self.origin is None:

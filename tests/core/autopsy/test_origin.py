@@ -126,6 +126,23 @@ def test_infinite_mask_given_as_input_is_no_culprit_but_a_nan_in_it_is():
     assert (origin.cause, origin.leaf, origin.positions) == (Cause.INPUT_NONFINITE, "attention_mask", ((2, 1),))
 
 
+def test_overflow_beside_a_mask_is_no_mask():
+    def masked_then_added(h):
+        scores = h * 0 + 6e4
+        masked = scores.masked_fill(torch.eye(3, 4) > 0, -INF)
+        masked = masked + scores  # culprit
+        return h * masked.softmax(-1)
+
+    def masked_then_doubled(h):
+        masked = (h * 0 + 6e4).masked_fill(torch.eye(3, 4) > 0, -INF)
+        masked = masked * 2  # culprit
+        return h * masked.softmax(-1)
+
+    for middle in (masked_then_added, masked_then_doubled):
+        origin = find(Net(middle).to(HALF), torch.ones(3, 4, dtype=HALF))
+        assert (origin.source, origin.cause) == (culprit_line(middle), Cause.FP16_OVERFLOW)
+
+
 def test_phases():
     class WithLoss(Net):
         def forward(self, x):

@@ -233,7 +233,20 @@ def repaired_in_part(h):
 def index_put_into_empty(h):
     buffer = torch.empty(3, 4)
     for row in range(3):
-        buffer.index_put_((torch.tensor([row]),), (h.detach()[row] * 0).log()[None])  # culprit
+        buffer.index_put_((torch.tensor([row]),), (h.detach()[row] * row / row)[None])  # culprit
+    return h + buffer
+
+
+def beside_a_bad_one_in_a_list(h):
+    unused = h.detach() * 0 / 0
+    _, second = torch._foreach_log([unused, h.detach() * 0])  # culprit
+    return h + second
+
+
+def two_kinds_in_one_buffer(h):
+    buffer = torch.zeros(3, 4)
+    buffer[0] = h.detach()[0] * 0 / 0  # culprit
+    buffer[1] = (h.detach()[1] * 0).log()
     return h + buffer
 
 
@@ -245,7 +258,8 @@ def index_put_into_empty(h):
         (out_into_its_input, "aten.log.default"), (expanded, "aten.log.default"),
         (foreach, "aten._foreach_log.default"), (multiple_outputs, "aten.div.Tensor"),
         (through_complex, "aten.div.Tensor"), (overwritten_garbage, "aten.log.default"),
-        (rewritten_whole, "aten.log.default"), (index_put_into_empty, "aten.log.default"),
+        (rewritten_whole, "aten.log.default"), (index_put_into_empty, "aten.div.Tensor"),
+        (beside_a_bad_one_in_a_list, "aten._foreach_log.default"), (two_kinds_in_one_buffer, "aten.div.Tensor"),
         (repaired_in_part, "aten.div.Tensor"),
     ],
 )  # fmt: skip
