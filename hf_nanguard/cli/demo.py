@@ -173,7 +173,9 @@ def _blame(outcome: Outcome) -> str:
     if not outcome.events:
         return "nothing"
     event = outcome.events[0]
-    return f"{event['signal']}, {event['action']}: {event['message']}"
+    culprit, works = event["culprit"], [remedy["name"] for remedy in event["remedies"] if remedy["works"]]
+    rows = ", ".join(map(str, culprit["rows"]))
+    return f"{event['cause']} at {culprit['source']}, dataset row {rows}; {event['action']}; works: {', '.join(works)}"
 
 
 def show(console: Console, outcomes: dict[str, Outcome], folder: Path, steps: int) -> None:
@@ -203,7 +205,8 @@ def show(console: Console, outcomes: dict[str, Outcome], folder: Path, steps: in
     same = [torch.equal(guarded_run.weights[name], tensor) for name, tensor in outcomes[control].weights.items()]
     console.print(
         f"The guarded run against a stock run that never saw that batch: {sum(same)} of {len(same)} weight tensors are "
-        f"bit-identical.\nIts events: {escape(str(folder / 'guarded' / 'nanguard' / 'events.jsonl'))}",
+        f"bit-identical.\nIts events: {escape(str(folder / 'guarded' / 'nanguard' / 'events.jsonl'))}\n"
+        f"Its autopsies: {escape(str(folder / 'guarded' / 'nanguard' / 'autopsy'))}",
         highlight=False,
         soft_wrap=True,
     )

@@ -263,8 +263,11 @@ class Containment:
         finally:
             self.replaying = False
         found = next((verdict for verdict in verdicts if verdict is not None), None)
-        tellers = self.ranks.gather(found is not None)
-        return found, tellers.index(True) == self.ranks.rank if any(tellers) else None
+        facts = self.ranks.gather({"found": found is not None, "bad_loss": incident.bad_loss is not None})
+        tellers = [rank for rank, fact in enumerate(facts) if fact["found"]]
+        if not tellers or any(fact["bad_loss"] for fact in facts):  # a bad loss is told by the rank it belongs to
+            return found, None
+        return found, tellers[0] == self.ranks.rank
 
     def take_census(self, runner: Runner) -> Census:
         """Looks at the gradients as they are now, of sharded ones at the shards of all ranks: the culprit's own may be

@@ -53,7 +53,8 @@ def test_the_planted_batch_and_no_other_is_blamed(finished):
     [event] = read_jsonl(finished[2] / "guarded" / "nanguard" / "events.jsonl")
     bad_step = STEPS // 3
     assert (event["step"], event["signal"], event["action"]) == (bad_step, "loss_nonfinite", "skipped")
-    assert event["culprit"]["rows"] == list(range(bad_step * BATCH_SIZE, (bad_step + 1) * BATCH_SIZE))
+    assert event["culprit"]["rows"] == [bad_step * BATCH_SIZE + 2]
+    assert event["cause"] == "div_by_zero"
     assert str(finished[2] / "guarded" / "nanguard" / "events.jsonl") in finished[0].replace("\n", "")
 
 

@@ -227,3 +227,36 @@ def test_events_are_strict_json(tmp_path):
     trainer.train()
     for line in (tmp_path / "nanguard" / "events.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not strict JSON"))
+
+
+@pytest.mark.parametrize(
+    ("field", "cause"), [("old_per_token_logps", "ratio_overflow"), ("ref_per_token_logps", "kl_overflow")]
+)
+def test_a_policy_ratio_and_a_kl_term_are_told_apart(field, cause, tmp_path):
+    """One completion whose log-probability is off by 200, as a policy that has moved too far or a stale buffer gives it."""
+    import trl
+
+    class Off(trl.GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            output = super()._generate_and_score_completions(inputs)
+            mask = output["completion_mask"]
+            if field not in output:
+                output[field] = torch.full(mask.shape, -4.0)
+            sign = -1.0 if field == "old_per_token_logps" else 1.0
+            if self.state.global_step == 1:
+                output[field] = output[field].clone()
+                output[field][0] += sign * 200.0
+                output["advantages"] = torch.ones_like(output["advantages"])
+            return output
+
+    kl = cause == "kl_overflow"  # the reference of an adapter is the model without it
+    trainer = build("grpo", tmp_path, Off, max_steps=3, beta=0.1 if kl else 0.0, lora=kl, gradient_accumulation_steps=1)
+    trainer.train()
+    event = the_event(trainer)
+    assert event["step"] == 1
+    assert event["cause"] == cause
+    assert event["culprit"]["op"].startswith("aten.exp")
+    assert event["culprit"]["source"].startswith("grpo_trainer.py:")
+    assert {"bounded_log_ratio"} <= {remedy["name"] for remedy in event["remedies"] if remedy["works"]}
+    assert len(event["culprit"]["samples"]) == 1
+    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())

@@ -35,7 +35,7 @@ def named_in(cells: list[str]) -> list[str]:
 def in_use(enum: str) -> set[str]:
     """Returns the members of a closed list that the package's code mentions."""
     files = [path for path in (ROOT / "hf_nanguard").rglob("*.py") if path.name != "signal.py"]
-    return {name for path in files for name in re.findall(rf"\b{enum}\.([A-Z_]+)", path.read_text(encoding="utf-8"))}
+    return {name for path in files for name in re.findall(rf"\b{enum}\.([A-Z0-9_]+)", path.read_text(encoding="utf-8"))}
 
 
 def test_there_are_snippets():
@@ -90,3 +90,18 @@ def test_the_event_has_the_schema():
 def test_links_lead_somewhere():
     for link in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (ROOT / link).exists(), link
+
+
+def test_cause_table_names_every_cause_in_use():
+    named = named_in([cells[0] for cells in find_table("`cause`")])
+    assert len(named) == len(set(named))
+    assert {name.upper() for name in named} == in_use("Cause")
+
+
+def test_every_remedy_is_named():
+    folder = ROOT / "hf_nanguard" / "core" / "autopsy"
+    code = "".join((folder / name).read_text(encoding="utf-8") for name in ("remedy.py", "bound.py", "update.py"))
+    tried = set(re.findall(r"(?:Idea|_Trial)\(\s*\"(\w+)\"", code)) - {"unchanged"}
+    tried |= set(re.findall(r"Cause\.\w+: \(\s*\"(\w+)\"", code))
+    [sentence] = re.findall(r"^Remedies that may be tried:(.*?)\"Works\"", README, flags=re.DOTALL | re.MULTILINE)
+    assert set(named_in([sentence])) == tried

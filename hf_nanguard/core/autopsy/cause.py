@@ -41,8 +41,8 @@ def infer_cause(record: Record, text: str, unselected: bool) -> Cause:
         unselected (`bool`):
             Whether a zero gradient of an unselected branch had met it.
     """
-    if record.uninitialised:
-        return Cause.UNINITIALISED_WEIGHT
+    if record.uninitialised:  # elsewhere than on a CPU, a kernel that is no operator of torch may have written it
+        return Cause.UNINITIALISED_WEIGHT if record.device == "cpu" else Cause.UNKNOWN
     if unselected:
         return Cause.WHERE_UNSELECTED_BRANCH
     if _is_fully_masked(record):

@@ -179,8 +179,14 @@ class Examiner:
             verdict = examine(specimen, budget, origin, text=self.policy.bundle_text)
             verdict = self._write_bundle(specimen, verdict, step)
             self.known[origin.signature] = verdict
-        logger.warning(format_verdict(verdict, step, micro.index))
+        self._tell(verdict, step, micro)
         return verdict
+
+    def _tell(self, verdict: Verdict, step: int, micro: MicroBatch) -> None:
+        """Logs the verdict, with the path of its bundle as a person can use it."""
+        if verdict.bundle is not None and self.folder is not None:
+            verdict = replace(verdict, bundle=str(self.folder / verdict.bundle))
+        logger.warning(format_verdict(verdict, step, micro.index))
 
     def _locate(
         self, specimen: Specimen, origin: Origin | None, known: Verdict | None, budget: Budget, step: int
@@ -195,7 +201,7 @@ class Examiner:
         )  # fmt: skip
         if known is None and len(self.known) < self.policy.max_autopsies:
             self.known[origin.signature] = verdict
-            logger.warning(format_verdict(verdict, step, specimen.micro.index))
+            self._tell(verdict, step, specimen.micro)
         return verdict
 
     def _write_bundle(self, specimen: Specimen, verdict: Verdict, step: int) -> Verdict:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..finite import local
 from .record import FINITE, Extent, Record
@@ -16,7 +17,6 @@ from .record import FINITE, Extent, Record
 SHOWN_POSITIONS = 64
 
 
-@torch.no_grad()
 def measure(tensor: Tensor) -> Extent:
     """Returns the exact extent of a tensor; integers and empty tensors are finite."""
     part = strided(tensor)
@@ -36,6 +36,9 @@ def strided(tensor: Tensor) -> Tensor | None:
     if tensor.is_nested or tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         tensor = tensor.values()
     tensor = local(tensor)
+    if is_traceable_wrapper_subclass(tensor):  # its values are in tensors that it holds
+        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+        return next((part for held in inner if is_float(held) and (part := strided(held)) is not None), None)
     return tensor if tensor.layout is torch.strided else None
 
 
@@ -68,6 +71,8 @@ def span_of(part: Tensor) -> tuple[int, int]:
     """Returns the first byte of a plain tensor in its storage, and the one after its last."""
     size = part.element_size()
     start = int(part.storage_offset()) * size
+    if part.is_contiguous():
+        return start, start + max(part.numel(), 1) * size
     reach = sum((n - 1) * s for n, s in zip(part.shape, part.stride(), strict=True)) if part.numel() else 0
     return start, start + (reach + 1) * size
 

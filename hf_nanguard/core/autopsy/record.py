@@ -11,6 +11,8 @@ from torch import Tensor
 
 _CONSTANTS = ("full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "scalar_tensor", "where",
               "index_fill", "index_fill_", "constant_pad_nd", "masked_scatter")  # fmt: skip
+# What adds up a mask makes a value of it.
+_ADDING = ("sum", "mean", "nansum", "nll_loss_forward", "nll_loss2d_forward", "mm", "bmm", "addmm", "baddbmm", "dot")
 _NEGATIONS = ("neg", "neg_", "sub", "sub_", "rsub", "abs", "abs_")
 
 
@@ -145,6 +147,8 @@ class Record:
             For a loss over classes: whether it ignored every target.
         is_mask (`bool`):
             Whether its infinities are constants of the program, or come from nothing but such: a mask.
+        device (`str`):
+            The type of device of what it wrote.
     """
 
     index: int
@@ -164,6 +168,7 @@ class Record:
     uninitialised: bool = False
     all_ignored: bool = False
     is_mask: bool = False
+    device: str = "cpu"
 
     @property
     def name(self) -> str:
@@ -200,6 +205,8 @@ def record_is_mask(record: Record) -> bool:
 
 def _keeps_masks(record: Record) -> bool:
     """Whether an operator passes infinities of its inputs on, rather than making new ones."""
+    if record.name in _ADDING:
+        return False
     finite = [o.extent for o in record.operands if o.extent.kind == "finite"]
     flips = record.name in _NEGATIONS or any(e.low < 0 for e in finite) or any(s < 0 for s in record.scalars)
     if record.extent.high == math.inf and not flips and all(o.extent.high != math.inf for o in record.bad_operands):

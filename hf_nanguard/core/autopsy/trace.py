@@ -229,6 +229,7 @@ class Trace(TorchDispatchMode):
             if code is not None:
                 record.in_python = True
                 record.place = Place(record.place.module, code, line)
+        record.device = output.device.type
         record.uninitialised = signature.is_empty
         record.is_pointwise = signature.is_pointwise
         if not signature.is_empty:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers.integrations.moe
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -117,6 +118,21 @@ def embedding_row(architecture):
         leaf=leaf, place=(SAMPLE, token),
     )  # fmt: skip
     expected.extra = {"num_bad": table.shape[1]}
+    return model, inputs, plain(model, inputs), expected
+
+
+@native
+def nan_expert(architecture):
+    """One entry of one expert, which only some tokens are sent to."""
+    if architecture.name != "mixtral":
+        return None
+    model, inputs = architecture.build(), architecture.inputs()
+    module = "model.layers.1.mlp.experts"
+    model.get_submodule(module).gate_up_proj.data[2, 3, 4] = NAN
+    lines = find_line(inspect.getsourcefile(transformers.integrations.moe), "torch.nn.functional.grouped_mm(input")
+    expected = Expected({"aten._grouped_mm.default"}, module, lines, "parameter", Cause.PARAM_NONFINITE)
+    expected.leaf = f"{module}.gate_up_proj"
+    expected.extra = {"num_bad": 1}
     return model, inputs, plain(model, inputs), expected
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from hf_nanguard.core.autopsy.cause import infer_leaf_cause
-from hf_nanguard.core.autopsy.record import Leaf
+from hf_nanguard.core.autopsy.cause import infer_cause, infer_leaf_cause
+from hf_nanguard.core.autopsy.record import Extent, Leaf, Place, Record
 from hf_nanguard.core.signal import Cause
 
 from .matrix import INF, NAN
@@ -159,6 +159,13 @@ def not_a_number_filled_in(h):
 def test_cause(middle, cause, dtype):
     origin = find(Net(middle).to(dtype), torch.ones(3, 4, dtype=dtype))
     assert origin.cause is cause, origin
+
+
+def test_unwritten_memory_of_an_accelerator_may_have_been_written_by_a_foreign_kernel():
+    record = Record(1, "aten.empty.memory_format", Extent(NAN, NAN), SINGLE, (3,), Place(), uninitialised=True)
+    assert infer_cause(record, "", unselected=False) is Cause.UNINITIALISED_WEIGHT
+    record.device = "cuda"
+    assert infer_cause(record, "", unselected=False) is Cause.UNKNOWN
 
 
 def test_ratio_and_kl_are_told_by_their_line():

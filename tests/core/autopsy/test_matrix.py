@@ -12,7 +12,7 @@ from .matrix import BRAIN, FAULTS, HALF, SINGLE, find_in, run_planted
 from .native import NATIVE, run_native
 
 PLANTED_EVERYWHERE = ("matmul_fp16", "log_zero", "sqrt_zero", "where_sqrt")
-NATIVE_EVERYWHERE = ("linear_fp16", "nan_weight", "nan_input", "gated_mlp_fp16")
+NATIVE_EVERYWHERE = ("linear_fp16", "nan_weight", "nan_input", "gated_mlp_fp16", "nan_expert")
 NAMES = tuple(BY_NAME)
 OTHERS = NAMES[1:]
 
@@ -22,7 +22,7 @@ def test_planted_fault_in_a_llama(fault):
     assert run_planted(BY_NAME["llama"], fault) == []
 
 
-@pytest.mark.parametrize("fault", [fault for fault in NATIVE if fault != "nan_input"])  # a Llama has no float input
+@pytest.mark.parametrize("fault", [fault for fault in NATIVE if fault not in ("nan_input", "nan_expert")])
 def test_native_fault_of_a_llama(fault):
     assert run_native(BY_NAME["llama"], fault) == []
 

@@ -12,7 +12,7 @@ from hf_nanguard.core.signal import Cause
 from tests.architectures import BATCH, BY_NAME
 
 from .matrix import BRAIN, HALF, INF, NAN, culprit_line, find_in, run_planted
-from .test_trace import Net, find
+from .test_trace import Net, filled_memory, find
 
 # ---- what is healthy ----
 
@@ -107,6 +107,38 @@ def test_t5_clamps_its_own_overflow_unless_dropout_makes_nan_of_it():
     assert find_in(model, lambda: model(**inputs).loss, inputs)[0] is None
 
 
+def test_chunks_of_trl_in_unwritten_memory_are_healthy_and_pass_a_fault_on():
+    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+
+    def strike(module, args, output):
+        return (output * scale / scale,)  # culprit
+
+    def loss():
+        hidden = model.model(**inputs).last_hidden_state.flatten(0, 1)
+        hidden = strike(None, None, hidden)[0]
+        outputs = ChunkedLogProbFunction.apply(hidden, model.lm_head.weight, None, targets, 1.0, 24)
+        return -(outputs[0] * weights).sum() + 0.1 * outputs[1].sum()
+
+    architecture = BY_NAME["llama"]
+    model, inputs = architecture.build(), architecture.inputs()
+    targets = inputs.pop("labels").flatten().clamp(min=0)
+    weights, scale = torch.ones(24), torch.ones(24, 1)
+    with filled_memory():
+        assert find_in(model, loss, inputs)[0] is None
+        scale[10] = 0
+        origin, _ = find_in(model, loss, inputs)
+        assert (origin.source, origin.cause) == (culprit_line(strike), Cause.DIV_BY_ZERO)
+        assert origin.positions == ((10, 0),)
+        scale[10] = 1
+        weights[10] = NAN
+        origin, _ = find_in(model, loss, {**inputs, "weights": weights})
+        assert (origin.leaf, origin.positions) == ("weights", ((10,),))
+        weights[10] = 1
+        model.lm_head.weight.data[7, 3] = NAN
+        origin, _ = find_in(model, loss, inputs)
+        assert (origin.leaf, origin.num_bad) == ("lm_head.weight", 1)
+
+
 # ---- what is told ----
 
 
@@ -141,6 +173,37 @@ def test_overflow_beside_a_mask_is_no_mask():
     for middle in (masked_then_added, masked_then_doubled):
         origin = find(Net(middle).to(HALF), torch.ones(3, 4, dtype=HALF))
         assert (origin.source, origin.cause) == (culprit_line(middle), Cause.FP16_OVERFLOW)
+
+
+def test_a_mask_that_is_added_up_is_a_fault():
+    model, x = Net(), torch.ones(3, 4)
+
+    def smoothed():
+        log_probabilities = model(x).masked_fill(torch.eye(3, 4) > 0, -INF).log_softmax(-1)
+        smooth = log_probabilities.mean(-1)  # culprit
+        return 0.1 * -smooth.mean() + 1.0
+
+    def forbidden_label():
+        logits = model(x).masked_fill(torch.eye(3, 4) > 0, -INF)
+        return 2 * F.cross_entropy(logits, torch.tensor([0, 2, 3]))  # culprit
+
+    def entropy():
+        log_probabilities = model(x).masked_fill(torch.eye(3, 4) > 0, -INF).log_softmax(-1)
+        return (log_probabilities.exp() * log_probabilities).sum(-1).mean()  # culprit
+
+    ops = {smoothed: "aten.mean.dim", forbidden_label: "aten.nll_loss_forward.default", entropy: "aten.mul.Tensor"}
+    for loss, op in ops.items():
+        origin = find(model, x, loss)
+        assert (origin.op, origin.source, origin.phase) == (op, culprit_line(loss), "loss")
+
+
+def test_target_too_long_for_ctc():
+    architecture = BY_NAME["wav2vec2"]
+    model, inputs = architecture.build(), architecture.inputs()
+    inputs["labels"] = torch.randint(1, 20, (BATCH, 120))
+    origin, loss = find_in(model, lambda: model(**inputs).loss, inputs)
+    assert loss == INF
+    assert (origin.op, origin.phase, origin.positions) == ("aten._ctc_loss.Tensor", "loss", ((0,), (1,), (2,)))
 
 
 def test_phases():

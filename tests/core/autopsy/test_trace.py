@@ -1,7 +1,9 @@
 """What the trace sees, what it does not disturb, and what it survives."""
 
 import gc
+import warnings
 import weakref
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -37,6 +39,20 @@ class Net(nn.Module):
 def find(model, x=None, loss=None, **inputs):
     x = torch.ones(3, 4) if x is None else x
     return find_in(model, loss or (lambda: model(x).sum()), {"x": x, **inputs})[0]
+
+
+def _quiet():
+    return warnings.catch_warnings(action="ignore")
+
+
+@contextmanager
+def filled_memory():
+    """Fills what `torch.empty` returns with NaN, so that garbage is the same every time."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 # ---- extents and places ----
@@ -264,7 +280,7 @@ def two_kinds_in_one_buffer(h):
     ],
 )  # fmt: skip
 def test_values_are_followed_through_memory(middle, op):
-    with _filled_memory():
+    with filled_memory():
         origin = find(Net(middle))
     assert (origin.op, origin.source, origin.module) == (op, culprit_line(middle), "")
     assert origin.cause in (Cause.LOG_OF_ZERO, Cause.DIV_BY_ZERO)
@@ -283,7 +299,7 @@ def test_a_buffer_filled_chunk_by_chunk_is_healthy_and_its_bad_chunk_is_named():
             buffer[row] = (h.detach()[row].abs() * (row - 1)).abs().log()  # culprit
         return h + buffer
 
-    with _filled_memory():
+    with filled_memory():
         assert find(Net(chunked)) is None
         origin = find(Net(bad_chunk))
     assert (origin.op, origin.source) == ("aten.log.default", culprit_line(bad_chunk))
@@ -294,7 +310,7 @@ def test_unwritten_memory_is_named():
     def unwritten(h):
         return h + torch.empty(3, 4)  # culprit
 
-    with _filled_memory():
+    with filled_memory():
         origin = find(Net(unwritten))
     assert (origin.cause, origin.source) == (Cause.UNINITIALISED_WEIGHT, culprit_line(unwritten))
 
@@ -427,6 +443,18 @@ def test_nested_tensors_do_no_harm():
     assert origin.source == culprit_line(nested)
 
 
+def test_tensors_that_wrap_others():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def wrapped(h):
+        pair = TwoTensor(h.detach().clone(), h.detach().clone())
+        bad = (pair * 0).log()  # culprit
+        return h + bad.a
+
+    origin = find(Net(wrapped))
+    assert (origin.op, origin.source, origin.cause) == ("aten.log.default", culprit_line(wrapped), Cause.LOG_OF_ZERO)
+
+
 def test_operators_of_higher_order_are_seen_as_one():
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -488,24 +516,8 @@ def test_leaves_that_share_memory_are_told_apart():
     assert (origin.leaf, origin.positions) == ("other", ((1, 1),))
 
 
-def _quiet():
-    import warnings
-
-    return warnings.catch_warnings(action="ignore")
-
-
-class _filled_memory:  # noqa: N801
-    """Fills what `torch.empty` returns with NaN, so that garbage is the same every time."""
-
-    def __enter__(self):
-        torch.use_deterministic_algorithms(True, warn_only=True)
-
-    def __exit__(self, *error):
-        torch.use_deterministic_algorithms(False)
-
-
 def test_memory_is_filled_by_the_helper():
-    with _filled_memory():
+    with filled_memory():
         assert torch.empty(3, 4).isnan().all()
 
 
