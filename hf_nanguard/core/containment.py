@@ -120,8 +120,8 @@ class Containment:
         message = incident.tell()
         if course is Course.REDO and why_not is not None:
             message += f"; the whole group was skipped because {why_not}"
-        verdict, told_here = self.explain(incident, runner)
-        event = incident.event(Action.HALTED if halts else Action.SKIPPED, message, verdict=verdict)
+        blamed, told_here = self.explain(incident, runner)
+        event = incident.event(Action.HALTED if halts else Action.SKIPPED, message, blamed=blamed)
         known = [
             BadMicroBatch.of_finding(micro, finding, incident.step).event(
                 Action.SKIPPED, incident.step, self.ranks.rank
@@ -153,7 +153,7 @@ class Containment:
     def repair(self, incident: Incident, runner: Runner) -> Settlement:
         """Zeroes the bad entries of the gradients and lets the rest step, unless nothing is left."""
         with runner.undisturbed():
-            verdict, _ = self.explain(incident, runner)
+            blamed, told_here = self.explain(incident, runner)
         for _, gradient in runner.named_gradients():
             local(gradient).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         norm_dev = runner.norm()
@@ -161,8 +161,8 @@ class Containment:
         works = math.isfinite(norm) and norm > 0.0
         message = incident.tell() + ("" if works else "; nothing was left after zeroing the bad entries")
         action = Action.REPAIRED if works else Action.SKIPPED
-        event = incident.event(action, message, Signal.GRAD_NONFINITE, verdict=verdict, grad_norm_repaired=norm)
-        self.journal.write_once(event)
+        event = incident.event(action, message, Signal.GRAD_NONFINITE, blamed=blamed, grad_norm_repaired=norm)
+        self.journal.share([event] if (self.ranks.rank == 0 if told_here is None else told_here) else [])
         if not works:
             return self.skip(incident, runner, event.signal, message)
         self.count(incident, 0)
@@ -180,9 +180,9 @@ class Containment:
             gone = (
                 {index for report in reports for index in report} if runner.lockstep else set(reports[self.ranks.rank])
             )
+            blamed = self.examine(incident, runner, blamed, reports)
             if runner.lockstep:
                 blamed = self.narrow_blame(blamed, reports)
-            blamed = self.examine(incident, runner, blamed, reports)
             good = [micro for micro in incident.group.micro_batches if micro.index not in gone]
             size = len(incident.group.micro_batches)
             num_good = [len(good) if runner.lockstep else size - len(report) for report in reports]
@@ -242,12 +242,12 @@ class Containment:
             raise
         return [replace(bad, verdict=verdicts.get(bad.micro.index)) for bad in blamed]
 
-    def explain(self, incident: Incident, runner: Runner) -> tuple[Verdict | None, bool | None]:
+    def explain(self, incident: Incident, runner: Runner) -> tuple[BadMicroBatch | None, bool | None]:
         """Examines the first bad micro-batch of a group that is not redone. Every rank calls it.
 
         Returns:
-            `tuple[Verdict | None, bool | None]`: the verdict, and whether this rank is the one to tell it; `None` if no
-            rank has anything to tell.
+            `tuple[BadMicroBatch | None, bool | None]`: the micro-batch, and whether this rank is the one to tell it; `None`
+            if no rank has more to tell than the step as a whole.
         """
         why_not = self.ranks.gather(runner.why_no_autopsy(incident.group))
         if any(why_not) or not any(self.ranks.gather(self.examiner.due)):
@@ -259,10 +259,12 @@ class Containment:
             reports = self.ranks.gather([bad.micro.index for bad in blamed])
             if not any(reports) and not runner.knows_loss:
                 self.examiner.tell_out_of_sight(incident.step)
-            verdicts = [bad.verdict for bad in self.examine(incident, runner, blamed[:1], reports)]
+            blamed = self.examine(incident, runner, blamed[:1], reports)
+            if runner.lockstep:
+                blamed = self.narrow_blame(blamed, reports)
         finally:
             self.replaying = False
-        found = next((verdict for verdict in verdicts if verdict is not None), None)
+        found = next((bad for bad in blamed if bad.verdict is not None), None)
         facts = self.ranks.gather({"found": found is not None, "bad_loss": incident.bad_loss is not None})
         tellers = [rank for rank, fact in enumerate(facts) if fact["found"]]
         if not tellers or any(fact["bad_loss"] for fact in facts):  # a bad loss is told by the rank it belongs to
@@ -281,10 +283,10 @@ class Containment:
     def narrow_blame(self, blamed: list[BadMicroBatch], reports: list[list[int]]) -> list[BadMicroBatch]:
         """Keeps, where gradients are sharded and bad on all ranks alike, only the rank that is really to blame.
 
-        It is known by a loss that is not finite, or by what was found in its batch. If no rank stands out, the first
-        one tells it, without rows.
+        It is known by a loss that is not finite, by what was found in its batch, or by an autopsy that ends on this rank.
+        If no rank stands out, the first one tells it, without rows.
         """
-        own = {bad.micro.index for bad in blamed if bad.signal is not Signal.GRAD_NONFINITE}
+        own = {bad.micro.index for bad in blamed if bad.signal is not Signal.GRAD_NONFINITE or bad.begins_here}
         known = {index for report in self.ranks.gather(sorted(own)) for index in report}
         first = {index: rank for rank, report in reversed(list(enumerate(reports))) for index in report}
         anybody = [

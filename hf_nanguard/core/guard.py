@@ -18,6 +18,7 @@ On a healthy step this is one stacked read in place of the trainer's own; everyt
 import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from torch import Tensor, nn
 from ..errors import ArgumentError, NonFiniteError
 from .agreement import Ranks
 from .autopsy.examiner import Examiner
-from .autopsy.verdict import Verdict
 from .census import take_census
 from .containment import Containment
 from .counter import Counter
@@ -276,14 +276,15 @@ class Guard:
             )
         elif math.isfinite(norm):
             message = f"{incident.tell()}, its gradients are finite"
-            self.journal.write(incident.event(Action.OBSERVED, message, verdict=self._examine_loss(incident, runner)))
+            blamed = self._examine_loss(incident, runner)
+            self.journal.write(incident.event(Action.OBSERVED, message, blamed=blamed))
         else:
             census = take_census(runner.named_gradients())
             self.counter.count_gradients(census.bad)
             incident = Incident(**{**vars(incident), "census": census})
             with runner.undisturbed():
-                verdict, _ = self.containment.explain(incident, runner)
-            self.journal.write(incident.event(Action.OBSERVED, incident.tell(), verdict=verdict))
+                blamed, _ = self.containment.explain(incident, runner)
+            self.journal.write(incident.event(Action.OBSERVED, incident.tell(), blamed=blamed))
         if math.isfinite(norm):
             self.ladder.healthy()
             self.norms.add(norm if threshold is None else min(norm, threshold))
@@ -291,7 +292,7 @@ class Guard:
         keep = self.policy.acts and len(shown) < len(incident.losses)
         return Settlement(norm=incident.norm_dev, redone=shown if keep else None)
 
-    def _examine_loss(self, incident: Incident, runner: Runner) -> Verdict | None:
+    def _examine_loss(self, incident: Incident, runner: Runner) -> BadMicroBatch | None:
         """Examines a bad loss whose gradients are finite. That is news of this rank only, so among several ranks nothing
         is run again: a forward of DDP may wait for the others."""
         place = incident.bad_loss
@@ -301,7 +302,8 @@ class Guard:
         try:
             with runner.undisturbed():
                 micro = incident.group.micro_batches[place[0]]
-                return self.examiner.examine(runner, micro, incident.group.share, incident.step)
+                verdict = self.examiner.examine(runner, micro, incident.group.share, incident.step)
+                return replace(BadMicroBatch.of_run(micro, place[1], incident.census, incident.step), verdict=verdict)
         finally:
             self.containment.replaying = False
 

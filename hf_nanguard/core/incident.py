@@ -113,11 +113,12 @@ class Incident:
         message: str,
         signal: Signal | None = None,
         cause: Cause | None = None,
-        verdict: Verdict | None = None,
+        blamed: "BadMicroBatch | None" = None,
         **values: Any,
     ) -> Event:
-        """Returns the event of the step as a whole."""
+        """Returns the event of the step as a whole, with the micro-batch to blame if it is known."""
         place = None if self.bad_loss is None else self.bad_loss[0]
+        place = place if blamed is None else blamed.micro.index
         phase = "loss" if place is not None and self.census.suspect is None else "backward"
         rows = None if place is None else self.group.micro_batches[place].rows
         culprit = Culprit(phase=phase, parameter=self.census.suspect, rows=rows)
@@ -125,7 +126,7 @@ class Incident:
         event = Event(
             self.step, signal, action, message, place, self.rank, {**self.as_values(), **values}, culprit, cause
         )
-        return event if verdict is None else explain_event(event, verdict)
+        return event if blamed is None or blamed.verdict is None else explain_event(event, blamed.verdict)
 
 
 def _tell_rows(rows: list[int] | None) -> str:
@@ -145,6 +146,12 @@ class BadMicroBatch:
     values: dict[str, Any] = field(default_factory=dict)
     cause: Cause | None = None
     verdict: Verdict | None = None
+
+    @property
+    def begins_here(self) -> bool:
+        """Whether an autopsy has found the beginning on this rank; sharded gradients carry the faults of others too."""
+        origin = None if self.verdict is None else self.verdict.origin
+        return origin is not None and not origin.outside
 
     @classmethod
     def of_finding(cls, micro: MicroBatch, finding: Finding, step: int) -> "BadMicroBatch":

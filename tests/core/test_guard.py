@@ -186,7 +186,7 @@ def test_repair_zeroes_the_bad_entries_and_lets_the_rest_step():
     assert torch.equal(weight[0, 1:], healthy[0, 1:])
     assert weight[0, 0] != healthy[0, 0]
     assert weight.isfinite().all()
-    assert loop.told() == [(1, None, "grad_nonfinite", "repaired")]
+    assert loop.told() == [(1, 0, "grad_nonfinite", "repaired")]
 
 
 def test_repair_with_nothing_left_skips_without_a_trace():

@@ -7,7 +7,7 @@ from typing import Any
 from hf_nanguard.report.jsonl import events_path, read_jsonl
 
 from .launch import Played
-from .scenario import Expected, Scenario
+from .scenario import CALLBACK, Expected, Scenario
 
 
 def check_scenario(scenario: Scenario, played: Played) -> None:
@@ -70,6 +70,12 @@ def check_events(scenario: Scenario, ranks: list[dict[str, Any]], folder: Path) 
         wanted = [(e.signal, e.action, e.step, e.micro_step, e.rank) for e in expected]
         assert sorted(found, key=repr) == sorted(wanted, key=repr)
         for event in events:
+            if (
+                scenario.way != CALLBACK
+                and event["signal"] == "loss_nonfinite"
+                and event["action"] in ("dropped", "skipped")
+            ):
+                check_autopsy(event)
             check_event(
                 event,
                 expected[
@@ -77,6 +83,13 @@ def check_events(scenario: Scenario, ranks: list[dict[str, Any]], folder: Path) 
                 ],
                 ranks,
             )
+
+
+def check_autopsy(event: dict[str, Any]) -> None:
+    """The rank to blame has found the line where its loss was multiplied by NaN, while the others waited."""
+    assert event["culprit"]["op"].startswith("aten.mul")
+    assert event["culprit"]["source"].startswith("faults.py:")
+    assert event["culprit"]["phase"] == "loss"
 
 
 def check_event(event: dict[str, Any], expected: Expected, ranks: list[dict[str, Any]]) -> None:

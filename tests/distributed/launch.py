@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("worker.py")
-LIMIT = 150
+LIMIT = 240
 MAX_STARTS = 4
 
 

@@ -5,8 +5,10 @@ untried. Whatever goes wrong in here costs the explanation, never the run.
 """
 
 import logging
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,18 @@ class Budget:
         self.deadline = float("inf")
         self.stage = ""
 
+    @contextmanager
+    def patient(self, stage: str) -> Iterator[None]:
+        """Surrounds something that cannot be asked on its way; it is told if it takes long."""
+        self.stage = stage
+        timer = threading.Timer(PATIENCE, lambda: None if self.say is None else self.say(f"{stage} ..."))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
     def start(self) -> None:
         """Begins to count."""
         self.deadline = time.monotonic() + self.seconds
@@ -87,8 +101,8 @@ def examine(
         text (`bool`, *optional*, defaults to `True`):
             Whether to decode the samples to blame.
     """
-    budget.stage = "looking for the origin"
-    origin = origin or specimen.find_origin()
+    with budget.patient("looking for the origin"):
+        origin = origin or specimen.find_origin()
     budget.start()
     if origin is None:
         return Verdict(None, num_samples=specimen.num_samples, num_runs=specimen.num_runs, seconds=budget.spent)
@@ -168,8 +182,8 @@ class Examiner:
         specimen = Specimen(runner, micro, share)
         say = lambda stage: logger.warning("hf_nanguard: autopsy of step %d: %s", step, stage)  # noqa: E731
         budget = Budget(self.policy.autopsy_seconds, say)
-        budget.stage = "looking for the origin"
-        origin = specimen.find_origin()
+        with budget.patient("looking for the origin"):
+            origin = specimen.find_origin()
         known = self.known.get(origin.signature) if origin is not None else None
         if known is not None or len(self.known) >= self.policy.max_autopsies or runner.lockstep:
             return self._locate(specimen, origin, known, budget, step)

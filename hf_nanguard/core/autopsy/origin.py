@@ -49,6 +49,8 @@ class Origin:
             The name of a leaf that was not finite itself, and whether it is a parameter (or buffer).
         num_bad (`int`, *optional*):
             How many of its entries were not.
+        outside (`bool`):
+            Whether the operator read it from somewhere the trace cannot see: a tensor nobody named, or another rank.
         positions (`tuple`), shape (`tuple`):
             The first places of bad values, all but the last dimension, and the shape they are to be read in.
     """
@@ -67,6 +69,7 @@ class Origin:
     leaf: str | None = None
     parameter: str | None = None
     num_bad: int | None = None
+    outside: bool = False
     positions: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
     shape: tuple[int, ...] = field(default=(), compare=False)
 
@@ -165,7 +168,19 @@ def describe_origin(record: Record, operand: Operand | None, unselected: bool) -
     }
     if operand is not None and operand.leaf is not None:
         return _describe_leaf(operand.leaf, operand, common)
-    return Origin(phase=_phase(record), cause=infer_cause(record, text or "", unselected), **common)
+    outside = any(_is_outside(o) for o in record.bad_operands) and not record.name.startswith("lift_fresh")
+    cause = infer_cause(record, text or "", unselected)
+    return Origin(phase=_phase(record), cause=cause, outside=outside, **common)
+
+
+def _is_outside(operand: Operand) -> bool:
+    """Whether nobody is known to have written the bad values of an operand; -inf alone may well be a mask."""
+    return (
+        operand.writer is None
+        and operand.leaf is None
+        and operand.extent.high != -math.inf
+        and (operand.extent.kind == "nan" or operand.extent.high == math.inf)
+    )
 
 
 def _phase(record: Record) -> str:

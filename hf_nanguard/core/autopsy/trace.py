@@ -26,6 +26,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = os.path.dirname(__file__) + os.sep
 # In-place operators that do not read what they overwrite.
 _OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_")
+_RUNNING = ("running_mean", "running_var")  # of batch norms
 _SUMS = ("sum", "mean", "dot", "nansum", "var", "linalg_vector_norm")
 # A sum stays one through what is done to it before a root is taken.
 _ADJUSTMENTS = ("add", "sub", "div", "clamp", "clamp_min", "clamp_max", "maximum", "relu", "clone", "_to_copy")
@@ -41,6 +42,7 @@ class _Signature(NamedTuple):
     is_pointwise: bool
     written: tuple[tuple[int, str], ...]
     reads_written: bool
+    unstated: tuple[tuple[int, str], ...] = ()  # written too, though the schema does not say so
 
 
 @cache
@@ -55,7 +57,10 @@ def _signature(func: Any) -> _Signature:
     reads = not (name in _OVERWRITES or any(argument.is_out for argument in arguments))
     is_empty = name.startswith(("empty", "new_empty", "_empty", "resize_"))
     pointwise = torch.Tag.pointwise in func.tags
-    return _Signature(name, op, is_empty, name.startswith("_foreach"), pointwise, tuple(written), reads)
+    unstated = [(i, a.name) for i, a in enumerate(arguments) if a.name in _RUNNING and a.alias_info is None]
+    return _Signature(
+        name, op, is_empty, name.startswith("_foreach"), pointwise, tuple(written), reads, tuple(unstated)
+    )
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
@@ -158,6 +163,8 @@ class Trace(TorchDispatchMode):
             for tensor in changed:
                 if signature.reads_written or sum(tensor is other for other in inputs) > 1:
                     before[id(tensor)] = self.memory.extent_of(tensor)
+        for tensor in _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in signature.unstated]):
+            before[id(tensor)] = measure(tensor)
         result = func(*args, **kwargs)
         self.num_ops += 1
         node = torch._C._current_autograd_node()

@@ -175,6 +175,8 @@ def _tell(verdict: Verdict) -> list[tuple[str, str]]:
 
 def _tell_what(origin: Origin) -> str:
     kind = {"nan": "NaN", "inf": "inf"}.get(origin.kind, origin.kind)
+    if origin.outside:
+        return f"{origin.op} read {kind} from a tensor made outside the pass ({origin.dtype})"
     if origin.leaf is not None:
         what = {"input": "input", "parameter": "parameter"}.get(origin.phase, origin.phase)
         return f"{what} {origin.leaf} holds {kind} in {origin.num_bad} entries ({origin.dtype})"

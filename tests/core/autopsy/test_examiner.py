@@ -192,6 +192,19 @@ def test_a_long_examination_says_what_it_is_doing(monkeypatch, caplog):
     assert all("(" in line for line in told)
 
 
+def test_a_long_trace_says_so_too(monkeypatch, caplog):
+    monkeypatch.setattr(module, "PATIENCE", 0.01)
+    find = module.Specimen.find_origin
+
+    def slow(self, *args):
+        module.time.sleep(0.2)
+        return find(self, *args)
+
+    monkeypatch.setattr(module.Specimen, "find_origin", slow)
+    Loop({2: [3]})
+    assert any("autopsy of step 2: looking for the origin" in record.message for record in caplog.records)
+
+
 def test_a_fault_that_comes_only_now_and_then_is_transient():
     calls = 0
 

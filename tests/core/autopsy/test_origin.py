@@ -272,7 +272,9 @@ def test_gradient_of_a_leaf_no_operator_wrote_is_told_by_its_reader():
 
     origin = find(model, x, loss)
     assert (origin.op, origin.source, origin.cause) == ("aten.mul.Tensor", culprit_line(loss), Cause.UNKNOWN)
+    assert origin.outside
     origin = find(model, x, loss, weights=weights)
+    assert not origin.outside
     assert (origin.phase, origin.leaf, origin.positions) == ("input", "weights", ((1,),))
 
 
@@ -320,3 +322,11 @@ def test_cross_entropy_of_a_nan_logit_names_the_logit_not_the_loss():
     model, x = Net(half_way), torch.ones(3, 4)
     origin = find(model, x, lambda: F.cross_entropy(model(x), torch.tensor([0, 1, 2])))
     assert origin.source == culprit_line(half_way)
+
+
+def test_batch_norm_writes_its_statistics_without_saying_so():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    x = torch.ones(3, 4)
+    x[1, 2] = INF
+    origin, _ = find_origin(lambda: model(x).sum(), model, lambda: [], {"x": x})
+    assert (origin.phase, origin.leaf, origin.positions) == ("input", "x", ((1, 2),))
