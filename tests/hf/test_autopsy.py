@@ -8,14 +8,16 @@ import pytest
 import torch
 from datasets import Dataset
 
-from hf_nanguard import GuardArguments, NanGuardCallback
+from hf_nanguard import GuardArguments, NanGuardCallback, NonFiniteError
 from hf_nanguard.hf.runner import decode_sample
 
+from ..faults import Fault, plant
 from ..models import text_rows, tiny_tokenizer, token_rows
 from ..reference import assert_same, losses_of, tensors_of
 from ..trainers import KINDS, build, events_of
 
 BAD_ROW = 13
+NAME = "model.layers.1.mlp.up_proj.weight"
 MARK = 63  # a token that no other row has: "w56"
 
 
@@ -260,3 +262,50 @@ def test_a_policy_ratio_and_a_kl_term_are_told_apart(field, cause, tmp_path):
     assert {"bounded_log_ratio"} <= {remedy["name"] for remedy in event["remedies"] if remedy["works"]}
     assert len(event["culprit"]["samples"]) == 1
     assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["plain", "sft", "dpo"])
+def test_a_moment_that_ruined_a_weight(kind, tmp_path):
+    """Loss and gradients are finite in the step that does it; the next one finds the weight, and what made it so."""
+    trainer = build(kind, tmp_path, max_steps=5)
+    plant(trainer, Fault("moment", step=2, parameter=NAME))
+    with pytest.raises(NonFiniteError, match="exp_avg"):
+        trainer.train()
+    halted = events_of(trainer)[-1]
+    assert (halted["signal"], halted["action"], halted["step"]) == ("param_nonfinite", "halted", 3)
+    assert (halted["cause"], halted["culprit"]["parameter"]) == ("optimizer_state", NAME)
+    assert halted["culprit"]["phase"] == "optimizer"
+
+
+@pytest.mark.parametrize("kind", ["plain", "sft"])
+def test_an_eps_that_is_zero_in_float16(kind, tmp_path):
+    trainer = build(kind, tmp_path, dtype=torch.float16, optim="adamw_torch", max_steps=5, weight_decay=0.0)
+    with pytest.raises(NonFiniteError, match="eps"):
+        trainer.train()
+    halted = events_of(trainer)[-1]
+    assert (halted["signal"], halted["cause"]) == ("param_nonfinite", "adam_eps_underflow")
+    works = {remedy["name"] for remedy in halted["remedies"] if remedy["works"]}
+    assert {"larger_eps", "fused"} <= works
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_finite_loss_with_a_bad_gradient(kind, tmp_path):
+    """A root at zero: nothing in the forward tells, and every row is as guilty as the next."""
+    trainer = build(kind, tmp_path, max_steps=4)
+    bare = trainer.accelerator.unwrap_model(trainer.model)
+
+    def hook(module, args, output):
+        live = torch.is_grad_enabled() and trainer.state.global_step == 2
+        return output + (output * 0.0).sqrt() if live else output
+
+    bare.get_submodule("model.layers.0.mlp.up_proj").register_forward_hook(hook)
+    trainer.train()
+    events = [event for event in events_of(trainer) if event["step"] == 2]
+    assert events
+    for event in events:
+        assert event["signal"] == "grad_nonfinite"
+        assert (event["cause"], event["culprit"]["phase"]) == ("sqrt_at_zero", "backward")
+        assert event["culprit"]["module"] == "model.layers.0.mlp.up_proj"
+        assert event["culprit"]["source"].startswith("test_autopsy.py:")
+        assert event["values"]["autopsy"]["node"] == "SqrtBackward0"
+    assert {"eps_in_sqrt"} <= {remedy["name"] for remedy in events[0]["remedies"] if remedy["works"]}
