@@ -309,3 +309,13 @@ def test_a_finite_loss_with_a_bad_gradient(kind, tmp_path):
         assert event["culprit"]["source"].startswith("test_autopsy.py:")
         assert event["values"]["autopsy"]["node"] == "SqrtBackward0"
     assert {"eps_in_sqrt"} <= {remedy["name"] for remedy in events[0]["remedies"] if remedy["works"]}
+
+
+def test_a_compiled_model_is_explained_as_it_was_written(tmp_path):
+    trainer = build("plain", tmp_path, max_steps=2, torch_compile=True, torch_compile_backend="eager")
+    Poison(trainer.model, "model.layers.0.mlp")
+    trainer.train_dataset = bad_dataset("plain").select([BAD_ROW] * 12)
+    trainer.train()
+    event = events_of(trainer)[0]
+    assert (event["culprit"]["op"], event["culprit"]["module"]) == ("aten.log.default", "model.layers.0.mlp")
+    assert event["culprit"]["source"] == f"test_autopsy.py:{LINE}"
