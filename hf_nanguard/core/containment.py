@@ -336,7 +336,10 @@ class Containment:
 
     def find_sick_parameter(self, incident: Incident, runner: Runner, suspicious: bool) -> str | None:
         """If every micro-batch of a rank was bad, the weights may be to blame: then going on is useless."""
-        found = self.ranks.gather(find_nonfinite(runner.named_parameters()) if suspicious else {})
+        mine = find_nonfinite(runner.named_parameters()) if suspicious else {}
+        if not self.examiner.due:  # nobody looks any more whether others do without it; once it was so
+            mine = {name: kind for name, kind in mine.items() if name not in self.examiner.spared}
+        found = self.ranks.gather(mine)
         bad = {name: kind for report in found for name, kind in report.items()}
         if not bad:
             return None

@@ -319,3 +319,32 @@ def test_a_compiled_model_is_explained_as_it_was_written(tmp_path):
     event = events_of(trainer)[0]
     assert (event["culprit"]["op"], event["culprit"]["module"]) == ("aten.log.default", "model.layers.0.mlp")
     assert event["culprit"]["source"] == f"test_autopsy.py:{LINE}"
+
+
+def _sick(folder, guard, every=None, **overrides):
+    """A run with a bad row of the embedding in every `every`-th row of the data, or with a bad entry of a matrix."""
+    rows = [{k: [t if t != MARK else 5 for t in v] for k, v in row.items()} for row in token_rows(48, 16)]
+    for row in rows[::every] if every else ():
+        row["input_ids"][3] = MARK
+    extra = {"train_dataset": Dataset.from_list(rows), "guard": guard}
+    trainer = build("plain", folder, extra=extra, gradient_accumulation_steps=1, **overrides)
+    with torch.no_grad():
+        if every:
+            trainer.model.model.embed_tokens.weight[MARK] = float("nan")
+        else:
+            trainer.model.model.layers[1].mlp.up_proj.weight[3, 3] = float("nan")
+    return trainer
+
+
+def test_a_bad_weight_ends_the_run_also_when_there_was_no_time_to_test_samples(tmp_path):
+    guard = GuardArguments(nanguard_autopsy_seconds=1e-6)
+    with pytest.raises(NonFiniteError, match="up_proj"):
+        _sick(tmp_path, guard, per_device_train_batch_size=16).train()
+
+
+def test_a_row_that_few_samples_need_does_not_end_the_run_when_no_more_is_examined(tmp_path):
+    guard = GuardArguments(nanguard_max_autopsies=1, nanguard_max_bad_steps=100)
+    trainer = _sick(tmp_path, guard, every=12, per_device_train_batch_size=4, max_steps=36)
+    trainer.train()
+    assert trainer.state.global_step == 36
+    assert len(events_of(trainer)) > 4

@@ -2,7 +2,8 @@
 
 Where the bad number was born says where to look first; only a replay without the other samples proves it. Halves are
 run until single samples are left, which costs about as many passes as the batch has bits. A half that is healthy is not
-looked at again; if both halves of something bad are healthy, no sample alone is to blame.
+looked at again; if both halves of something bad are healthy, no sample alone is to blame. A sample alone may be bad in
+its own way, as where a loss divides by a deviation over the batch; so it must be bad at the same place.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from .specimen import Specimen, find_fields
 from .verdict import Blame
 
 MAX_TOKENS = 16
+MAX_CHECKS = 8
 SEQUENCES = ("input_ids", "decoder_input_ids", "labels", "completion_ids", "attention_mask", "inputs_embeds")
 
 
@@ -37,12 +39,15 @@ def find_blame(specimen: Specimen, origin: Origin, allowed: Callable[[], bool]) 
         return _blame(specimen, "samples", [0], tokens)
     try:
         found, together = _search(specimen, seen, allowed)
+        if not together:
+            found = _keep_same(specimen, origin, found, allowed)
+            together = not found
     except _OutOfTimeError:
         return _blame(specimen, "untried", seen, tokens)
-    except (RuntimeError, ValueError, IndexError, TypeError, KeyError):  # this batch cannot be cut: images, packing
+    except Exception:  # this batch cannot be cut: images, packing, a loss that insists on its size by any means
         return _blame(specimen, "untried", seen, tokens)
     if together:
-        return _blame(specimen, "batch", found if len(found) < number else None, tokens)
+        return _blame(specimen, "batch", found if found and len(found) < number else None, tokens)
     if len(found) == number:
         return _blame(specimen, "every_sample", found, [])
     return _blame(specimen, "samples", found, tokens)
@@ -94,6 +99,24 @@ def _search(specimen: Specimen, seen: list[int], allowed: Callable[[], bool]) ->
     if not found:
         return list(range(number)), True
     return sorted(found), together
+
+
+def _keep_same(specimen: Specimen, origin: Origin, found: list[int], allowed: Callable[[], bool]) -> list[int]:
+    """Returns the samples that alone are bad where the batch was; after some that are, the others are taken for it."""
+    kept: list[int] = []
+    for number, sample in enumerate(found):
+        if len(kept) == number == MAX_CHECKS or not allowed():
+            return kept + found[number:]
+        alone = specimen.find_origin([sample])
+        if alone is None or (alone.module, alone.source, alone.leaf) == (origin.module, origin.source, origin.leaf):
+            kept.append(sample)
+    return kept or [sample for sample in found[:MAX_CHECKS] if allowed() and _is_needed(specimen, sample)]
+
+
+def _is_needed(specimen: Specimen, sample: int) -> bool:
+    """Whether the batch is healthy without one sample."""
+    rest = [other for other in range(specimen.num_samples or 0) if other != sample]
+    return len(rest) > 1 and specimen.run(rest).healthy
 
 
 def map_positions(origin: Origin, specimen: Specimen) -> list[tuple[int, int | None]]:

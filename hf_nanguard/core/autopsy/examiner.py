@@ -132,7 +132,10 @@ def read_texts(specimen: Specimen, blame: Blame) -> dict[int, str]:
     """Returns the text of the samples to blame, as far as the loop can decode it."""
     if blame.scope == "every_sample":
         return {}
-    found = {sample: specimen.runner.decode(specimen.micro, sample) for sample in (blame.samples or [])[:MAX_TEXTS]}
+    try:
+        found = {sample: specimen.runner.decode(specimen.micro, sample) for sample in (blame.samples or [])[:MAX_TEXTS]}
+    except Exception:  # a tokenizer that does not know the ids, e.g. the placeholders of images, may raise anything
+        return {}
     return {sample: text for sample, text in found.items() if text}
 
 
@@ -146,6 +149,8 @@ class Examiner:
             Where it is told when an autopsy fails.
         folder (`Path`, *optional*):
             The run's `nanguard` folder; without one no bundle is written.
+
+    `spared` are the bad parameters that some samples were seen to do without.
     """
 
     def __init__(self, policy: Policy, journal: Journal, folder: Path | None = None):
@@ -153,8 +158,10 @@ class Examiner:
         self.journal = journal
         self.folder = folder
         self.known: dict[tuple, Verdict] = {}
+        self.spared: set[str] = set()
         self.num_traces = 0
         self.told_out_of_sight = False
+        self.told_finite: set[bool] = set()
 
     @property
     def due(self) -> bool:
@@ -171,7 +178,10 @@ class Examiner:
             return None
         self.num_traces += 1
         try:
-            return self._examine(runner, micro, share, step)
+            verdict = self._examine(runner, micro, share, step)
+            if verdict.spares_others and verdict.origin is not None and verdict.origin.parameter is not None:
+                self.spared.add(verdict.origin.parameter)
+            return verdict
         except torch.OutOfMemoryError as error:
             self._tell_failure(step, micro, f"out of memory: {_first_line(error)}")
         except Exception as error:  # any code of the user's may run in a replay; an explanation must not cost the run
@@ -188,7 +198,11 @@ class Examiner:
         if known is not None or len(self.known) >= self.policy.max_autopsies or runner.lockstep:
             return self._locate(specimen, origin, known, budget, step)
         if origin is None:
-            verdict = Verdict(None, num_runs=specimen.num_runs, seconds=round(budget.spent, 3))
+            again = not specimen.run(compiled=True).healthy  # as the loop runs it, which is not how it can be traced
+            verdict = Verdict(None, reproducible=again, num_runs=specimen.num_runs, seconds=round(budget.spent, 3))
+            if again in self.told_finite:
+                return verdict
+            self.told_finite.add(again)
         else:
             verdict = examine(specimen, budget, origin, text=self.policy.bundle_text)
             verdict = self._write_bundle(specimen, verdict, step)

@@ -3,7 +3,7 @@
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
@@ -83,9 +83,9 @@ class Specimen:
             model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
         return model
 
-    def run(self, samples: Sequence[int] | None = None) -> Outcome:
-        """Runs forward and backward with the random state of old, of all samples or of some."""
-        loss = self._probe(samples)
+    def run(self, samples: Sequence[int] | None = None, compiled: bool = False) -> Outcome:
+        """Runs forward and backward with the random state of old, of all samples or of some; eagerly, unless `compiled`."""
+        loss = self._probe(samples, compiled)
         [value] = read_host([loss])
         return Outcome(value, find_nonfinite(self.runner.named_gradients()))
 
@@ -105,13 +105,13 @@ class Specimen:
         assert self.num_entries is not None
         assert self.num_samples is not None
         entries = [first + s for first in range(0, self.num_entries, self.num_samples) for s in samples]
-        inputs = take_entries(self.runner.inputs_of(self.micro), entries, self.num_entries)
+        inputs = take_entries(self.runner.inputs_of(self.micro), {self.num_samples: samples, self.num_entries: entries})
         return replace(self.micro, payload=self.runner.with_inputs(self.micro, inputs))
 
-    def _probe(self, samples: Sequence[int] | None) -> Tensor:
+    def _probe(self, samples: Sequence[int] | None, compiled: bool = False) -> Tensor:
         self.num_runs += 1
         micro = self.micro if samples is None else self.part(samples)
-        with eager():
+        with nullcontext() if compiled else eager():
             return self.runner.probe(micro, self.share)
 
 
@@ -153,23 +153,31 @@ def count_entries(fields: dict[str, Tensor]) -> int | None:
     return next((int(tensor.shape[0]) for tensor in ranked if tensor.ndim and tensor.shape[0]), None)
 
 
-def take_entries(inputs: Any, entries: Sequence[int], num_entries: int) -> Any:
-    """Returns nested inputs with only some entries of whatever has one per entry of the batch."""
+def take_entries(inputs: Any, chosen: Mapping[int, Sequence[int]]) -> Any:
+    """Returns nested inputs with only some entries of whatever has as many as the batch.
+
+    Args:
+        inputs (`Any`):
+            The inputs.
+        chosen (`Mapping`):
+            Which entries to take, by how many there are: the rows of a preference trainer come as two halves, what is known
+            of a pair comes once.
+    """
     if isinstance(inputs, Tensor):
-        if inputs.ndim == 0 or inputs.shape[0] != num_entries:
+        if inputs.ndim == 0 or inputs.shape[0] not in chosen:
             return inputs
-        return inputs[torch.tensor(entries, device=inputs.device)]
+        return inputs[torch.tensor(chosen[inputs.shape[0]], device=inputs.device)]
     if is_dataclass(inputs) and not isinstance(inputs, Mapping):
         cut = copy(inputs)
-        vars(cut).update({name: take_entries(value, entries, num_entries) for name, value in vars(inputs).items()})
+        vars(cut).update({name: take_entries(value, chosen) for name, value in vars(inputs).items()})
         return cut
     if isinstance(inputs, Mapping):
         picked: Any = copy(inputs)
         for key, value in inputs.items():
-            picked[key] = take_entries(value, entries, num_entries)
+            picked[key] = take_entries(value, chosen)
         return picked
     if isinstance(inputs, (list, tuple)):
-        if len(inputs) == num_entries and not any(isinstance(item, Tensor) for item in inputs):
-            return type(inputs)(inputs[entry] for entry in entries)
-        return type(inputs)(take_entries(item, entries, num_entries) for item in inputs)
+        if len(inputs) in chosen and not any(isinstance(item, Tensor) for item in inputs):
+            return type(inputs)(inputs[entry] for entry in chosen[len(inputs)])
+        return type(inputs)(take_entries(item, chosen) for item in inputs)
     return inputs

@@ -5,6 +5,7 @@ from typing import Any
 
 from ..event import Culprit, strict
 from ..signal import Cause
+from .memory import SHOWN_POSITIONS
 from .origin import Origin
 
 MAX_TEXT = 160
@@ -67,7 +68,8 @@ class Verdict:
         blame (`Blame`):
             Whose data it was.
         reproducible (`bool`, *optional*):
-            Whether every replay was bad; `None` if there was no time for another.
+            Whether every replay was bad; `None` if there was no time for another. Without an origin: whether it is bad as the
+            loop runs it, though not under the trace.
         remedies (`tuple[Remedy, ...]`):
             What was tried, and what was not.
         num_samples (`int`, *optional*):
@@ -92,14 +94,16 @@ class Verdict:
         """Whether other samples of the batch were healthy, by test or by sight: then the model can go on without these."""
         found = self.blame.samples
         known = self.blame.scope in ("samples", "untried") and found is not None
+        if self.blame.scope == "untried" and self.origin is not None and len(self.origin.positions) >= SHOWN_POSITIONS:
+            return False  # there were more bad places than were looked at, perhaps in the other samples
         return known and self.num_samples is not None and len(found or ()) < self.num_samples
 
     @property
     def cause(self) -> Cause:
         """Why it happened."""
-        if self.reproducible is False or self.origin is None:
+        if self.reproducible is False or (self.origin is None and not self.reproducible):
             return Cause.TRANSIENT
-        return self.origin.cause
+        return Cause.UNKNOWN if self.origin is None else self.origin.cause
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the verdict as strict JSON values."""
@@ -149,6 +153,11 @@ def format_verdict(verdict: Verdict, step: int, micro_step: int) -> str:
 
 def _tell(verdict: Verdict) -> list[tuple[str, str]]:
     origin, blame = verdict.origin, verdict.blame
+    if origin is None and verdict.reproducible:
+        return [
+            ("what", "bad whenever it is run as in training, finite when it is run eagerly under a trace"),
+            ("why", "unknown: suspect torch.compile or a kernel; try without"),
+        ]
     if origin is None:
         return [
             ("what", "the replay of the batch was finite"),

@@ -1,5 +1,6 @@
 """Whose data it was: samples by replay, tokens by shape."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -15,12 +16,13 @@ from hf_nanguard.core.signal import Cause
 class Batch:
     """Samples of which some are bad, alone or together; it writes down what was run."""
 
-    def __init__(self, size, culprits=(), together=(), rows=None, error=None):
+    def __init__(self, size, culprits=(), together=(), rows=None, error=None, lonely=False):
         self.num_samples = self.num_entries = size
         self.culprits, self.together = set(culprits), set(together)
         self.rows = rows
         self.fields = {"input_ids": torch.zeros(size, 5, dtype=torch.long)}
         self.error = error
+        self.lonely = lonely  # whether a batch of one is bad in a way of its own
         self.runs = []
 
     def run(self, samples):
@@ -28,7 +30,10 @@ class Batch:
             raise self.error
         self.runs.append(list(samples))
         bad = self.culprits & set(samples) or (self.together and self.together <= set(samples))
-        return SimpleNamespace(healthy=not bad)
+        return SimpleNamespace(healthy=not (bad or (self.lonely and len(samples) == 1)))
+
+    def find_origin(self, samples):
+        return _origin() if self.culprits & set(samples) else replace(_origin(), source="loss.py:7")
 
 
 def _origin(positions=(), shape=()):
@@ -71,6 +76,20 @@ def test_samples_that_are_bad_only_together_are_the_batch(seen):
     assert blame.samples is None or {1, 6} <= set(blame.samples)
 
 
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_sample_that_is_bad_for_being_alone_is_not_blamed(size):
+    blame = find_blame(Batch(size, {1}, lonely=True), _origin(), always)
+    assert (blame.scope, blame.samples) == ("samples", [1])
+    batch = Batch(size, together={0, 1}, lonely=True)
+    assert find_blame(batch, _origin(), always).scope == "batch" or size > 2
+
+
+def test_a_sample_without_which_the_batch_is_healthy_is_blamed_though_alone_it_is_bad_elsewhere():
+    batch = Batch(4, {2}, lonely=True)
+    batch.find_origin = lambda samples: replace(_origin(), source="loss.py:7")
+    assert find_blame(batch, _origin(), always).samples == [2]
+
+
 def test_rows_follow_the_samples():
     blame = find_blame(Batch(4, {2}, rows=[70, 71, 72, 73]), _origin(), always)
     assert (blame.samples, blame.rows) == ([2], [72])
@@ -83,7 +102,16 @@ def test_no_time_tells_what_was_seen_and_says_that_it_was_not_tested():
     assert batch.runs == []
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shape"), ValueError("Image features and image tokens do not match")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("shape"),
+        ValueError("Image features and image tokens do not match"),
+        AssertionError("4 samples"),
+        AttributeError("x"),
+        ZeroDivisionError(),
+    ],
+)
 def test_a_batch_that_cannot_be_cut_is_not_tested(error):
     blame = find_blame(Batch(4, {2}, error=error), _origin([(2, 3)], (4, 5, 7)), always)
     assert (blame.scope, blame.samples) == ("untried", [2])

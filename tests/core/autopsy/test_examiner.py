@@ -12,6 +12,7 @@ from hf_nanguard.core.autopsy import examiner as module
 from hf_nanguard.core.autopsy.examiner import Budget
 from hf_nanguard.core.guard import Guard
 from hf_nanguard.core.policy import Policy
+from hf_nanguard.core.runner import LoopRunner
 from tests.faults import NAN
 
 POISON = 9.0
@@ -294,3 +295,29 @@ def test_events_stay_strict_json(tmp_path):
 @pytest.fixture(autouse=True)
 def _warnings_only(caplog):
     caplog.set_level(logging.WARNING)
+
+
+def test_a_tokenizer_that_fails_costs_the_text_and_nothing_else(monkeypatch):
+    def decode(self, micro, sample):
+        raise OverflowError("out of range integral type conversion attempted")
+
+    monkeypatch.setattr(LoopRunner, "decode", decode)
+    [event] = Loop({2: [3]}).events
+    assert event["culprit"]["op"] == "aten.log.default"
+    assert event["culprit"]["samples"] == [3]
+
+
+def test_what_is_bad_only_as_compiled_is_neither_transient_nor_told_every_time(caplog):
+    def backend(graph, inputs):
+        return lambda *args: tuple(out * NAN if args[-1].sum() > 500 else out for out in graph(*args))
+
+    def loss(model, batch):
+        return torch.compile(lambda x: model.last(x).square().mean(), backend=backend)(batch)
+
+    loop = Loop(loss=lambda model, batch: loss(model, batch), steps=0)
+    bad = torch.full((4, 4), 100.0)
+    for _ in range(3):
+        loop.guard.step(lambda batch: loop.count(batch), [torch.ones(4, 4), bad])
+    assert [event["cause"] for event in loop.events] == ["unknown"] * 3
+    assert len(loop.blocks(caplog)) == 1
+    assert "torch.compile" in loop.blocks(caplog)[0]

@@ -50,7 +50,7 @@ def test_what_has_one_entry_per_sample_is_cut_and_the_rest_is_kept():
         "x": torch.arange(6).view(3, 2), "names": ["a", "b", "c"], "scale": torch.tensor(2.0), "table": torch.zeros(5, 2),
         "pair": Pair(torch.arange(3), torch.arange(3)), "many": (torch.arange(3), torch.arange(4)),
     }  # fmt: skip
-    cut = take_entries(inputs, [0, 2], 3)
+    cut = take_entries(inputs, {3: [0, 2]})
     assert cut["x"].tolist() == [[0, 1], [4, 5]]
     assert cut["names"] == ["a", "c"]
     assert cut["pair"].x.tolist() == [0, 2]
@@ -81,6 +81,20 @@ def test_rows_of_a_preference_batch_stand_for_two_entries_each():
     assert (specimen.num_samples, specimen.num_entries, specimen.rows) == (3, 6, [5, 6, 7])
     specimen.run([1])
     assert seen == [[2.0, 8.0]]
+
+
+def test_what_is_known_of_a_pair_is_cut_with_it():
+    """Reference log-probabilities that were computed before come once a pair."""
+    model = nn.Linear(2, 1)
+    inputs = {"input_ids": torch.arange(8.0).view(4, 2), "ref_chosen_logps": torch.tensor([0.0, float("nan")])}
+
+    def loss_fn(batch):
+        chosen, _ = model(batch["input_ids"]).view(2, -1)
+        return (chosen - batch["ref_chosen_logps"]).sum()
+
+    specimen = _specimen(loss_fn, inputs, model, rows=[5, 6])
+    assert specimen.run([0]).healthy
+    assert not specimen.run([1]).healthy
 
 
 def test_a_run_repeats_the_random_state_and_tells_what_is_bad():
