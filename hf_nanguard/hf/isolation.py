@@ -1,16 +1,21 @@
 """Running a trainer's loss again without leaving anything behind in its books.
 
 TRL's losses append to metric lists, count tokens and replace attributes while they run. Attributes are put back by
-reference and the contents of small containers by value; tensors are never copied.
+reference; the contents of small containers, small tensors and generators by value. So are those that the modules of a
+model hold beside parameters and buffers: counters, caches, running means of the user's own.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 DATA = ("train_dataset", "eval_dataset", "callback_handler", "_eval_dataloaders")
 LARGE = 100_000
+MODULE = tuple(vars(nn.Module()))
 KINDS = (dict, defaultdict, OrderedDict, Counter, list, deque, set)
 
 
@@ -44,11 +49,53 @@ def _is_small_container(value: Any) -> bool:
     return type(value) in KINDS and len(value) < LARGE  # a subclass, e.g. a ModelOutput, may refuse to be written
 
 
+class Written:
+    """A tensor or generator as it was, put back only if somebody wrote it."""
+
+    def __init__(self, holder: Tensor | torch.Generator):
+        self.holder = holder
+        self.value = holder.detach().clone() if isinstance(holder, Tensor) else holder.get_state()
+        self.version = holder._version if isinstance(holder, Tensor) else None
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts the value back."""
+        if isinstance(self.holder, torch.Generator):
+            self.holder.set_state(self.value)
+        elif self.holder._version != self.version:
+            self.holder.copy_(self.value)
+
+
+def _can_be_written(value: Any) -> bool:
+    if isinstance(value, torch.Generator):
+        return True
+    plain = type(value) is Tensor and value.layout is torch.strided and not value.is_inference()
+    return plain and not value.requires_grad and value.numel() < LARGE
+
+
 @contextmanager
-def untouched(owner: Any) -> Iterator[None]:
-    """Leaves the attributes of `owner`, and the containers among them, as they were before the block."""
+def untouched_modules(model: nn.Module) -> Iterator[None]:
+    """Leaves what the modules of a model hold beside parameters, buffers, modules and hooks as it was before the block."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.enter_context(untouched(module, MODULE))
+        yield
+
+
+@contextmanager
+def untouched(owner: Any, besides: Collection[str] = DATA) -> Iterator[None]:
+    """Leaves the attributes of `owner`, and the containers among them, as they were before the block.
+
+    Args:
+        owner (`Any`):
+            Whose attributes.
+        besides (`Collection[str]`):
+            Attributes that are only put back by reference.
+    """
     before = dict(vars(owner))
-    kept = [Kept(value) for name, value in before.items() if _is_small_container(value) and name not in DATA]
+    own = [value for name, value in before.items() if name not in besides]
+    kept: list[Any] = [Kept(value) for value in own if _is_small_container(value)]
+    kept += [Written(value) for value in own if _can_be_written(value)]
     try:
         yield
     finally:

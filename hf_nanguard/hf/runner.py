@@ -17,7 +17,7 @@ from ..core.group import Group, MicroBatch
 from ..core.runner import Runner
 from . import compat
 from .compat import ITEMS, completion_mask, count_items, counts_per_generation, local_collectives, metric_lists
-from .isolation import untouched
+from .isolation import untouched, untouched_modules
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,10 @@ class TrainerRunner(Runner):
             if not values:  # TRL divides by the length of every list there is
                 del metrics[name]
 
-    def isolated(self) -> AbstractContextManager:
-        return untouched(self.trainer)
+    @contextmanager
+    def isolated(self) -> Iterator[None]:
+        with untouched(self.trainer), untouched_modules(self.model):
+            yield
 
     @contextmanager
     def recorded(self) -> Iterator[None]:

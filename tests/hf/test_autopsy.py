@@ -7,14 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
-from hf_nanguard import GuardArguments, NanGuardCallback, NonFiniteError
+from hf_nanguard import GuardArguments, NanGuardCallback, NonFiniteError, guarded
 from hf_nanguard.hf.runner import decode_sample
 
 from ..faults import Fault, plant
-from ..models import text_rows, tiny_tokenizer, token_rows
+from ..models import text_rows, tiny_llama, tiny_tokenizer, token_rows
 from ..reference import assert_same, losses_of, tensors_of
-from ..trainers import KINDS, build, events_of
+from ..trainers import KINDS, build, common_arguments, events_of
 
 BAD_ROW = 13
 NAME = "model.layers.1.mlp.up_proj.weight"
@@ -348,3 +349,42 @@ def test_a_row_that_few_samples_need_does_not_end_the_run_when_no_more_is_examin
     trainer.train()
     assert trainer.state.global_step == 36
     assert len(events_of(trainer)) > 4
+
+
+class Stateful(LlamaForCausalLM):
+    """A model that counts, keeps a running mean and draws from a generator of its own, in plain attributes."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.calls, self.mean, self.generator = 0, torch.zeros(1), torch.Generator().manual_seed(3)
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs):
+        self.calls += 1
+        self.mean.mul_(0.9).add_(0.1)
+        output = super().forward(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
+        output.loss = output.loss * (1 + 0.1 * torch.rand(1, generator=self.generator).item())
+        return output
+
+
+@pytest.mark.parametrize("callback", [False, True])
+def test_no_trace_of_the_autopsy_in_what_modules_hold(callback, tmp_path):
+    ends = []
+    for autopsy in (True, False):
+        guard = GuardArguments(nanguard_autopsy=autopsy)
+        torch.manual_seed(0)
+        model = Stateful(tiny_llama().config)
+        arguments = TrainingArguments(**common_arguments(tmp_path / str(autopsy), max_steps=8))
+        dataset = bad_dataset("plain")
+        if callback:
+            trainer = Trainer(model, arguments, train_dataset=dataset, callbacks=[NanGuardCallback(guard)])
+        else:
+            trainer = guarded(Trainer)(model, arguments, train_dataset=dataset, guard=guard)
+        Poison(model)
+        trainer.train()
+        assert the_event(trainer)["culprit"].get("op") == ("aten.log.default" if autopsy else None)
+        ends.append((model.calls, model.mean, model.generator.get_state(), tensors_of(trainer)))
+    (calls, mean, state, tensors), (other_calls, other_mean, other_state, others) = ends
+    assert calls == other_calls
+    assert torch.equal(mean, other_mean)
+    assert torch.equal(state, other_state)
+    assert_same(tensors, others)

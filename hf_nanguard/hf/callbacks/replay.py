@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...core.group import Group, MicroBatch
 from ...core.runner import Runner
+from ..isolation import untouched_modules
 from ..runner import decode_sample
 from .tap import Call, GradientTap, tensors_in
 
@@ -62,6 +63,9 @@ class CallbackRunner(Runner):
     def probe(self, micro: MicroBatch, share: Any) -> Tensor:
         self.probing = True
         return super().probe(micro, share)
+
+    def isolated(self) -> AbstractContextManager:
+        return untouched_modules(self.model)
 
     def run(self, micro: MicroBatch, share: Any) -> Tensor:
         losses = []
