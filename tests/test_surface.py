@@ -37,7 +37,8 @@ def words(text: str) -> list[str]:
 
 NAMES = words("""ArgumentError GradientMonitorCallback Guard GuardArguments GuardedGRPOConfig GuardedGRPOTrainer
 GuardedSFTConfig GuardedSFTTrainer GuardedTrainer GuardedTrainerMixin GuardedTrainingArguments LossMissingError
-NanGuardCallback NanGuardError NonFiniteError Policy attach guarded replay""")
+NanGuardCallback NanGuardError NonFiniteError NumericalStabilityLogitsProcessor Policy
+SafeTemperatureLogitsWarper attach guard_generation guarded replay""")
 
 ARGUMENTS = {
     "nanguard_mode": (str, "act"),
@@ -54,6 +55,13 @@ ARGUMENTS = {
     "nanguard_autopsy_seconds": (float, 60.0),
     "nanguard_bundle_weights": (str, "none"),
     "nanguard_bundle_text": (bool, True),
+    "nanguard_logits_mode": (str, "repair"),
+    "nanguard_logits_clip_value": (float, 30.0),
+    "nanguard_logits_min_prob": (float, 1e-8),
+    "nanguard_min_temperature": (float, 0.1),
+    "nanguard_on_bad_reward": (str, "unscorable"),
+    "nanguard_ratio_bound": (float | None, 20.0),
+    "nanguard_stall_steps": (int, 20),
 }
 
 SIGNALS = words("""labels_masked label_out_of_range input_nonfinite input_out_of_range loss_nonfinite loss_zero loss_missing

@@ -44,7 +44,7 @@ class BufferKeeper:
     def restore(self) -> None:
         """Puts every kept buffer back, also one that was replaced by another tensor since."""
         for module, name, buffer, _, value in self.kept:
-            if module._buffers[name] is not buffer or not torch.equal(buffer, value):
+            if module._buffers[name] is not buffer or not _is_same(buffer, value):
                 module._buffers[name] = buffer
                 buffer.copy_(value)  # counts as a write, so that what was put back stays known as written
 
@@ -63,4 +63,9 @@ def _is_written(module: nn.Module, name: str, buffer: Tensor, version: int, valu
     # Fused batch norm kernels write their running statistics without counting it, and so does anyone through `.data`.
     if isinstance(module, _NormBase) or module._buffers[name] is not buffer or buffer._version != version:
         return True
-    return not torch.equal(buffer, value)
+    return not _is_same(buffer, value)
+
+
+def _is_same(buffer: Tensor, value: Tensor) -> bool:
+    """Whether all entries are equal, a NaN to a NaN."""
+    return torch.equal(buffer, value) or bool(((buffer == value) | ((buffer != buffer) & (value != value))).all())

@@ -111,6 +111,7 @@ class Guard:
         self.group = Group()
         self.zero_before = False
         self.steps_done = 0
+        self.last_norm: float | None = None
         self.scheduler = scheduler
         self.max_grad_norm = max_grad_norm
 
@@ -239,6 +240,7 @@ class Guard:
         watched_dev = [largest for _, largest, _ in group.watched]
         *values, norm_host = read_host([*group.losses, *watched_dev, local(norm_dev)])
         losses, watched = values[: len(group.losses)], values[len(group.losses) :]
+        self.last_norm = norm_host
         decision = decide(losses, norm_host, self.policy, self.norms)
         incident = Incident(step, group, losses, norm_host, norm_dev, decision, self.ranks.rank, norm is not None)
         tell_watched(self.journal, group, watched, step)

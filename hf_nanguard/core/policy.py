@@ -17,11 +17,17 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "on_spike": ("observe", "clip", "skip"),
     "on_halt": ("raise", "stop"),
     "bundle_weights": ("none", "trainable", "all"),
+    "logits_mode": ("repair", "always", "off"),
+    "on_bad_reward": ("unscorable", "halt"),
 }
 SWITCHES = ("autopsy", "bundle_text")
-AT_LEAST: dict[str, int] = {"max_bad_steps": 1, "max_autopsies": 1}
-POSITIVE = ("skip_grad_norm", "loss_floor", "autopsy_seconds")
-OPTIONAL = ("skip_grad_norm",)
+AT_LEAST: dict[str, int] = {"max_bad_steps": 1, "max_autopsies": 1, "stall_steps": 0}
+POSITIVE = (
+    "skip_grad_norm", "loss_floor", "autopsy_seconds", "logits_clip_value", "logits_min_prob", "min_temperature",
+    "ratio_bound",
+)  # fmt: skip
+AT_MOST = {"ratio_bound": 40.0}  # beyond, the square of its exponential is more than float32 holds
+OPTIONAL = ("skip_grad_norm", "ratio_bound")
 
 
 def check_settings(settings: dict[str, Any], prefix: str = "") -> None:
@@ -47,6 +53,8 @@ def check_settings(settings: dict[str, Any], prefix: str = "") -> None:
                 raise ArgumentError(f"{spelled} must be a number, got {value!r}.")
             if not (math.isfinite(value) and value > 0):
                 raise ArgumentError(f"{spelled} must be a finite number above 0, got {value!r}.")
+            if value > AT_MOST.get(name, math.inf):
+                raise ArgumentError(f"{spelled} must be a number of at most {AT_MOST[name]:g}, got {value!r}.")
     if settings.get("skip_grad_norm") is not None and settings.get("mode") == "observe":
         raise ArgumentError(
             f"{prefix}skip_grad_norm was set to {settings['skip_grad_norm']!r} while {prefix}mode is 'observe', which "
@@ -89,6 +97,18 @@ class Policy:
             Which weights a bundle holds: `"none"`, `"trainable"` or `"all"`.
         bundle_text (`bool`, *optional*, defaults to `True`):
             Whether a bundle holds decoded text.
+        logits_mode (`str`, *optional*, defaults to `"repair"`):
+            What is done about scores before sampling: `"repair"` those that are not finite, bound them `"always"`, `"off"`.
+        logits_clip_value, logits_min_prob (`float`, *optional*, default to `30.0` and `1e-8`):
+            The bounds of `"always"`.
+        min_temperature (`float`, *optional*, defaults to `0.1`):
+            The lowest temperature an online trainer samples and scores with.
+        on_bad_reward (`str`, *optional*, defaults to `"unscorable"`):
+            A reward that is no finite number: its completion becomes `"unscorable"`, or `"halt"`.
+        ratio_bound (`float`, *optional*, defaults to `20.0`):
+            How large a log-ratio of policies may be before its exponential is taken; `None` for no bound.
+        stall_steps (`int`, *optional*, defaults to `20`):
+            Steps in a row without a learning signal after which that is told; 0 for never.
     """
 
     mode: str = "act"
@@ -105,6 +125,13 @@ class Policy:
     autopsy_seconds: float = 60.0
     bundle_weights: str = "none"
     bundle_text: bool = True
+    logits_mode: str = "repair"
+    logits_clip_value: float = 30.0
+    logits_min_prob: float = 1e-8
+    min_temperature: float = 0.1
+    on_bad_reward: str = "unscorable"
+    ratio_bound: float | None = 20.0
+    stall_steps: int = 20
 
     def __post_init__(self):
         check_settings(vars(self))

@@ -4,9 +4,18 @@ from dataclasses import dataclass, field, fields
 
 from transformers import TrainingArguments
 
-from ..core.policy import Policy, check_settings
+from ..core.policy import POSITIVE, Policy, check_settings
 
 PREFIX = "nanguard_"
+
+
+def is_number(text: str) -> bool:
+    """Returns whether a text is a number."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 @dataclass
@@ -47,6 +56,22 @@ class GuardArguments:
             Which weights a bundle holds: `"none"`, `"trainable"` or `"all"`.
         nanguard_bundle_text (`bool`, *optional*, defaults to `True`):
             Whether log, events and bundle may show decoded text of the samples to blame.
+        nanguard_logits_mode (`str`, *optional*, defaults to `"repair"`):
+            Scores right before tokens are drawn: `"repair"` rows that are not finite, bound every row `"always"`, or
+            `"off"`.
+        nanguard_logits_clip_value (`float`, *optional*, defaults to `30.0`):
+            `"always"` bounds scores to twice this below the largest of the row.
+        nanguard_logits_min_prob (`float`, *optional*, defaults to `1e-8`):
+            `"always"` gives every token that is not masked at least this probability.
+        nanguard_min_temperature (`float`, *optional*, defaults to `0.1`):
+            The lowest temperature of an online trainer; applied once, to its `temperature`.
+        nanguard_on_bad_reward (`str`, *optional*, defaults to `"unscorable"`):
+            A reward that is NaN, infinite or no number, a reward function that raises: the completion becomes
+            `"unscorable"`, or `"halt"` the run.
+        nanguard_ratio_bound (`float`, *optional*, defaults to `20.0`):
+            How large a policy's log-ratio, or that of the KL term, may be before its exponential is taken.
+        nanguard_stall_steps (`int`, *optional*, defaults to `20`):
+            Steps in a row with nothing but equal rewards, or zero gradients, after which that is told; 0 for never.
     """
 
     nanguard_mode: str = field(default="act", metadata={"help": "act, observe (events only) or off."})
@@ -98,9 +123,37 @@ class GuardArguments:
         default=True, metadata={"help": "Whether log, events and bundle may show decoded text of samples."}
     )
 
+    nanguard_logits_mode: str = field(
+        default="repair", metadata={"help": "Scores before sampling: repair bad rows, bound always, or off."}
+    )
+    nanguard_logits_clip_value: float = field(
+        default=30.0,
+        metadata={"help": "nanguard_logits_mode=always bounds scores to twice this below the row's largest."},
+    )
+    nanguard_logits_min_prob: float = field(
+        default=1e-8, metadata={"help": "nanguard_logits_mode=always gives unmasked tokens at least this probability."}
+    )
+    nanguard_min_temperature: float = field(
+        default=0.1, metadata={"help": "The lowest temperature of an online trainer, applied once."}
+    )
+    nanguard_on_bad_reward: str = field(
+        default="unscorable", metadata={"help": "A reward that is no finite number: unscorable completion, or halt."}
+    )
+    nanguard_ratio_bound: float | None = field(
+        default=20.0,
+        metadata={"help": "Largest log-ratio of policies whose exponential is taken, also in the KL term."},
+    )
+    nanguard_stall_steps: int = field(
+        default=20, metadata={"help": "Steps in a row without a learning signal after which that is told; 0 for never."}
+    )
+
     def __post_init__(self):
         if self.nanguard_mode is False:
             self.nanguard_mode = "off"  # how YAML reads a bare off
+        for name in (f"{PREFIX}{name}" for name in POSITIVE):
+            value = getattr(self, name)
+            if isinstance(value, str) and is_number(value):
+                setattr(self, name, float(value))  # YAML reads 1e-6 as text
         check_settings(self._settings(), PREFIX)
         if isinstance(self, TrainingArguments):
             super().__post_init__()  # type: ignore[misc] # the host's, next in line

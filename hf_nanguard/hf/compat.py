@@ -183,6 +183,16 @@ def metric_lists(trainer: Trainer) -> dict[str, list]:
     return metrics["train"] if isinstance(metrics, dict) and "train" in metrics else {}
 
 
+def logged_advantages(trainer: Trainer) -> list[float] | None:
+    """Returns the advantages of the newest generation that a TRL trainer has brought to the host for its own log, `None` if
+    it keeps no such log.
+
+    Can go when TRL checks its advantages itself.
+    """
+    logs = vars(trainer).get("_logs")
+    return list(logs["advantages"]) if isinstance(logs, dict) and "advantages" in logs else None
+
+
 def running_loss(trainer: Trainer) -> torch.Tensor:
     """Returns the loss the Trainer sums up between two log rows, on its device.
 

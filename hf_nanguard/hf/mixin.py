@@ -52,7 +52,7 @@ class GuardedTrainerMixin(_Host):
         self.nanguard = Session(self, find_guard_arguments(guard, self.args))
 
     def train(self, *args, **kwargs):
-        with self.nanguard.training():
+        with self.nanguard.training(), self.nanguard.guarded_generation():
             return super().train(*args, **kwargs)
 
     # ---- data ----
@@ -124,10 +124,14 @@ class GuardedTrainerMixin(_Host):
     def evaluate(self, *args, **kwargs):
         if not self.nanguard.on:
             return super().evaluate(*args, **kwargs)
-        with self.nanguard.evaluation.watched():
+        with self.nanguard.evaluation.watched(), self.nanguard.guarded_generation():
             metrics = super().evaluate(*args, **kwargs)
             self.nanguard.evaluation.check(metrics)
         return metrics
+
+    def predict(self, *args, **kwargs):
+        with self.nanguard.guarded_generation():
+            return super().predict(*args, **kwargs)
 
     def _determine_best_metric(self, metrics, trial):
         if self.nanguard.on and self.nanguard.evaluation.spoils_best(metrics):
@@ -139,6 +143,7 @@ class GuardedTrainerMixin(_Host):
             return
         if self.nanguard.on and "loss" in logs:
             logs.update(self.nanguard.guard.counter.as_metrics())
+            logs.update(self.nanguard.rollout_metrics())
         super().log(logs, *args, **kwargs)
         if self.nanguard.on:
             self.nanguard.record.write_row()

@@ -1,7 +1,7 @@
 """How a Trainer's micro-batches are run again: through its own `training_step`, with the inputs it had prepared."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
 from typing import Any

@@ -27,9 +27,13 @@ from .arguments import GuardArguments
 from .collate import NOTE, BatchNote, CheckedCollator
 from .evaluation import Evaluation
 from .fact import find_limits
+from .generation import can_generate, guard_generation
+from .ratio import RatioBound
 from .record import RunRecord
+from .rollout import Rollout
 from .row import ROWS, RowRecord
 from .runner import Prepared, Share, TrainerRunner
+from .stall import StallWatch
 
 logger = logging.getLogger("hf_nanguard")
 
@@ -69,6 +73,10 @@ class Session:
         self.loss_before: Tensor | None = None
         self.bypassed = False
         self.labelled = False
+        self.rollout: Rollout | None = None  # of an online trainer, as the two below
+        self.ratio: RatioBound | None = None
+        self.stall: StallWatch | None = None
+        self.guarding_generation = False
 
     @property
     def replaying(self) -> bool:
@@ -108,6 +116,30 @@ class Session:
                 "hf_nanguard: rank 0 dispatches the batches of this dataset, so labels and inputs are not checked before "
                 "the forward and rows are not known. Set accelerator_config={'dispatch_batches': False} to have that."
             )
+
+    @contextmanager
+    def guarded_generation(self) -> Iterator[None]:
+        """Guards whatever generates meanwhile: an evaluation, a callback that shows completions. An online trainer guards
+        its own generation, completion by completion."""
+        policy, model = self.policy, self.trainer.model
+        idle = self.rollout is not None or not self.acts or policy.logits_mode == "off" or self.guarding_generation
+        if idle or not can_generate(model):
+            yield
+            return
+        self.guarding_generation = True
+        settings = (policy.logits_mode, policy.logits_clip_value, policy.logits_min_prob)
+        try:
+            with guard_generation(model, *settings) as watch:
+                yield
+        finally:
+            self.guarding_generation = False
+        if watch.num_repaired or watch.num_ended:
+            step = self.trainer.state.global_step
+            values = {"num_repaired": watch.num_repaired, "num_ended": watch.num_ended}
+            self.guard.journal.write(
+                Event(step, Signal.LOGITS_NONFINITE, Action.REPAIRED, f"at step {step}, {watch.describe()}", None,
+                      self.guard.ranks.rank, values, Culprit(phase="sampling"))
+            )  # fmt: skip
 
     @contextmanager
     def checked_collate(self) -> Iterator[None]:
@@ -164,6 +196,8 @@ class Session:
         try:
             with self._poisoned() if must_go else nullcontext(), self._counted_exchange(model):
                 loss = training_step(model, inputs, num_items)
+        except NonFiniteError:  # a halt that was decided on the way, on every rank
+            raise
         except Exception as error:  # any user code may raise here; it is raised again unless the policy drops it
             self.recording = False
             finding = self._judge_error(error, index)
@@ -308,6 +342,7 @@ class Session:
         given = torch.as_tensor(norm, device=trainer.args.device) if clipped else None
         settlement = guard.settle(guard.group, runner, trainer.state.global_step, given, self.labelled)
         self._keep_log_true(settlement)
+        self._watch_stall()
         if settlement.steps:
             norm = self._clip(settlement, max_norm, host_clip if clipped else None)
             if settlement.redone is None and self.policy.on_loss_error == "drop" and guard.ranks.size > 1:
@@ -368,6 +403,31 @@ class Session:
         total.copy_(self.loss_before)
         for loss in losses:
             total += torch.where(torch.isfinite(loss), loss, 0.0).to(total.device)
+
+    def _watch_stall(self) -> None:
+        """Says when an online trainer has had nothing to learn from for long."""
+        names = vars(self.trainer).get("reward_func_names")
+        if self.stall is None or self.rollout is None or not names:
+            return
+        step = self.trainer.state.global_step
+        message = self.stall.observe(step, self.rollout.all_equal, self.guard.last_norm, names)
+        self.rollout.all_equal = None
+        if message is not None:
+            event = Event(step, Signal.NO_LEARNING_SIGNAL, Action.OBSERVED, message, culprit=Culprit(phase="reward"))
+            self.guard.journal.write_once(event)
+
+    def rollout_metrics(self) -> dict[str, float]:
+        """Returns what an online trainer adds to a row of the log: how many log-ratios had to be bounded, if any."""
+        counts = {} if self.ratio is None else self.ratio.take_counts()
+        return {f"nanguard/bounded_{name}": float(number) for name, number in counts.items() if number}
+
+    def end_if(self, reason: str | None) -> None:
+        """Ends the run if there is a reason to, decided on every rank alike."""
+        if reason is None:
+            return
+        self.guard.group, self.settled = Group(), True
+        model = self.trainer.model_wrapped if self.runner is None else self.runner.model
+        self._halt(model, reason)
 
     def _halt(self, model: nn.Module, message: str) -> None:
         """Ends the run in order: the last good state saved, then an error or a clean stop."""

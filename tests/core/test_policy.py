@@ -26,6 +26,13 @@ BAD = {
     "autopsy_seconds": [0, -1.0, NAN, INF, "long", True, None],
     "bundle_weights": ["some", None, True],
     "bundle_text": ["no", None, 0],
+    "logits_mode": ["clip", None],
+    "logits_clip_value": [0, -1.0, NAN, INF, "x", True, None],
+    "logits_min_prob": [0.0, -1e-8, NAN, INF, "x", True, None],
+    "min_temperature": [0.0, -0.1, NAN, INF, "x", True, None],
+    "on_bad_reward": ["drop", None],
+    "ratio_bound": [0.0, -20.0, NAN, INF, 41.0, "x", True],
+    "stall_steps": [-1, 1.5, "20", True, None],
 }
 
 
@@ -61,6 +68,8 @@ def test_the_documented_choices_and_defaults():
         "mode": "act", "on_nonfinite": "drop", "on_loss_error": "raise", "on_bad_input": "drop", "on_spike": "observe",
         "on_halt": "raise", "skip_grad_norm": None, "loss_floor": 1e-6, "max_bad_steps": 10,
         "autopsy": True, "max_autopsies": 5, "autopsy_seconds": 60.0, "bundle_weights": "none", "bundle_text": True,
+        "logits_mode": "repair", "logits_clip_value": 30.0, "logits_min_prob": 1e-8, "min_temperature": 0.1,
+        "on_bad_reward": "unscorable", "ratio_bound": 20.0, "stall_steps": 20,
     }  # fmt: skip
 
 

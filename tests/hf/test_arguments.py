@@ -55,6 +55,13 @@ GIVEN = {
     "nanguard_autopsy_seconds": ("7.5", 7.5),
     "nanguard_bundle_weights": ("all", "all"),
     "nanguard_bundle_text": ("false", False),
+    "nanguard_logits_mode": ("always", "always"),
+    "nanguard_logits_clip_value": ("25", 25.0),
+    "nanguard_logits_min_prob": ("1e-6", 1e-6),
+    "nanguard_min_temperature": ("0.2", 0.2),
+    "nanguard_on_bad_reward": ("halt", "halt"),
+    "nanguard_ratio_bound": ("15", 15.0),
+    "nanguard_stall_steps": ("7", 7),
 }
 
 
@@ -186,6 +193,13 @@ BAD = [
     *[("nanguard_max_autopsies", value) for value in (0, -3, 2.5, "5", None, True)],
     *[("nanguard_autopsy_seconds", value) for value in (0.0, -1.0, NAN, INF, "long", None, True)],
     *[(name, value) for name in ("nanguard_autopsy", "nanguard_bundle_text") for value in ("on", None, 1)],
+    *[("nanguard_stall_steps", value) for value in (-1, 2.5, "5", None, True)],
+    *[("nanguard_ratio_bound", value) for value in (0.0, -1.0, NAN, INF, 50.0, "x", True)],
+    *[
+        (f"nanguard_{name}", value)
+        for name in ("logits_clip_value", "logits_min_prob", "min_temperature")
+        for value in (0.0, -1.0, NAN, INF, "x", None, True)
+    ],
     *[("nanguard_skip_grad_norm", value) for value in (0, -2.0, NAN, INF, "large", True)],
     *[("nanguard_loss_floor", value) for value in (0.0, -1e-6, NAN, INF, "tiny", None, True)],
     ("nanguard_on_spike", "rewind"),
@@ -208,7 +222,10 @@ def test_a_bad_value_is_one_message_with_name_value_and_way_out(name, value):
     if short in CHOICES:
         assert f"one of {', '.join(CHOICES[short])}," in message
     else:
-        assert re.search(r"must be (an integer of at least 1|a number|a finite number above 0|True or False),", message)
+        assert re.search(
+            r"must be (an integer of at least [01]|a number( of at most 40)?|a finite number above 0|True or False),",
+            message,
+        )
     assert "\n" not in message
 
 

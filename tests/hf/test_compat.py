@@ -362,3 +362,12 @@ def test_the_torch_optimizer_is_found_inside_accelerate_s(tmp_path):
     assert isinstance(bare, torch.optim.Optimizer)
     assert compat.bare_optimizer(bare) is bare
     assert compat.bare_optimizer(trainer.accelerator.prepare(bare)) is bare
+
+
+def test_advantages_are_those_of_the_host_s_own_log(tmp_path):
+    assert compat.logged_advantages(build("plain", tmp_path, guard=False)) is None
+    trainer = build("grpo", tmp_path, guard=False, max_steps=1)
+    trainer.train()
+    known = compat.logged_advantages(trainer)
+    assert known
+    assert all(isinstance(advantage, float) for advantage in known)

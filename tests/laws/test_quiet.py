@@ -41,7 +41,8 @@ def test_no_more_host_reads_than_stock(kind, accumulation, tmp_path):
     ours = _count(kind, tmp_path / "guarded", True, **settings)
     assert stock.reads > 0
     assert ours.reads <= stock.reads
-    assert ours.num_ops <= stock.num_ops + 2 * 8
+    sampled = 4 if kind == "grpo" else 0  # tokens a completion: one reduction each, besides the bound on a step
+    assert ours.num_ops <= stock.num_ops + 2 * (8 + sampled)
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])

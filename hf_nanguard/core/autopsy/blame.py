@@ -128,6 +128,8 @@ def map_positions(origin: Origin, specimen: Specimen) -> list[tuple[int, int | N
     entries, samples = specimen.num_entries, specimen.num_samples
     if entries is None or samples is None or not origin.shape:
         return []
+    if len(origin.shape) == 1 and origin.phase not in ("input", "loss"):
+        return []  # a vector inside a model is rather one of its features than of its samples
     length = _sequence_length(specimen.fields)
     found = [_map_position(position, origin.shape, entries, length) for position in origin.positions]
     return sorted({(entry % samples, token) for entry, token in found if entry is not None}, key=str)

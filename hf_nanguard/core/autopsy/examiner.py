@@ -255,8 +255,8 @@ class Examiner:
         """Says, once, that the fault lies where this runner cannot look."""
         if not self.told_out_of_sight and self.journal.ranks.rank == 0:
             logger.warning(
-                "hf_nanguard: no autopsy of step %d: the model's own forward and backward are finite, so the fault lies in "
-                "the loss, which a callback does not see. attach(trainer) does.",
+                "hf_nanguard: no autopsy of step %d: the model's own forward and backward are finite when run again, so the "
+                "fault lies in the loss or in a hook on the model, which a callback does not see. attach(trainer) does.",
                 step,
             )
         self.told_out_of_sight = True

@@ -91,6 +91,8 @@ class Specimen:
 
     def find_origin(self, samples: Sequence[int] | None = None) -> Origin | None:
         """Runs it under a trace and returns where its bad number was born, `None` if it was healthy this time."""
+        self.runner.clear()
+        self.runner.buffers.restore()  # what is put back under the trace would look like the work of the loss
         origin, _ = find_origin(
             lambda: self._probe(samples), self.model, self.runner.named_gradients, self.tensors_of(samples)
         )

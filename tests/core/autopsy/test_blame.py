@@ -139,7 +139,12 @@ def test_a_single_sample_needs_no_run():
     ],
 )
 def test_sample_and_token_are_read_from_the_shape(position, shape, expected):
-    assert map_positions(_origin([position], shape), Batch(4)) == [expected]
+    phase = "loss" if len(shape) == 1 else "forward"
+    assert map_positions(replace(_origin([position], shape), phase=phase), Batch(4)) == [expected]
+
+
+def test_a_vector_inside_the_model_is_one_of_features():
+    assert map_positions(_origin([(2,)], (4,)), Batch(4)) == []
 
 
 @pytest.mark.parametrize("shape", [(), (3,), (7, 9)])

@@ -321,3 +321,17 @@ def test_what_is_bad_only_as_compiled_is_neither_transient_nor_told_every_time(c
     assert [event["cause"] for event in loop.events] == ["unknown"] * 3
     assert len(loop.blocks(caplog)) == 1
     assert "torch.compile" in loop.blocks(caplog)[0]
+
+
+def test_a_bad_buffer_that_is_put_back_is_named_itself():
+    """A NaN is not equal to itself, so it would be put back, and the guard's own copy be blamed."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model[1].eval().running_mean[2] = NAN
+    events = []
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), on_event=events.append)
+    for _ in range(2):
+        guard.step(lambda batch: model(batch).square().mean(), [torch.randn(4, 4)])
+    for event in events:
+        assert (event["culprit"]["phase"], event["culprit"]["parameter"]) == ("parameter", "1.running_mean")
+        assert event["cause"] == "param_nonfinite"
+    assert len(events) == 2

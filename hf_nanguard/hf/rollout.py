@@ -1,0 +1,197 @@
+"""The completions of an online trainer: sampled under guard, scored under guard, and left out where they are garbage.
+
+A completion in which a row of scores had to be repaired or ended was not drawn from the policy: it is masked out of the
+loss and out of its group's baseline. Many of them mean a sick model, so the parameters are looked at, and the run ends
+rather than train on garbage.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from ..core.event import Culprit, Event
+from ..core.finite import find_nonfinite
+from ..core.guard import Guard
+from ..core.policy import Policy
+from ..core.signal import Action, Cause, Signal
+from .compat import logged_advantages, metric_lists
+from .generation import GenerationWatch, guard_generation
+from .reward import BadReward, check_advantages, checked_rewards, holds_bad_reward, is_insane, strike_unscorable
+
+logger = logging.getLogger("hf_nanguard")
+
+MUCH = 0.5  # the share of sick completions above which the model itself is suspected
+OFTEN = 3  # generations in a row with a sick completion, likewise
+
+
+class Rollout:
+    """What is known of the completions that are being generated and scored.
+
+    Args:
+        trainer (`Trainer`):
+            The online trainer.
+        guard (`Guard`):
+            Its guard.
+        policy (`Policy`):
+            What to do.
+    """
+
+    def __init__(self, trainer: Any, guard: Guard, policy: Policy):
+        self.trainer = trainer
+        self.guard = guard
+        self.policy = policy
+        self.rows: list[int] | None = None
+        self.size = 0
+        self.sick: set[int] = set()
+        self.unmapped = 0
+        self.sick_in_a_row = 0
+        self.flooded_in_a_row = 0
+        self.events: list[Event] = []
+        self.bad_reward = False
+        self.all_equal: bool | None = None
+
+    def begin(self, size: int, rows: list[int] | None) -> None:
+        """Begins a generation batch."""
+        self.size, self.rows = size, rows if rows is not None and len(rows) == size else None
+        self.sick, self.unmapped = set(), 0
+        self.events, self.bad_reward = [], False
+
+    # ---- sampling ----
+
+    @contextmanager
+    def generating(self) -> Iterator[GenerationWatch | None]:
+        """Guards the model's `generate` meanwhile."""
+        policy = self.policy
+        if policy.logits_mode == "off" or not policy.acts:
+            yield None
+            return
+        verbose = Signal.LOGITS_NONFINITE not in self.guard.journal.told
+        with guard_generation(
+            self.trainer.model, policy.logits_mode, policy.logits_clip_value, policy.logits_min_prob, verbose
+        ) as watch:
+            yield watch
+
+    def note(self, watch: GenerationWatch | None, completion_ids: list[list[int]]) -> None:
+        """Notes which completions are garbage. Only the first turn of a conversation has one row per completion."""
+        if watch is None:
+            return
+        found = watch.find_sick([len(ids) for ids in completion_ids])
+        if len(completion_ids) == self.size:
+            self.sick |= set(found)
+        else:
+            self.unmapped += len(found)
+
+    # ---- scoring ----
+
+    def score(
+        self, calculate: Callable[..., Tensor], inputs: Any, prompts: Any, completions: Any, *rest: Any
+    ) -> Tensor:
+        """Runs the host's `_calculate_rewards`; completions with a bad reward become unscorable, on every rank alike."""
+        acts = self.policy.acts
+        with checked_rewards(self.trainer, self.sick if acts else (), prompts, completions, acts) as check:
+            rewards = calculate(inputs, prompts, completions, *rest)
+        for bad in check.bad:
+            self._tell_reward(bad)
+        if not acts:
+            return rewards
+        self.bad_reward = self.policy.on_bad_reward == "halt" and holds_bad_reward(rewards)
+        return strike_unscorable(rewards)
+
+    def _tell_reward(self, bad: BadReward) -> None:
+        action = Action.HALTED if self.policy.on_bad_reward == "halt" else Action.DROPPED
+        action = action if self.policy.acts else Action.OBSERVED
+        message = f"at step {self.step}, {bad.message}"
+        values = {"kind": bad.kind, "whole_call": bad.whole}
+        culprit, cause = bad.culprit(self.rows), Cause.REWARD_NONFINITE
+        self.events.append(
+            Event(self.step, Signal.REWARD_NONFINITE, action, message, None, self.rank, values, culprit, cause)
+        )
+
+    # ---- what comes of it ----
+
+    def finish(self, output: dict[str, Any]) -> str | None:
+        """Leaves garbage out of the loss and returns why the run has to end, `None` if it goes on. All ranks call it."""
+        if not self.policy.acts:
+            self.guard.journal.share(self.events)
+            return None
+        if self.sick:
+            output["completion_mask"] = output["completion_mask"].clone()
+            output["completion_mask"][sorted(self.sick)] = 0
+            self._tell_sick()
+        known = logged_advantages(self.trainer)  # what the host has read already is not read again
+        if known is None or any(is_insane(advantage) for advantage in known):
+            self._tell_advantages(check_advantages(output))
+        self.guard.journal.share(self.events)
+        equal = metric_lists(self.trainer).get("frac_reward_zero_std")
+        self.all_equal = equal[-1] == 1.0 if equal else None
+        return self._escalate()
+
+    def _tell_sick(self) -> None:
+        samples = sorted(self.sick)
+        rows = None if self.rows is None else sorted({self.rows[sample] for sample in samples})
+        message = (
+            f"logits were not finite while {len(samples)} of {self.size} completions were sampled at step {self.step}; "
+            "they are left out of loss and baseline"
+        )
+        culprit = Culprit(phase="sampling", samples=samples, rows=rows)
+        values = {"num_sick": len(samples), "num_completions": self.size}
+        self.events.append(
+            Event(self.step, Signal.LOGITS_NONFINITE, Action.DROPPED, message, None, self.rank, values, culprit)
+        )
+
+    def _tell_advantages(self, samples: list[int]) -> None:
+        if not samples:
+            return
+        rows = None if self.rows is None else sorted({self.rows[sample] for sample in samples})
+        message = (
+            f"advantages of {len(samples)} completions were no sane numbers at step {self.step} and are taken as 0"
+        )
+        culprit = Culprit(phase="reward", samples=samples, rows=rows)
+        self.events.append(
+            Event(self.step, Signal.ADVANTAGE_NONFINITE, Action.REPAIRED, message, None, self.rank, {}, culprit)
+        )
+
+    def _escalate(self) -> str | None:
+        """Looks at the parameters if there was much garbage, or garbage time and again."""
+        facts = self.guard.ranks.gather({"sick": len(self.sick) + self.unmapped, "size": self.size})
+        if self.bad_reward:  # of any rank: all of them have looked at the gathered rewards
+            return (
+                f"Training was halted at step {self.step}: a reward was no finite number. The policy on_bad_reward is "
+                "'halt'; the event says which."
+            )
+        sick, size = sum(fact["sick"] for fact in facts), sum(fact["size"] for fact in facts)
+        flooded = sick > MUCH * size
+        self.sick_in_a_row = self.sick_in_a_row + 1 if sick else 0
+        self.flooded_in_a_row = self.flooded_in_a_row + 1 if flooded else 0
+        if not flooded and self.sick_in_a_row < OFTEN:
+            return None
+        found = self.guard.ranks.gather(find_nonfinite(self.trainer.model.named_parameters()))
+        bad = {name: kind for report in found for name, kind in report.items()}
+        if bad:
+            name = next(iter(bad))
+            message = f"parameter {name} holds {'NaN' if bad[name] == 'nan' else 'inf'} at step {self.step}"
+            values = {"num_bad_parameters": len(bad), "bad_parameters": dict(list(bad.items())[:12])}
+            culprit, cause = Culprit(phase="parameter", parameter=name), Cause.PARAM_NONFINITE
+            event = Event(self.step, Signal.PARAM_NONFINITE, Action.HALTED, message, None, 0, values, culprit, cause)
+            self.guard.journal.write_once(event)
+            return f"Training was halted: {message}, so nothing it samples means anything."
+        if self.flooded_in_a_row < self.policy.max_bad_steps:
+            return None
+        message = f"most completions were garbage {self.flooded_in_a_row} generations in a row, though every parameter is finite"
+        self.guard.journal.write_once(
+            Event(self.step, Signal.LOGITS_NONFINITE, Action.HALTED, message, culprit=Culprit(phase="sampling"))
+        )
+        return f"Training was halted at step {self.step}: {message}."
+
+    @property
+    def step(self) -> int:
+        """The step of the trainer."""
+        return self.trainer.state.global_step
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self.guard.ranks.rank
