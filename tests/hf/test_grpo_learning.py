@@ -3,6 +3,8 @@
 The task is small enough to be learned in seconds: say "w5" as often as possible.
 """
 
+from contextlib import suppress
+
 import pytest
 import torch
 import trl
@@ -99,7 +101,12 @@ def rewards_of(trainer):
     return [row["reward"] for row in trainer.state.log_history if row.get("reward") is not None]
 
 
-@pytest.mark.parametrize("case", list(CASES))
+def slowly(*cases):
+    """The cases, all but these for `make slow`."""
+    return [case if case in cases else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+
+
+@pytest.mark.parametrize("case", slowly("inf_reward_unscaled", "kl", "logits"))
 def test_guarded_grpo_learns(case, tmp_path):
     trainer = make(case, tmp_path, guard=True)
     trainer.train()
@@ -122,13 +129,13 @@ def test_guarded_grpo_learns(case, tmp_path):
     assert bool(bounded) == (case in ("ratio", "kl"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["inf_reward_unscaled", "ratio", "kl", "logits"])
 def test_stock_grpo_does_not(case, tmp_path):
     trainer = make(case, tmp_path, guard=False)
-    try:
+    with suppress(RuntimeError):  # sampling from a policy that is gone
         trainer.train()
-    except RuntimeError as error:
-        assert "probability tensor" in str(error)
+    if trainer.state.global_step < STEPS:
         return
     rewards = [reward for reward in rewards_of(trainer) if reward == reward]
     ruined = not all(torch.isfinite(p).all() for p in trainer.model.parameters())

@@ -76,7 +76,10 @@ def test_signals_and_actions_in_use():
 def test_metrics_are_those_of_the_code():
     counter = Counter()
     counter.scaler_skips = 1
-    bounded = ["nanguard/bounded_ratio", "nanguard/bounded_kl"]  # of online trainers, see tests/hf/test_grpo_learning.py
+    bounded = [
+        "nanguard/bounded_ratio",
+        "nanguard/bounded_kl",
+    ]  # of online trainers, see tests/hf/test_grpo_learning.py
     assert named_in([cells[0] for cells in find_table("metric")]) == [*counter.as_metrics(), *bounded]
 
 

@@ -49,6 +49,8 @@ def infer_cause(record: Record, text: str, unselected: bool) -> Cause:
         return Cause.MASKED_ROW_SOFTMAX
     if record.all_ignored:
         return Cause.ALL_LABELS_MASKED
+    if record.name.startswith("nll_loss") and not record.bad_operands and record.extent.kind == "nan":
+        return Cause.DIV_BY_ZERO  # by the weights of the targets' classes, which sum up to nothing
     if any(operand.writer is None and operand.leaf is None for operand in record.bad_operands):
         return Cause.UNKNOWN  # a constant that nobody has written or named
     forward_name = _base(record.forward.op.split(".")[1]) if record.forward is not None else ""

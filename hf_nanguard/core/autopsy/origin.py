@@ -51,6 +51,8 @@ class Origin:
             How many of its entries were not.
         outside (`bool`):
             Whether the operator read it from somewhere the trace cannot see: a tensor nobody named, or another rank.
+        masked (`bool`):
+            Whether it read infinities of a mask besides finite values.
         positions (`tuple`), shape (`tuple`):
             The first places of bad values, all but the last dimension, and the shape they are to be read in.
     """
@@ -70,6 +72,7 @@ class Origin:
     parameter: str | None = None
     num_bad: int | None = None
     outside: bool = False
+    masked: bool = False
     positions: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
     shape: tuple[int, ...] = field(default=(), compare=False)
 
@@ -163,6 +166,7 @@ def describe_origin(record: Record, operand: Operand | None, unselected: bool) -
         "largest": max(finite, default=None),
         "limit": torch.finfo(record.dtype).max,
         "kind": record.extent.kind,
+        "masked": any(operand_is_mask(o) for o in record.bad_operands),
         "positions": tuple(record.positions),
         "shape": record.shape,
     }

@@ -193,7 +193,8 @@ def _tell_what(origin: Origin) -> str:
     if origin.largest is not None and origin.limit is not None:
         facts.append(f"largest input {origin.largest:.4g}, limit {origin.limit:.4g}")
     within = f" in {origin.node}" if origin.node else ""
-    return f"{origin.op}{within} made {kind} of finite inputs ({', '.join(facts)})"
+    inputs = "finite inputs and a mask" if origin.masked else "finite inputs"
+    return f"{origin.op}{within} made {kind} of {inputs} ({', '.join(facts)})"
 
 
 def _tell_where(origin: Origin) -> str:

@@ -330,3 +330,11 @@ def test_batch_norm_writes_its_statistics_without_saying_so():
     x[1, 2] = INF
     origin, _ = find_origin(lambda: model(x).sum(), model, lambda: [], {"x": x})
     assert (origin.phase, origin.leaf, origin.positions) == ("input", "x", ((1, 2),))
+
+
+def test_class_weights_that_sum_up_to_nothing():
+    model = Net()
+    x, target = torch.ones(3, 4), torch.tensor([1, 1, 1])
+    weight = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    origin = find(model, x, lambda: F.cross_entropy(model(x), target, weight=weight))
+    assert (origin.op, origin.cause) == ("aten.nll_loss_forward.default", Cause.DIV_BY_ZERO)
