@@ -1,7 +1,7 @@
 """Agreement across ranks: small facts made known to all, so that every rank takes the same decision.
 
 Used only when something broke (the norm of the gradients is the same on every rank, so healthy steps need no message)
-and at the start of a run.
+and at the start of a run. An online trainer asks once per generation whether anybody's completions were bad.
 """
 
 import json
@@ -26,6 +26,14 @@ class Ranks:
         self.size = dist.get_world_size() if together else 1
         self.rank = dist.get_rank() if together else 0
         self.device = torch.device(device)
+
+    def any(self, fact: bool) -> bool:
+        """Returns whether the fact is true on any rank, by one small reduction. Every rank must call it."""
+        if self.size == 1:
+            return fact
+        flag = torch.tensor([int(fact)], device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag.item())
 
     def gather(self, fact: Any) -> list[Any]:
         """Returns the JSON-able `fact` of every rank, in rank order. Every rank must call it."""

@@ -115,7 +115,8 @@ class Rollout:
     def finish(self, output: dict[str, Any]) -> str | None:
         """Leaves garbage out of the loss and returns why the run has to end, `None` if it goes on. All ranks call it."""
         if not self.policy.acts:
-            self.guard.journal.share(self.events)
+            for event in self.events:
+                self.guard.journal.write(event)
             return None
         if self.sick:
             output["completion_mask"] = output["completion_mask"].clone()
@@ -124,9 +125,12 @@ class Rollout:
         known = logged_advantages(self.trainer)  # what the host has read already is not read again
         if known is None or any(is_insane(advantage) for advantage in known):
             self._tell_advantages(check_advantages(output))
-        self.guard.journal.share(self.events)
         equal = metric_lists(self.trainer).get("frac_reward_zero_std")
         self.all_equal = equal[-1] == 1.0 if equal else None
+        if not self.guard.ranks.any(bool(self.events or self.sick or self.unmapped or self.bad_reward)):
+            self.sick_in_a_row = self.flooded_in_a_row = 0
+            return None
+        self.guard.journal.share(self.events)
         return self._escalate()
 
     def _tell_sick(self) -> None:

@@ -21,3 +21,8 @@ def test_a_fact_comes_back_as_it_is_and_costs_nothing():
     with Counting() as counted:
         assert Ranks().gather(fact) == [fact]
     assert counted.ops == []
+
+
+def test_alone_any_is_what_is_said():
+    assert Ranks(alone=True).any(True) is True
+    assert Ranks(alone=True).any(False) is False
