@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from .hf.arguments import GuardedTrainingArguments as GuardedTrainingArguments
     from .hf.callbacks import GradientMonitorCallback as GradientMonitorCallback
     from .hf.callbacks import NanGuardCallback as NanGuardCallback
-    from .hf.generation import NumericalStabilityLogitsProcessor as NumericalStabilityLogitsProcessor
-    from .hf.generation import SafeTemperatureLogitsWarper as SafeTemperatureLogitsWarper
     from .hf.generation import guard_generation as guard_generation
     from .hf.grpo import GuardedGRPOConfig as GuardedGRPOConfig
     from .hf.grpo import GuardedGRPOTrainer as GuardedGRPOTrainer
     from .hf.mixin import GuardedTrainerMixin as GuardedTrainerMixin
+    from .hf.processor import NumericalStabilityLogitsProcessor as NumericalStabilityLogitsProcessor
+    from .hf.processor import SafeTemperatureLogitsWarper as SafeTemperatureLogitsWarper
     from .hf.rebuild import replay as replay
     from .hf.sft import GuardedSFTConfig as GuardedSFTConfig
     from .hf.sft import GuardedSFTTrainer as GuardedSFTTrainer
@@ -48,8 +48,8 @@ _HOMES = {
     "GuardedGRPOConfig": "hf.grpo",
     "GuardedGRPOTrainer": "hf.grpo",
     "replay": "hf.rebuild",
-    "NumericalStabilityLogitsProcessor": "hf.generation",
-    "SafeTemperatureLogitsWarper": "hf.generation",
+    "NumericalStabilityLogitsProcessor": "hf.processor",
+    "SafeTemperatureLogitsWarper": "hf.processor",
     "guard_generation": "hf.generation",
     "NanGuardCallback": "hf.callbacks",
     "GradientMonitorCallback": "hf.callbacks",

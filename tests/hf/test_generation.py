@@ -23,14 +23,11 @@ from transformers import (
 
 from hf_nanguard.core import logits as core_logits
 from hf_nanguard.errors import ArgumentError
-from hf_nanguard.hf import generation
-from hf_nanguard.hf.generation import (
-    NumericalStabilityLogitsProcessor,
-    RequestNotes,
-    SafeTemperatureLogitsWarper,
-    guard_generation,
-    place_guards,
-)
+from hf_nanguard.hf import processor
+from hf_nanguard.hf import watch as watching
+from hf_nanguard.hf.generation import guard_generation, place_guards
+from hf_nanguard.hf.processor import NumericalStabilityLogitsProcessor, SafeTemperatureLogitsWarper
+from hf_nanguard.hf.watch import RequestNotes
 from tests.counting import counting
 from tests.faults import INF, NAN
 from tests.models import VOCAB, tiny_llama
@@ -56,7 +53,8 @@ def blind(request, monkeypatch):
     """The branch-free way that other devices take."""
     if request.param:
         monkeypatch.setattr(core_logits, "can_look", lambda values: False)
-        monkeypatch.setattr(generation, "can_look", lambda values: False)
+        for module in (processor, watching):
+            monkeypatch.setattr(module, "can_look", lambda values: False)
     return request.param
 
 
@@ -356,7 +354,7 @@ def test_a_kept_manager_begins_anew_and_an_older_one_is_named(caplog):
 
 def test_slots_of_earlier_steps_are_cleared():
     notes = RequestNotes(torch.device("cpu"))
-    guard = generation.RequestGuard(NumericalStabilityLogitsProcessor(), notes)
+    guard = watching.RequestGuard(NumericalStabilityLogitsProcessor(), notes)
     requests = [types.SimpleNamespace(state=types.SimpleNamespace(request_id=f"req_{i}")) for i in range(3)]
     assert guard.prepare_tensor_args(requests).tolist() == [1, 2, 3]
     assert guard.prepare_tensor_args(requests[2:]).tolist() == [3, 0, 0]
@@ -378,7 +376,7 @@ def test_a_sick_assistant_harms_nobody():
 
 def test_a_sick_draft_that_is_thrown_away_does_not_count():
     model, ids = llama(), prompts(1)
-    listener = generation.Generation(prompt_length=5)
+    listener = watching.Generation(prompt_length=5)
     guard = NumericalStabilityLogitsProcessor(verbose=False)
     listener.head = guard
     guard.listeners = [listener]
@@ -645,7 +643,8 @@ def test_the_first_ones_are_logged_with_shape_and_values(caplog):
 
 def test_a_device_tells_when_asked_and_a_silent_guard_never(caplog, monkeypatch):
     monkeypatch.setattr(core_logits, "can_look", lambda values: False)
-    monkeypatch.setattr(generation, "can_look", lambda values: False)
+    for module in (processor, watching):
+        monkeypatch.setattr(module, "can_look", lambda values: False)
     model, ids = llama(poisoned=True), prompts(2, poisoned=[0])
     with caplog.at_level(logging.WARNING, "hf_nanguard"):
         for verbose in (False, True):
