@@ -14,8 +14,12 @@ demo: $(STAMP)
 test: lint
 	$(PYTEST) -m "not slow"
 
+# The core, and of the host layer what tells most in little time.
+QUICK := tests/core tests/report tests/test_layering.py tests/test_surface.py tests/hf/test_arguments.py \
+	tests/hf/test_compat.py tests/hf/test_trainer.py tests/hf/test_reinforcement.py tests/hf/callbacks/test_matrix.py
+
 quick: lint
-	$(PYTEST) -m "not slow and not distributed" --ignore=tests/laws
+	$(PYTEST) -m "not slow and not distributed" $(QUICK)
 
 slow: $(STAMP)
 	$(PYTEST) -m slow --timeout=3600

@@ -77,6 +77,7 @@ class Session:
         self.ratio: RatioBound | None = None
         self.stall: StallWatch | None = None
         self.guarding_generation = False
+        self.ending = False  # the run stops with the step in the making, which must not be taken
 
     @property
     def replaying(self) -> bool:
@@ -90,7 +91,7 @@ class Session:
         """Surrounds `train()`: the log filter that hides NaN (and reads every loss twice) is off meanwhile."""
         args = self.trainer.args
         hidden = args.logging_nan_inf_filter
-        self.settled = True
+        self.settled, self.ending = True, False
         self.guard.ladder.healthy()
         if self.on and self.guard.ranks.rank == 0:
             self._say_limits()
@@ -329,6 +330,8 @@ class Session:
         """
         guard, trainer, runner = self.guard, self.trainer, self.runner
         self.settled = True
+        if self.ending:
+            return self._forgo_step()
         if runner is None or not guard.group.micro_batches:
             return norm if host_clip is None else host_clip()
         apart = host_clip is None or compat.clips_in_one_piece(trainer, model)
@@ -356,6 +359,16 @@ class Session:
         if settlement.halt is not None:
             self._halt(model, settlement.halt)
         return norm
+
+    def _forgo_step(self) -> None:
+        """Leaves out a step in whose making the run was ended, from weights and log alike."""
+        self.bypassed = True
+        compat.bypass_optimizer(self.trainer)
+        if self.runner is not None and self.loss_before is not None:
+            compat.running_loss(self.trainer).copy_(self.loss_before)
+            compat.forget_step(self.trainer)
+            self.runner.strike_group()
+        self.guard.group = Group()
 
     def _clip(self, settlement: Settlement, max_norm: float, host_clip: Callable[[], Any] | None) -> Any:
         """Clips by the norm that is known already, or as the host does if it had clipped before; returns the norm."""
@@ -425,7 +438,7 @@ class Session:
         """Ends the run if there is a reason to, decided on every rank alike."""
         if reason is None:
             return
-        self.guard.group, self.settled = Group(), True
+        self.ending = self.recording  # in a step, not in an evaluation between two
         model = self.trainer.model_wrapped if self.runner is None else self.runner.model
         self._halt(model, reason)
 
@@ -437,7 +450,7 @@ class Session:
         folder = Path(str(trainer.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
         if sick:
             message += " Nothing was saved, for the weights themselves are not finite."
-        else:
+        elif trainer.is_in_train:  # else there is no optimizer to save, and nothing was trained
             if not any(self.guard.ranks.gather(folder.is_dir())):
                 trainer._save_checkpoint(model, None)
             message += f" The last good state is in {folder}."

@@ -271,3 +271,16 @@ def test_generation_in_an_evaluation_is_guarded(tmp_path):
     model.get_output_embeddings().register_forward_hook(lambda module, args, output: output * NAN)
     trainer.predict(Dataset.from_list(rows))
     assert told(trainer, "logits_nonfinite")
+
+
+def test_a_run_that_is_stopped_while_it_samples_does_not_take_that_step(tmp_path):
+    def reward(completions, trainer_state, **kwargs):
+        return [INF if trainer_state.global_step == 2 else score for score in reward_length(completions)]
+
+    guard = GuardArguments(nanguard_on_bad_reward="halt", nanguard_on_halt="stop")
+    trainer = build("grpo", tmp_path / "stopped", extra={"reward_funcs": reward, "guard": guard}, max_steps=5)
+    trainer.train()
+    stock = build("grpo", tmp_path / "stock", guard=False, max_steps=2)
+    stock.train()
+    ended, expected = tensors_of(trainer), tensors_of(stock)
+    assert_same(ended, expected, rng=False)
