@@ -19,13 +19,16 @@ from ..core.policy import Policy
 from ..core.signal import Action, Cause, Signal
 from .compat import logged_advantages, metric_lists
 from .generation import guard_generation
-from .reward import BadReward, check_advantages, checked_rewards, holds_bad_reward, is_insane, strike_unscorable
+from .reward import MAX_KEPT, BadReward, check_advantages, checked_rewards, holds_bad_reward, is_insane, strike_unscorable
 from .watch import GenerationWatch
 
 logger = logging.getLogger("hf_nanguard")
 
 MUCH = 0.5  # the share of sick completions above which the model itself is suspected
 OFTEN = 3  # generations in a row with a sick completion, likewise
+# what is read of a completion by the forward and before the mask
+STAND_INS = ("prompt_ids", "prompt_mask", "completion_ids", "token_type_ids", "old_per_token_logps", "ref_per_token_logps",
+             "sampling_per_token_logps", "importance_sampling_ratio")  # fmt: skip
 
 
 class Rollout:
@@ -88,13 +91,19 @@ class Rollout:
     # ---- scoring ----
 
     def score(
-        self, calculate: Callable[..., Tensor], inputs: Any, prompts: Any, completions: Any, *rest: Any
+        self, calculate: Callable[..., Tensor], inputs: Any, prompts: Any, completions: Any, *rest: Any, **more: Any
     ) -> Tensor:
         """Runs the host's `_calculate_rewards`; completions with a bad reward become unscorable, on every rank alike."""
         acts = self.policy.acts
         with checked_rewards(self.trainer, self.sick if acts else (), prompts, completions, acts) as check:
-            rewards = calculate(inputs, prompts, completions, *rest)
-        for bad in check.bad:
+            rewards = calculate(inputs, prompts, completions, *rest, **more)
+        found = check.bad
+        if not found and not calculate.__module__.startswith("trl."):  # an override of the user's has had the last word
+            own = rewards[self.rank * len(prompts) :][: len(prompts)]
+            at = [i for i in own.isinf().any(dim=1).nonzero().flatten().tolist() if i not in self.sick]
+            name = calculate.__qualname__
+            found = [BadReward(name, i, "inf", "returned an infinite reward") for i in at[:MAX_KEPT]]
+        for bad in found:
             self._tell_reward(bad)
         if not acts:
             return rewards
@@ -122,6 +131,7 @@ class Rollout:
         if self.sick:
             output["completion_mask"] = output["completion_mask"].clone()
             output["completion_mask"][sorted(self.sick)] = 0
+            self._put_healthy_tokens(output)
             self._tell_sick()
         known = logged_advantages(self.trainer)  # what the host has read already is not read again
         if known is None or any(is_insane(advantage) for advantage in known):
@@ -133,6 +143,20 @@ class Rollout:
             return None
         self.guard.journal.share(self.events)
         return self._escalate()
+
+    def _put_healthy_tokens(self, output: dict[str, Any]) -> None:
+        """Gives masked completions the tokens of a healthy one: what the model cannot sample for it cannot score either,
+        and 0 times NaN would cost all that share the forward. Images are not tokens, so there nothing is replaced."""
+        healthy = next((i for i in range(self.size) if i not in self.sick), None)
+        if healthy is None or "pixel_values" in output:
+            return
+        for name in STAND_INS:
+            if isinstance(output.get(name), Tensor) and len(output[name]) == self.size:
+                output[name] = output[name].clone()
+                output[name][sorted(self.sick)] = output[name][healthy].clone()
+        if isinstance(output.get("old_logps"), Tensor):  # RLOO's sums, of what is masked now
+            output["old_logps"] = output["old_logps"].clone()
+            output["old_logps"][sorted(self.sick)] = 0.0
 
     def _tell_sick(self) -> None:
         samples = sorted(self.sick)

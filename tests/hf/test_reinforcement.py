@@ -284,3 +284,24 @@ def test_a_run_that_is_stopped_while_it_samples_does_not_take_that_step(tmp_path
     stock.train()
     ended, expected = tensors_of(trainer), tensors_of(stock)
     assert_same(ended, expected, rng=False)
+
+
+def test_prompts_that_break_the_forward_too_cost_no_healthy_completion(tmp_path):
+    """What the model cannot sample for, it cannot score either: 0 times NaN must not reach those beside it."""
+    trainer = build("grpo", tmp_path, max_steps=8, gradient_accumulation_steps=1, per_device_train_batch_size=4)
+    trainer.train_dataset = mixed_prompts()
+
+    def hook(module, args, output):
+        marked = (args[0] == MARK).any(1) & (args[0].shape[1] > 4)
+        return torch.where(marked[:, None, None], NAN, output)
+
+    tokens = trainer.processing_class("w3")["input_ids"]
+    assert MARK in tokens
+    trainer.model.get_input_embeddings().register_forward_hook(hook)
+    trainer.train()
+    assert told(trainer, "logits_nonfinite")
+    dropped = [event for event in told(trainer, "loss_nonfinite") if event["action"] in ("dropped", "skipped")]
+    sampled = {event["step"] for event in told(trainer, "logits_nonfinite")}
+    whole = {event["step"] for event in told(trainer, "logits_nonfinite") if event["values"]["num_sick"] == 4}
+    assert not [event for event in dropped if event["step"] in sampled - whole]
+    assert finite(trainer)
