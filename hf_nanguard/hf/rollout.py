@@ -19,7 +19,15 @@ from ..core.policy import Policy
 from ..core.signal import Action, Cause, Signal
 from .compat import logged_advantages, metric_lists
 from .generation import guard_generation
-from .reward import MAX_KEPT, BadReward, check_advantages, checked_rewards, holds_bad_reward, is_insane, strike_unscorable
+from .reward import (
+    MAX_KEPT,
+    BadReward,
+    check_advantages,
+    checked_rewards,
+    holds_bad_reward,
+    is_insane,
+    strike_unscorable,
+)
 from .watch import GenerationWatch
 
 logger = logging.getLogger("hf_nanguard")

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from hf_nanguard.core.guard import Guard
 from hf_nanguard.core.policy import Policy
 from hf_nanguard.errors import NonFiniteError
+from tests.distributed.ending import hang_up
 
 PATIENCE = 30
 NUM_STEPS = 4
@@ -234,8 +235,7 @@ def main() -> None:
             raise
         faulthandler.cancel_dump_traceback_later()
         (home / f"rank{os.environ['RANK']}.json").write_text(json.dumps(said), encoding="utf-8")
-    dist.barrier()  # nobody hangs up while another still talks
-    dist.destroy_process_group()
+    hang_up()
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from hf_nanguard import NonFiniteError
+from tests.distributed.ending import hang_up
 from tests.distributed.host import make_trainer, rows_of
 from tests.distributed.scenario import SUITES, Scenario
 from tests.faults import Planted
@@ -184,8 +185,7 @@ def main() -> None:
             raise
         faulthandler.cancel_dump_traceback_later()
         (home / f"rank{rank}.json").write_text(json.dumps(said), encoding="utf-8")
-    dist.barrier()  # nobody hangs up while another still talks
-    dist.destroy_process_group()
+    hang_up()
 
 
 if __name__ == "__main__":
