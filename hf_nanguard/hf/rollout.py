@@ -201,8 +201,9 @@ class Rollout:
             )
         sick, size = sum(fact["sick"] for fact in facts), sum(fact["size"] for fact in facts)
         flooded = sick > MUCH * size
-        self.sick_in_a_row = self.sick_in_a_row + 1 if sick else 0
-        self.flooded_in_a_row = self.flooded_in_a_row + 1 if flooded else 0
+        if self.trainer.model.training:  # an evaluation says nothing about how often training meets it
+            self.sick_in_a_row = self.sick_in_a_row + 1 if sick else 0
+            self.flooded_in_a_row = self.flooded_in_a_row + 1 if flooded else 0
         if not flooded and self.sick_in_a_row < OFTEN:
             return None
         found = self.guard.ranks.gather(find_nonfinite(self.trainer.model.named_parameters()))
