@@ -16,7 +16,7 @@ test: lint
 
 # The core, and of the host layer what tells most in little time.
 QUICK := tests/core tests/report tests/test_layering.py tests/test_surface.py tests/hf/test_arguments.py \
-	tests/hf/test_compat.py tests/hf/test_trainer.py tests/hf/test_reinforcement.py tests/hf/callbacks/test_matrix.py
+	tests/hf/test_compat.py tests/hf/test_trainer.py
 
 quick: lint
 	$(PYTEST) -m "not slow and not distributed" $(QUICK)
