@@ -5,6 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .core.guard import Guard as Guard
+    from .core.losses import bounded_loss as bounded_loss
+    from .core.losses import clamp_weight as clamp_weight
+    from .core.losses import distillation_loss as distillation_loss
+    from .core.losses import dtype_eps as dtype_eps
+    from .core.losses import masked_cross_entropy as masked_cross_entropy
+    from .core.losses import normalized_mse as normalized_mse
+    from .core.losses import soft_cap as soft_cap
     from .core.policy import Policy as Policy
     from .errors import ArgumentError as ArgumentError
     from .errors import LossMissingError as LossMissingError
@@ -12,6 +19,7 @@ if TYPE_CHECKING:
     from .errors import NonFiniteError as NonFiniteError
     from .hf.arguments import GuardArguments as GuardArguments
     from .hf.arguments import GuardedTrainingArguments as GuardedTrainingArguments
+    from .hf.callbacks import ActivationMonitorCallback as ActivationMonitorCallback
     from .hf.callbacks import GradientMonitorCallback as GradientMonitorCallback
     from .hf.callbacks import NanGuardCallback as NanGuardCallback
     from .hf.generation import guard_generation as guard_generation
@@ -36,6 +44,13 @@ _HOMES = {
     "NanGuardError": "errors",
     "NonFiniteError": "errors",
     "Guard": "core.guard",
+    "bounded_loss": "core.losses",
+    "clamp_weight": "core.losses",
+    "distillation_loss": "core.losses",
+    "dtype_eps": "core.losses",
+    "masked_cross_entropy": "core.losses",
+    "normalized_mse": "core.losses",
+    "soft_cap": "core.losses",
     "Policy": "core.policy",
     "GuardArguments": "hf.arguments",
     "GuardedTrainingArguments": "hf.arguments",
@@ -53,6 +68,7 @@ _HOMES = {
     "guard_generation": "hf.generation",
     "NanGuardCallback": "hf.callbacks",
     "GradientMonitorCallback": "hf.callbacks",
+    "ActivationMonitorCallback": "hf.callbacks",
 }
 
 __all__ = sorted(_HOMES)

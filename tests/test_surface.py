@@ -14,6 +14,7 @@ import pytest
 
 import hf_nanguard
 from hf_nanguard import (
+    ActivationMonitorCallback,
     GradientMonitorCallback,
     Guard,
     GuardArguments,
@@ -35,10 +36,11 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
-NAMES = words("""ArgumentError GradientMonitorCallback Guard GuardArguments GuardedGRPOConfig GuardedGRPOTrainer
+NAMES = words("""ActivationMonitorCallback ArgumentError GradientMonitorCallback Guard GuardArguments GuardedGRPOConfig GuardedGRPOTrainer
 GuardedSFTConfig GuardedSFTTrainer GuardedTrainer GuardedTrainerMixin GuardedTrainingArguments LossMissingError
 NanGuardCallback NanGuardError NonFiniteError NumericalStabilityLogitsProcessor Policy
-SafeTemperatureLogitsWarper attach guard_generation guarded replay""")
+SafeTemperatureLogitsWarper attach guard_generation guarded replay
+bounded_loss clamp_weight distillation_loss dtype_eps masked_cross_entropy normalized_mse soft_cap""")
 
 ARGUMENTS = {
     "nanguard_mode": (str, "act"),
@@ -62,6 +64,11 @@ ARGUMENTS = {
     "nanguard_on_bad_reward": (str, "unscorable"),
     "nanguard_ratio_bound": (float | None, 20.0),
     "nanguard_stall_steps": (int, 20),
+    "nanguard_activation_steps": (int, 50),
+    "nanguard_activation_modules": (str | None, None),
+    "nanguard_attention_steps": (int, 0),
+    "nanguard_weight_check_steps": (int, 100),
+    "nanguard_full_metrics": (bool, False),
 }
 
 SIGNALS = words("""labels_masked label_out_of_range input_nonfinite input_out_of_range loss_nonfinite loss_zero loss_missing
@@ -89,14 +96,29 @@ SIGNATURES = [
     (Guard, GUARD_SIGNATURE),
     (Guard.step, "(self, loss_fn, batches)"),
     (Guard.watch, "(self, name, tensor, bound=None)"),
+    (Guard.term, "(self, name, value, weight=1.0, on_nonfinite='keep')"),
+    (
+        hf_nanguard.masked_cross_entropy,
+        "(logits, labels, ignore_index=-100, num_items=None, chunk_size=None)",
+    ),
+    (
+        hf_nanguard.distillation_loss,
+        "(student_logits, teacher_logits, temperature=2.0, mask=None, num_items=None, chunk_size=None)",
+    ),
+    (hf_nanguard.normalized_mse, "(prediction, target, mask=None, eps=None)"),
+    (hf_nanguard.bounded_loss, "(loss, bound)"),
+    (hf_nanguard.clamp_weight, "(weight, max=100.0)"),
+    (hf_nanguard.soft_cap, "(logits, cap)"),
+    (hf_nanguard.dtype_eps, "(dtype, eps=1e-08)"),
     (GradientMonitorCallback, GRADIENT_MONITOR_SIGNATURE),
+    (ActivationMonitorCallback, "(check_every_n_steps=50, modules=None, full_metrics=False)"),
     (NanGuardCallback, "(guard=None)"),
     (attach, "(trainer, guard=None)"),
     (guarded, "(trainer_class)"),
     (replay, "(path, checkpoint=None, factory=None, remedies=False)"),
 ]
 
-COMMANDS = ["demo", "replay"]
+COMMANDS = ["run", "demo", "replay", "completion"]
 
 
 def bare_signature(function) -> str:

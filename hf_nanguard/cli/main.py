@@ -4,6 +4,7 @@ Nothing heavy is imported here or at the head of a command's file, so that `--he
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -11,10 +12,19 @@ from typing import NoReturn
 
 from .. import __version__
 from ..errors import ArgumentError
-from . import demo, replay
+from . import completion, demo, replay, run
 
 # Each has `add_parser(subparsers)`, which sets `run`, a function from the parsed arguments to an exit code.
-COMMANDS: tuple[ModuleType, ...] = (demo, replay)
+COMMANDS: tuple[ModuleType, ...] = (run, demo, replay, completion)
+
+EPILOG = """examples:
+  nanguard demo
+  nanguard run train.py --learning_rate 1e-4
+  nanguard replay runs/mine/nanguard/autopsy/step-42
+  source <(nanguard completion bash)
+
+Run `nanguard <command> --help` for what a command takes.
+"""
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,7 +36,12 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """Returns the parser of all commands."""
-    parser = Parser(prog="nanguard", description="Numerical safety for Hugging Face training.")
+    parser = Parser(
+        prog="nanguard",
+        description="Numerical safety for Hugging Face training: a bad step leaves no trace.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"nanguard {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
     for command in COMMANDS:
@@ -36,11 +51,18 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code: 0, 2 for bad arguments, 130 for Ctrl-C."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    foreign: list[str] = []
+    if words[:1] == ["run"]:  # what follows the script is not ours to read
+        words, foreign = run.split(words)
     try:
-        arguments = build_parser().parse_args(argv)
+        parser = build_parser()
+        arguments = parser.parse_args(words)
+        arguments.parser, arguments.words = parser, foreign
         return arguments.run(arguments)
     except ArgumentError as error:
-        print(f"nanguard: {error}", file=sys.stderr)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # a launcher's other ranks would say the same
+            print(f"nanguard: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("nanguard: stopped by Ctrl-C; what was written so far is whole.", file=sys.stderr)

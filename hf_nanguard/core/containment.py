@@ -47,6 +47,14 @@ class Containment:
         self.ladder = ladder
         self.examiner = examiner
         self.replaying = False
+        self.examining = False
+        self.runner: Runner | None = None  # while it runs micro-batches again
+
+    @property
+    def cut(self) -> frozenset[str]:
+        """The terms without which a micro-batch is being run again."""
+        current = None if self.runner is None or not self.replaying or self.examining else self.runner.current
+        return frozenset() if current is None else current.cut
 
     def contain(self, incident: Incident, runner: Runner) -> Settlement:
         """Contains a step whose norm is not finite."""
@@ -55,7 +63,7 @@ class Containment:
         facts = self.ranks.gather(
             {
                 "bad": find_nonfinite(gradients),
-                "loss_is_finite": incident.bad_loss is None,
+                "loss_is_finite": incident.bad_loss is None and not group.has_bad_term,
                 "must_go": any(micro.must_go for micro in group.micro_batches) or incident.suspected,
                 "halts": any(f.verdict == "halt" for micro in group.micro_batches for f in micro.findings),
                 "why_not": runner.why_not(group),
@@ -73,7 +81,7 @@ class Containment:
         if not incident.clipped and not told:
             shown = format_incident(incident.step, incident.norm, census, self.counter.num_nan, self.counter.num_inf)
             logger.warning(shown)
-        mine = incident.bad_loss is not None or (finite and self.ranks.rank == 0)
+        mine = incident.bad_loss is not None or group.has_bad_term or (finite and self.ranks.rank == 0)
         if not incident.clipped and not census.bad:
             return self.skip_norm_overflow(incident, runner)
         why_not = next((fact["why_not"] for fact in facts if fact["why_not"]), None)
@@ -172,15 +180,20 @@ class Containment:
 
     def redo(self, incident: Incident, runner: Runner) -> Settlement:
         """Finds the bad micro-batches, agrees on what is dropped and runs the good ones as if the others never came."""
-        self.replaying = True
+        self.replaying, self.runner = True, runner
         runner.meet()
         try:
-            blamed = self.find_bad(incident, runner)
+            found = self.find_bad(incident, runner)
+            spared = [bad for bad in found if self.spare(bad)]
+            blamed = [bad for bad in found if not bad.micro.cut]
             reports = self.ranks.gather([bad.micro.index for bad in blamed])
             gone = (
                 {index for report in reports for index in report} if runner.lockstep else set(reports[self.ranks.rank])
             )
+            for micro in incident.group.micro_batches:
+                micro.is_dropped = micro.index in gone
             blamed = self.examine(incident, runner, blamed, reports)
+            spared = self.examine(incident, runner, spared, reports)
             if runner.lockstep:
                 blamed = self.narrow_blame(blamed, reports)
             good = [micro for micro in incident.group.micro_batches if micro.index not in gone]
@@ -189,7 +202,7 @@ class Containment:
             settlement = self.run_good(incident, runner, good, num_good) if sum(num_good) else None
         finally:
             self.replaying = False
-        self.tell_redo(incident, runner, blamed, reports, num_good, settlement)
+        self.tell_redo(incident, runner, blamed, reports, num_good, settlement, spared)
         signal = blamed[0].signal if blamed else Signal.GRAD_NONFINITE
         message = blamed[0].message if blamed else incident.tell()
         suspicious = not good and not any(micro.must_go for micro in incident.group.micro_batches)
@@ -219,8 +232,45 @@ class Containment:
             elif census.bad and micro.suspicion is not None:
                 blamed.append(BadMicroBatch.of_finding(micro, micro.suspicion, incident.step))
             elif census.bad:
-                blamed.append(BadMicroBatch.of_run(micro, loss, census, incident.step))
+                cure = self.find_cure(incident, runner, micro)
+                blamed.append(BadMicroBatch.of_run(micro, loss, census, incident.step, cure))
         return blamed
+
+    def find_cure(self, incident: Incident, runner: Runner, micro: MicroBatch) -> frozenset[str]:
+        """Runs a bad micro-batch again without some terms of its loss and returns those without which it is healthy.
+
+        Values that are not finite are suspected first. If all are finite, a gradient went bad inside a term: each is left
+        out by turns. Nothing is tried where parameters are sharded, which would take every rank for every try, and at
+        least one term that learns is always left.
+        """
+        names = {term.name for term in micro.terms if term.learns}
+        optional = frozenset(term.name for term in micro.terms if self.is_optional(micro, term.name))
+        bad = frozenset(micro.bad_terms)
+        tries = [bad] if bad else [frozenset([name]) for name in dict.fromkeys(term.name for term in micro.terms)]
+        tries += [optional] if not bad and len(optional) > 1 else []
+        if runner.lockstep or (bad and not bad <= optional):  # it is known what was bad, and it may not be dropped
+            return frozenset()
+        try:
+            for left_out in tries:
+                if not names - left_out:
+                    continue
+                micro.cut = left_out
+                runner.probe(micro, incident.group.share)
+                if not self.take_census(runner).bad:
+                    return left_out
+        finally:
+            micro.cut = frozenset()
+        return frozenset()
+
+    def is_optional(self, micro: MicroBatch, name: str) -> bool:
+        """Returns whether the loss may go on without a term."""
+        return all(term.drops for term in micro.terms if term.name == name)
+
+    def spare(self, bad: BadMicroBatch) -> bool:
+        """Keeps a micro-batch in the step, without its bad terms, if that cures it and they may be dropped."""
+        if bad.cure and all(self.is_optional(bad.micro, name) for name in bad.cure):
+            bad.micro.cut = bad.cure
+        return bool(bad.micro.cut)
 
     def examine(
         self, incident: Incident, runner: Runner, blamed: list[BadMicroBatch], reports: list[list[int]]
@@ -229,6 +279,7 @@ class Containment:
         pass, so there all ranks look at the first one and at where it broke, no more."""
         group = incident.group
         verdicts: dict[int, Verdict | None] = {}
+        self.examining = True
         try:
             for index in sorted({i for report in reports for i in report})[:1] if runner.lockstep else ():
                 micro = group.micro_batches[index]
@@ -240,6 +291,8 @@ class Containment:
             for bad in blamed:
                 self.journal.write(bad.event(Action.SKIPPED, incident.step, self.ranks.rank))
             raise
+        finally:
+            self.examining = False
         return [replace(bad, verdict=verdicts.get(bad.micro.index)) for bad in blamed]
 
     def explain(self, incident: Incident, runner: Runner) -> tuple[BadMicroBatch | None, bool | None]:
@@ -252,7 +305,7 @@ class Containment:
         why_not = self.ranks.gather(runner.why_no_autopsy(incident.group))
         if any(why_not) or not any(self.ranks.gather(self.examiner.due)):
             return None, None
-        self.replaying = True
+        self.replaying, self.runner = True, runner
         runner.meet()
         try:
             blamed = self.find_bad(incident, runner)
@@ -318,15 +371,18 @@ class Containment:
         reports: list[list[int]],
         num_good: list[int],
         settlement: Settlement | None,
+        spared: list[BadMicroBatch],
     ) -> None:
-        """Writes an event for every bad micro-batch, and one if nobody in particular is to blame."""
+        """Writes an event for every bad micro-batch or term, and one if nobody in particular is to blame."""
         action = Action.SKIPPED if settlement is None else Action.DROPPED
         note = ""
         if runner.lockstep and self.ranks.size > 1:
             note = "; dropped on every rank, as parameters are sharded"
         events = [bad.event(action, incident.step, self.ranks.rank, note) for bad in blamed]
+        events += [bad.event(action, incident.step, self.ranks.rank, "; only the term was dropped") for bad in spared]
+        num_spared = sum(self.ranks.gather(len(spared)))
         what = f"{describe(incident.census)} at step {incident.step}"
-        if self.ranks.rank == 0 and not any(reports) and settlement is not None:
+        if self.ranks.rank == 0 and not any(reports) and not num_spared and settlement is not None:
             message = f"{what}, but not when the step was run again: suspect hardware or non-determinism"
             events = [incident.event(Action.REPAIRED, message, Signal.GRAD_NONFINITE, Cause.TRANSIENT)]
         elif self.ranks.rank == 0 and sum(num_good) > 0 and settlement is None:

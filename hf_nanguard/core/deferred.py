@@ -16,7 +16,7 @@ from .counter import Counter
 from .event import Event
 from .finite import local, read_host
 from .group import Group
-from .journal import Journal, tell_watched
+from .journal import Journal, tell_bad_terms, tell_watched
 from .policy import Ladder, Policy
 from .runner import LoopRunner
 from .signal import Action, Signal
@@ -91,16 +91,18 @@ class Deferred:
 
     def read_back(self) -> str | None:
         """Reads what the steps since the last read have left on the device; returns why the run has to end."""
-        watched_dev = [largest for _, group, _ in self.unread for _, largest, _ in group.watched]
-        values = read_host([*(local(norm) for *_, norm in self.unread), *watched_dev])
-        norms, watched = values[: len(self.unread)], values[len(self.unread) :]
+        notes_dev = [note for _, group, _ in self.unread for note in group.notes]
+        values = read_host([*(local(norm) for *_, norm in self.unread), *notes_dev])
+        norms, notes = values[: len(self.unread)], values[len(self.unread) :]
         skipped, halts = [], False
         for (step, group, _), norm in zip(self.unread, norms, strict=True):
-            mine, watched = watched[: len(group.watched)], watched[len(group.watched) :]
-            tell_watched(self.journal, group, mine, step)
+            mine, notes = notes[: len(group.notes)], notes[len(group.notes) :]
+            tell_watched(self.journal, group, group.take_notes(mine), step)
+            tell_bad_terms(self.journal, group, [], step, skipped=not math.isfinite(norm))
             seen = len(group.micro_batches) * self.ranks.size
             if math.isfinite(norm):
                 self.counter.count_microbatches(seen, 0)
+                self.counter.count_terms(group.micro_batches)
                 self.counter.grad_norm_max = max(self.counter.grad_norm_max, norm)
                 self.ladder.healthy()
                 self.norms.add(norm)

@@ -36,13 +36,15 @@ from .event import Culprit, Event
 from .finite import local, read_host
 from .group import Group, MicroBatch
 from .incident import BadMicroBatch, Incident, Settlement
-from .journal import EventSink, Journal, tell_watched
+from .journal import EventSink, Journal, tell_bad_terms, tell_watched
+from .patrol import Patrol, build_monitors
 from .policy import Course, Ladder, Policy, decide
 from .rng import RngState
 from .runner import LoopRunner, Runner, same_on_all_ranks
 from .signal import Action, Signal
 from .skip import ScalerState
 from .statistic import RobustWindow
+from .term import ON_NONFINITE, Term, cut_term, select_finite
 
 
 class Guard:
@@ -108,6 +110,9 @@ class Guard:
         self.deferred = Deferred(
             self.policy, self.ranks, self.journal, self.counter, self.ladder, self.norms, read_every_n_steps
         )
+        self.patrol = Patrol()
+        if model is not None and self.runner is not None:
+            self.patrol.begin(build_monitors(self.policy, model, optimizer, self.journal, self.ranks))
         self.group = Group()
         self.zero_before = False
         self.steps_done = 0
@@ -148,13 +153,17 @@ class Guard:
         runner.loss_fn = loss_fn
         runner.clear()  # of what an error inside the last loss may have left
         runner.buffers.keep()
+        self.patrol.begin_step(self.steps_done)
         self.group = Group(share=1 / len(batches))
         for index, batch in enumerate(batches):
             micro = self.hold(batch, runner.device_type)
             with runner.unsynced() if index < len(batches) - 1 else nullcontext():
                 micro.loss = runner.run(micro, self.group.share)
+        self.patrol.end_backward()
         on_device = self.deferred.period > 1 and self.policy.mode != "off"
         settlement = self._step_on_device(runner) if on_device else self._settle_and_step(runner)
+        reason = self.patrol.after_update()
+        settlement.halt = settlement.halt or reason
         runner.clear()
         self.steps_done += 1
         if settlement.halt is not None and self.policy.on_halt == "raise":
@@ -170,6 +179,7 @@ class Guard:
                 before.restore()
             return settlement
         self._clip(runner, settlement)
+        self.patrol.before_update()
         if runner.scaler is None:
             runner.optimizer.step()
         else:
@@ -183,6 +193,7 @@ class Guard:
         settlement = Settlement(norm=runner.measure())
         assert settlement.norm is not None
         self._clip(runner, settlement)
+        self.patrol.before_update()
         settlement.halt = self.deferred.step(self.group, runner, settlement.norm, self.steps_done)
         if self.scheduler is not None:
             self.scheduler.step()
@@ -217,6 +228,58 @@ class Guard:
             self.group.watch(name, tensor, bound)
         return tensor
 
+    def term(self, name: str, value: Tensor, weight: float | Tensor = 1.0, on_nonfinite: str = "keep") -> Tensor:
+        """Names a term of the loss, so that it is logged, and blamed if it or its gradient is not finite.
+
+        Its value is read at the end of the step with everything else: it is in `values.terms` of the event of a bad step,
+        its name in `culprit.term`, its mean in the metric `nanguard/term/<name>`. A gradient that went bad inside a term
+        with a finite value is traced to it by running the micro-batch again without it. In evaluation, that is, without
+        gradients, and with the mode `"off"` it only weighs.
+
+        Args:
+            name (`str`):
+                What to call it.
+            value (`Tensor`):
+                The term, a scalar. Terms of the same name in one loss add up.
+            weight (`float` or `Tensor`, *optional*, defaults to `1.0`):
+                What it is multiplied by; the log has it without.
+            on_nonfinite (`str`, *optional*, defaults to `"keep"`):
+                `"keep"`: a bad term makes a bad micro-batch. `"drop"`: the loss goes on without it, as an event. On the
+                device, if a zero gradient into it comes out as zero; else the step is redone without it. Where a step
+                cannot be redone (see the README) or the model is sharded, the micro-batch or step is lost in that case.
+
+        Returns:
+            `Tensor`: the weighted term, to be added to the loss.
+
+        Raises:
+            ArgumentError: if it is not a scalar.
+
+        Example:
+
+        ```python
+        def loss_fn(batch):
+            ce, kd = losses(batch)
+            return guard.term("ce", ce, 0.9) + guard.term("kd", kd, 0.1, on_nonfinite="drop")
+        ```
+        """
+        if on_nonfinite not in ON_NONFINITE:
+            raise ArgumentError(
+                f"on_nonfinite of a term must be one of {', '.join(ON_NONFINITE)}, got {on_nonfinite!r}."
+            )
+        if value.numel() != 1:
+            raise ArgumentError(f"term {name!r} must be a scalar, got shape {tuple(value.shape)}. Reduce it first.")
+        if self.policy.mode != "off" and torch.is_grad_enabled():
+            value = self._take_term(name, value, drops=on_nonfinite == "drop" and self.policy.acts)
+        return value if isinstance(weight, float) and weight == 1.0 else weight * value
+
+    def _take_term(self, name: str, value: Tensor, drops: bool) -> Tensor:
+        if not self.replaying:
+            self.group.add_term(Term(name, value.detach().reshape(()), drops, value.requires_grad))
+        elif name in self.containment.cut:
+            runner = self.containment.runner
+            return cut_term(value, runner.parameters if runner is not None and self.ranks.size > 1 else [])
+        return select_finite(value) if drops and not self.containment.examining else value
+
     # ---- one step ----
 
     def settle(
@@ -237,14 +300,25 @@ class Guard:
                 Whether an exact zero loss with zero gradients deserves an event; in RL equal rewards make it normal.
         """
         norm_dev = runner.measure() if norm is None else same_on_all_ranks(norm)
-        watched_dev = [largest for _, largest, _ in group.watched]
-        *values, norm_host = read_host([*group.losses, *watched_dev, local(norm_dev)])
-        losses, watched = values[: len(group.losses)], values[len(group.losses) :]
+        *values, norm_host = read_host([*group.losses, *group.notes, local(norm_dev)])
+        losses, watched = values[: len(group.losses)], group.take_notes(values[len(group.losses) :])
         self.last_norm = norm_host
         decision = decide(losses, norm_host, self.policy, self.norms)
+        if not math.isfinite(norm_host) and group.has_bad_term:  # dropped on the device, yet its gradient leaked
+            decision = replace(decision, signal=Signal.LOSS_NONFINITE)
         incident = Incident(step, group, losses, norm_host, norm_dev, decision, self.ranks.rank, norm is not None)
         tell_watched(self.journal, group, watched, step)
+        if math.isfinite(norm_host):
+            tell_bad_terms(self.journal, group, losses, step)
         self._tell_findings(incident)
+        settlement = self._carry_out(incident, runner, zero_is_news)
+        if settlement.steps:
+            self.counter.count_terms(group.micro_batches)
+        return settlement
+
+    def _carry_out(self, incident: Incident, runner: Runner, zero_is_news: bool) -> Settlement:
+        """Does what was decided about a step."""
+        decision, norm_host = incident.decision, incident.norm
         if (
             runner.scaler is not None
             and not math.isfinite(norm_host)
@@ -264,7 +338,7 @@ class Guard:
         self.ladder.healthy()
         self.norms.add(norm_host)
         self._tell_zero(incident, zero_is_news)
-        return Settlement(norm=norm_dev)
+        return Settlement(norm=incident.norm_dev)
 
     def _observe(self, incident: Incident, runner: Runner) -> Settlement:
         """Says what is wrong and lets the step go on: `observe` mode, a rank-local loss, a spike."""
@@ -300,14 +374,14 @@ class Guard:
         place = incident.bad_loss
         if place is None or self.ranks.size > 1 or runner.why_no_autopsy(incident.group) is not None:
             return None
-        self.containment.replaying = True
+        self.containment.replaying = self.containment.examining = True
         try:
             with runner.undisturbed():
                 micro = incident.group.micro_batches[place[0]]
                 verdict = self.examiner.examine(runner, micro, incident.group.share, incident.step)
                 return replace(BadMicroBatch.of_run(micro, place[1], incident.census, incident.step), verdict=verdict)
         finally:
-            self.containment.replaying = False
+            self.containment.replaying = self.containment.examining = False
 
     def _contain_spike(self, incident: Incident, runner: Runner) -> Settlement:
         """A finite norm that is too large, by the fixed threshold or by the statistics. The same on every rank."""
@@ -351,7 +425,8 @@ class Guard:
                 harmless = math.isfinite(incident.norm) and finding.signal not in self.journal.told
                 if finding.verdict == "suspect" and not harmless:
                     continue  # told by whoever carries it out; if the loss left it out, once is enough
-                action = Action.REPAIRED if finding.verdict == "repair" else Action.OBSERVED
+                actions = {"repair": Action.REPAIRED, "removed": Action.DROPPED}
+                action = actions.get(finding.verdict, Action.OBSERVED)
                 blamed = BadMicroBatch.of_finding(micro, finding, incident.step)
                 self.journal.write(blamed.event(action, incident.step, incident.rank))
 
@@ -364,6 +439,7 @@ class Guard:
             "counter": self.counter.state_dict(),
             "norms": self.norms.state_dict(),
             "bad_in_a_row": self.ladder.bad_in_a_row,
+            "monitors": self.patrol.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -371,3 +447,4 @@ class Guard:
         self.counter.load_state_dict(state["counter"])
         self.norms.load_state_dict(state["norms"])
         self.ladder.bad_in_a_row = int(state["bad_in_a_row"])
+        self.patrol.load_state_dict(state.get("monitors", {}))  # a checkpoint of an older version has none

@@ -88,6 +88,13 @@ class Incident:
         return next(((i, loss) for i, loss in enumerate(self.losses) if not math.isfinite(loss)), None)
 
     @property
+    def bad_place(self) -> int | None:
+        """Place of the first loss that is not finite, or was not before a term was dropped."""
+        if self.bad_loss is not None:
+            return self.bad_loss[0]
+        return next((micro.index for micro in self.group.micro_batches if micro.bad_terms), None)
+
+    @property
     def suspected(self) -> bool:
         """Whether a loss is not finite and there was something suspicious in its batch."""
         return self.bad_loss is not None and self.group.micro_batches[self.bad_loss[0]].suspicion is not None
@@ -99,13 +106,18 @@ class Incident:
 
     def tell(self) -> str:
         """Returns one clause that says what is wrong."""
-        what = describe(self.census) if self.bad_loss is None else f"loss is {self.bad_loss[1]}"
+        what = describe(self.census)
+        if self.bad_place is not None:
+            loss = None if self.bad_loss is None else self.bad_loss[1]
+            what = tell_loss(self.group.micro_batches[self.bad_place], loss)
         return f"{what} at step {self.step}"
 
-    def as_values(self) -> dict[str, Any]:
-        """Returns what was measured, for the event."""
+    def as_values(self, place: int | None = None) -> dict[str, Any]:
+        """Returns what was measured, for the event; the terms are those of the micro-batch at a place, or of the last."""
         shown = self.bad_loss[1] if self.bad_loss is not None else (self.losses[-1] if self.losses else None)
-        return {"loss": shown, "grad_norm": self.norm, **self.census.as_values()}
+        terms = self.group.micro_batches[-1 if place is None else place].term_values if self.group.terms else {}
+        found = {"terms": terms} if terms else {}
+        return {"loss": shown, "grad_norm": self.norm, **found, **self.census.as_values()}
 
     def event(
         self,
@@ -117,16 +129,25 @@ class Incident:
         **values: Any,
     ) -> Event:
         """Returns the event of the step as a whole, with the micro-batch to blame if it is known."""
-        place = None if self.bad_loss is None else self.bad_loss[0]
-        place = place if blamed is None else blamed.micro.index
+        place = self.bad_place if blamed is None else blamed.micro.index
         phase = "loss" if place is not None and self.census.suspect is None else "backward"
         rows = None if place is None else self.group.micro_batches[place].rows
-        culprit = Culprit(phase=phase, parameter=self.census.suspect, rows=rows)
+        term = None if place is None else next(iter(self.group.micro_batches[place].bad_terms), None)
+        term = term if blamed is None else blamed.culprit.term
+        culprit = Culprit(phase=phase, parameter=self.census.suspect, term=term, rows=rows)
         signal = signal or self.decision.signal or Signal.GRAD_NONFINITE
         event = Event(
-            self.step, signal, action, message, place, self.rank, {**self.as_values(), **values}, culprit, cause
+            self.step, signal, action, message, place, self.rank, {**self.as_values(place), **values}, culprit, cause
         )
         return event if blamed is None or blamed.verdict is None else explain_event(event, blamed.verdict)
+
+
+def tell_loss(micro: MicroBatch, loss: float | None) -> str:
+    """Returns a clause about a loss that is not finite, with the terms to blame, or about the terms if it went on without
+    them."""
+    if loss is None or math.isfinite(loss):
+        return " and ".join(f"{name} is {micro.term_values[name]}" for name in micro.bad_terms)
+    return f"loss is {loss}" + (f", from {' and '.join(micro.bad_terms)}" if micro.bad_terms else "")
 
 
 def _tell_rows(rows: list[int] | None) -> str:
@@ -146,6 +167,7 @@ class BadMicroBatch:
     values: dict[str, Any] = field(default_factory=dict)
     cause: Cause | None = None
     verdict: Verdict | None = None
+    cure: frozenset[str] = frozenset()  # terms without which its gradients are finite
 
     @property
     def begins_here(self) -> bool:
@@ -156,8 +178,8 @@ class BadMicroBatch:
     @classmethod
     def of_finding(cls, micro: MicroBatch, finding: Finding, step: int) -> "BadMicroBatch":
         """Blames a micro-batch for what was found in it before it ran."""
-        rows = micro.rows
-        if rows is not None and finding.samples:
+        rows = micro.rows if finding.rows is None else list(finding.rows)
+        if rows is not None and finding.rows is None and finding.samples:
             rows = [rows[sample] for sample in finding.samples if sample < len(rows)]
         culprit = Culprit(
             phase=finding.phase,
@@ -169,14 +191,21 @@ class BadMicroBatch:
         return cls(micro, finding.signal, message, culprit, {}, finding.cause)
 
     @classmethod
-    def of_run(cls, micro: MicroBatch, loss: float, census: Census, step: int) -> "BadMicroBatch":
-        """Blames a micro-batch whose gradients were bad when it ran alone."""
-        finite = math.isfinite(loss)
-        what = describe(census) if finite else f"loss is {loss}"
-        culprit = Culprit(phase="backward" if finite else "loss", parameter=census.suspect, rows=micro.rows)
+    def of_run(
+        cls, micro: MicroBatch, loss: float, census: Census, step: int, cure: frozenset[str] = frozenset()
+    ) -> "BadMicroBatch":
+        """Blames a micro-batch whose gradients were bad when it ran alone, and the terms that cure it by their absence."""
+        finite = math.isfinite(loss) and not micro.bad_terms
+        if finite:
+            what = describe(census) + (f", but not without {' and '.join(sorted(cure))}" if cure else "")
+        else:
+            what = tell_loss(micro, loss)
+        term = next(iter([*micro.bad_terms, *sorted(cure)]), None)
+        culprit = Culprit(phase="backward" if finite else "loss", parameter=census.suspect, term=term, rows=micro.rows)
         signal = Signal.GRAD_NONFINITE if finite else Signal.LOSS_NONFINITE
         message = f"{what} in micro-batch {micro.index} of step {step}{_tell_rows(micro.rows)}"
-        return cls(micro, signal, message, culprit, {"loss": loss, **census.as_values()})
+        terms = {"terms": micro.term_values} if micro.terms else {}
+        return cls(micro, signal, message, culprit, {"loss": loss, **terms, **census.as_values()}, cure=cure)
 
     def event(self, action: Action, step: int, rank: int, note: str = "") -> Event:
         """Returns the event, now that it is known what was done."""

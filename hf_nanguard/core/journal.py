@@ -77,3 +77,34 @@ def tell_watched(journal: Journal, group: Group, watched: list[float], step: int
         culprit = Culprit(phase="forward", term=name)
         rank = journal.ranks.rank
         journal.write(Event(step, Signal.PREDICTION_NONFINITE, Action.OBSERVED, message, None, rank, values, culprit))
+
+
+def tell_bad_terms(journal: Journal, group: Group, losses: list[float], step: int, skipped: bool = False) -> None:
+    """Writes an event for every term that is not finite and that no event of the step as a whole tells of.
+
+    Args:
+        journal (`Journal`):
+            Where to.
+        group (`Group`):
+            The group, with its terms as read.
+        losses (`list[float]`):
+            Its losses, if they were read: one that is not finite is told of with its terms.
+        step (`int`):
+            The step.
+        skipped (`bool`, *optional*, defaults to `False`):
+            Whether the step was skipped.
+    """
+    for micro in group.micro_batches:
+        told = micro.index < len(losses) and not math.isfinite(losses[micro.index])
+        for name in micro.bad_terms:
+            drops = all(term.drops for term in micro.terms if term.name == name)
+            if told and not drops:
+                continue
+            action = Action.SKIPPED if skipped else Action.DROPPED if drops else Action.OBSERVED
+            rest = "the loss goes on without it" if action is Action.DROPPED else "the gradients are finite"
+            rest = "the step was skipped" if skipped else rest
+            message = f"{name} is {micro.term_values[name]} in micro-batch {micro.index} of step {step}; {rest}"
+            values = {"terms": micro.term_values}
+            culprit = Culprit(phase="loss", term=name, rows=micro.rows)
+            rank = journal.ranks.rank
+            journal.write(Event(step, Signal.LOSS_NONFINITE, action, message, micro.index, rank, values, culprit))

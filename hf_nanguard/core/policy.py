@@ -13,21 +13,25 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "mode": ("act", "observe", "off"),
     "on_nonfinite": ("drop", "skip", "repair", "floor", "halt"),
     "on_loss_error": ("raise", "drop"),
-    "on_bad_input": ("drop", "repair", "halt"),
+    "on_bad_input": ("drop", "drop_samples", "repair", "halt"),
     "on_spike": ("observe", "clip", "skip"),
     "on_halt": ("raise", "stop"),
     "bundle_weights": ("none", "trainable", "all"),
     "logits_mode": ("repair", "always", "off"),
     "on_bad_reward": ("unscorable", "halt"),
 }
-SWITCHES = ("autopsy", "bundle_text")
-AT_LEAST: dict[str, int] = {"max_bad_steps": 1, "max_autopsies": 1, "stall_steps": 0}
+SWITCHES = ("autopsy", "bundle_text", "full_metrics")
+AT_LEAST: dict[str, int] = {
+    "max_bad_steps": 1, "max_autopsies": 1, "stall_steps": 0, "activation_steps": 0, "attention_steps": 0,
+    "weight_check_steps": 0,
+}  # fmt: skip
 POSITIVE = (
     "skip_grad_norm", "loss_floor", "autopsy_seconds", "logits_clip_value", "logits_min_prob", "min_temperature",
     "ratio_bound",
 )  # fmt: skip
 AT_MOST = {"ratio_bound": 40.0}  # beyond, the square of its exponential is more than float32 holds
 OPTIONAL = ("skip_grad_norm", "ratio_bound")
+PATTERNS = ("activation_modules",)
 
 
 def check_settings(settings: dict[str, Any], prefix: str = "") -> None:
@@ -48,6 +52,14 @@ def check_settings(settings: dict[str, Any], prefix: str = "") -> None:
             raise ArgumentError(f"{spelled} must be True or False, got {value!r}.")
         if name in AT_LEAST and (isinstance(value, bool) or not isinstance(value, int) or value < AT_LEAST[name]):
             raise ArgumentError(f"{spelled} must be an integer of at least {AT_LEAST[name]}, got {value!r}.")
+        if (
+            name in PATTERNS
+            and value is not None
+            and not (isinstance(value, str) and all(map(str.strip, value.split(","))))
+        ):
+            raise ArgumentError(
+                f"{spelled} must be patterns of module names separated by commas, got {value!r}."
+            )
         if name in POSITIVE and not (value is None and name in OPTIONAL):
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ArgumentError(f"{spelled} must be a number, got {value!r}.")
@@ -76,7 +88,8 @@ class Policy:
         on_loss_error (`str`, *optional*, defaults to `"raise"`):
             `"raise"` or `"drop"`: an exception inside the loss.
         on_bad_input (`str`, *optional*, defaults to `"drop"`):
-            `"drop"`, `"repair"` (fill and go on) or `"halt"`: labels or inputs that cannot be trained on.
+            `"drop"` the micro-batch, `"drop_samples"` (only the bad ones, where the batch can be taken apart),
+            `"repair"` (fill and go on) or `"halt"`: labels or inputs that cannot be trained on.
         on_spike (`str`, *optional*, defaults to `"observe"`):
             `"observe"`, `"clip"` (to the threshold of the statistics) or `"skip"`: a norm out of line with the past.
         on_halt (`str`, *optional*, defaults to `"raise"`):
@@ -109,6 +122,19 @@ class Policy:
             How large a log-ratio of policies may be before its exponential is taken; `None` for no bound.
         stall_steps (`int`, *optional*, defaults to `20`):
             Steps in a row without a learning signal after which that is told; 0 for never.
+        activation_steps (`int`, *optional*, defaults to `50`):
+            How often the outputs of modules are measured, and the headroom of their dtype forecast; 0 for never.
+        activation_modules (`str`, *optional*):
+            Which modules: a pattern of their names as `fnmatch` has it, several separated by commas. The blocks of the
+            model, its embedding and its head by default.
+        attention_steps (`int`, *optional*, defaults to `0`):
+            How often attention scores and entropies, routers and the head's log-sum-exp are measured, which takes
+            further arithmetic; 0 for never.
+        weight_check_steps (`int`, *optional*, defaults to `100`):
+            How often weights and optimizer state are checked, and whether weights still move; 0 for never but before a
+            checkpoint is saved.
+        full_metrics (`bool`, *optional*, defaults to `False`):
+            Whether the log gets a curve for every module and not only for the worst.
     """
 
     mode: str = "act"
@@ -132,6 +158,11 @@ class Policy:
     on_bad_reward: str = "unscorable"
     ratio_bound: float | None = 20.0
     stall_steps: int = 20
+    activation_steps: int = 50
+    activation_modules: str | None = None
+    attention_steps: int = 0
+    weight_check_steps: int = 100
+    full_metrics: bool = False
 
     def __post_init__(self):
         check_settings(vars(self))

@@ -82,6 +82,8 @@ class Runner(ABC):
         """Returns why its micro-batches cannot be examined, `None` if they can."""
         return self.why_not(group)
 
+    current: MicroBatch | None = None  # the one that is run again
+
     # ---- what an autopsy asks ----
 
     optimizer: Any = None  # the torch optimizer whose update may be to blame
@@ -191,6 +193,7 @@ class Runner(ABC):
         self.buffers.restore()
         micro.rng.restore()
         self.sync_buffers(False)
+        self.current = micro
         with self.isolated(), nullcontext() if self.lockstep else self.unsynced():
             return self.run(micro, share)
 
@@ -207,6 +210,7 @@ class Runner(ABC):
                 group.micro_batches[0].rng.restore()
             losses = []
             for micro in good:
+                self.current = micro
                 with nullcontext() if micro is good[-1] else self.unsynced():
                     losses.append(self.run(micro, share))
             return losses

@@ -71,7 +71,19 @@ class GuardArguments:
         nanguard_ratio_bound (`float`, *optional*, defaults to `20.0`):
             How large a policy's log-ratio, or that of the KL term, may be before its exponential is taken.
         nanguard_stall_steps (`int`, *optional*, defaults to `20`):
-            Steps in a row with nothing but equal rewards, or zero gradients, after which that is told; 0 for never.
+            Steps in a row with nothing to learn from after which that is told: equal rewards, zero gradients, labels
+            nearly all masked, constant inputs; 0 for never.
+        nanguard_activation_steps (`int`, *optional*, defaults to `50`):
+            How often the outputs of modules are measured and the headroom of their dtype is forecast; 0 for never.
+        nanguard_activation_modules (`str`, *optional*):
+            Which modules: patterns of their names, separated by commas (`"*.mlp.down_proj,lm_head"`). Blocks, embedding
+            and head by default.
+        nanguard_attention_steps (`int`, *optional*, defaults to `0`):
+            How often attention scores and entropies, routers and the head's log-sum-exp are measured; 0 for never.
+        nanguard_weight_check_steps (`int`, *optional*, defaults to `100`):
+            How often weights and optimizer state are checked, and whether weights move; 0 for never but before a save.
+        nanguard_full_metrics (`bool`, *optional*, defaults to `False`):
+            Whether the log gets a curve for every module, not only for the worst.
     """
 
     nanguard_mode: str = field(default="act", metadata={"help": "act, observe (events only) or off."})
@@ -90,7 +102,10 @@ class GuardArguments:
     )
     nanguard_on_bad_input: str = field(
         default="drop",
-        metadata={"help": "Labels or inputs that cannot be trained on: drop the micro-batch, repair (fill) or halt."},
+        metadata={
+            "help": "Labels or inputs that cannot be trained on: drop the micro-batch, drop_samples (only the bad ones), "
+            "repair (fill) or halt."
+        },
     )
     nanguard_skip_grad_norm: float | None = field(
         default=None, metadata={"help": "Pre-clip gradient norm above which a step is skipped. Off by default."}
@@ -145,6 +160,23 @@ class GuardArguments:
     )
     nanguard_stall_steps: int = field(
         default=20, metadata={"help": "Steps in a row without a learning signal after which that is told; 0 for never."}
+    )
+
+    nanguard_activation_steps: int = field(
+        default=50, metadata={"help": "How often outputs of modules are measured, their headroom forecast; 0 for never."}
+    )
+    nanguard_activation_modules: str | None = field(
+        default=None, metadata={"help": "Which modules: patterns of names, separated by commas. Blocks by default."}
+    )
+    nanguard_attention_steps: int = field(
+        default=0, metadata={"help": "How often attention, routers and the head are measured; 0 for never."}
+    )
+    nanguard_weight_check_steps: int = field(
+        default=100,
+        metadata={"help": "How often weights and optimizer state are checked; 0 for never but before a save."},
+    )
+    nanguard_full_metrics: bool = field(
+        default=False, metadata={"help": "A curve for every module in the log, not only for the worst."}
     )
 
     def __post_init__(self):

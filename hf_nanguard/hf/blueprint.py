@@ -17,9 +17,9 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
 
 from ..errors import ArgumentError
+from . import compat_model
 from .weight import FACTORY, check_folder, find_dtype, load_adapter
 
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
@@ -84,8 +84,8 @@ def build_config(facts: dict[str, Any], model_class: type[PreTrainedModel]) -> P
             "Load it by --factory module:function."
         )
     implementations = {
-        "attn_implementation": _choose(facts.get("attention"), ATTENTIONS, "attention"),
-        "experts_implementation": _choose(facts.get("experts"), EXPERTS, "experts"),
+        compat_model.ATTENTION: _choose(facts.get("attention"), ATTENTIONS, "attention"),
+        compat_model.EXPERTS: _choose(facts.get("experts"), EXPERTS, "experts"),
     }
     try:
         config = config_class.from_dict(clean_config(told))
@@ -94,8 +94,7 @@ def build_config(facts: dict[str, Any], model_class: type[PreTrainedModel]) -> P
     except Exception as error:  # a config of the hosts' may raise anything on values it does not know
         raise _unbuildable("config", model_class, error) from error
     for name, value in implementations.items():
-        if value:
-            setattr(config, f"_{name}", value)  # private, as `_from_config` sets it; `from_dict` misses sub-configs
+        compat_model.set_implementation(config, name, value)
     return config
 
 
@@ -161,9 +160,8 @@ def build_model(facts: dict[str, Any], checkpoints: Iterable[Path] = ()) -> tupl
             missing = set(info["missing_keys"])
             loaded = {id(p) for name, p in model.named_parameters(remove_duplicate=False) if name not in missing}
         else:
-            with no_init_weights():  # private also in `_from_config`: its contexts make unusual models buildable
-                model = model_class._from_config(config, dtype=dtype)
-                model.tie_weights()
+            model = compat_model.build_empty(model_class, config, dtype)
+            model.tie_weights()
     except ArgumentError:
         raise
     except Exception as error:  # any constructor of the hosts' may run here, on values of somebody else's
@@ -188,8 +186,8 @@ def check_size(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype, facts: dict[str, Any]
 ) -> None:
     """Refuses a model whose parameters and gradients would not fit into memory."""
-    with torch.device("meta"), no_init_weights():
-        model = model_class._from_config(config, dtype=dtype)
+    with torch.device("meta"):
+        model = compat_model.build_empty(model_class, config, dtype)
     sizes = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
     needed = sum(sizes) * (1 if facts.get("trainable") is not None else 2)
     free = find_free_memory()

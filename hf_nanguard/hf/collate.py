@@ -14,7 +14,10 @@ from torch import Tensor
 
 from ..core.group import Finding
 from ..core.signal import Cause, Signal
+from .array import is_viewable, view
 from .fact import Limits
+from .lesson import Dull, judge_lesson
+from .sample import remove_samples
 
 NOTE = "nanguard_note"
 IGNORED = -100
@@ -23,9 +26,21 @@ MAX_TOKENS = 16
 
 @dataclass(frozen=True)
 class BatchNote:
-    """What the checks found, as plain values; it travels with the batch and is taken out before the model sees it."""
+    """What the checks found, as plain values; it travels with the batch and is taken out before the model sees it.
+
+    Args:
+        findings (`tuple[Finding, ...]`):
+            What is wrong.
+        lesson (`Dull`, *optional*):
+            Why the batch has hardly anything to teach.
+        num_samples (`int`, *optional*), kept (`tuple[int, ...]`, *optional*):
+            If bad samples were taken out: how many there had been, and which are left.
+    """
 
     findings: tuple[Finding, ...] = ()
+    lesson: Dull | None = None
+    num_samples: int | None = None
+    kept: tuple[int, ...] | None = None
 
 
 class CheckedCollator:
@@ -37,7 +52,7 @@ class CheckedCollator:
         limits (`Limits`):
             What the model can take.
         verdict (`str`):
-            What is to be done with a bad batch: `"drop"`, `"repair"`, `"halt"` or `"observe"`.
+            What is to be done with a bad batch: `"drop"`, `"drop_samples"`, `"repair"`, `"halt"` or `"observe"`.
         can_drop (`bool`, *optional*, defaults to `True`):
             Whether the loop can leave a batch out; if not, one that cannot be filled is only observed.
     """
@@ -55,9 +70,41 @@ class CheckedCollator:
         findings = check_batch(batch, self.limits, self.verdict)
         if not self.can_drop:
             findings = [replace(f, verdict="observe") if f.verdict == "drop" else f for f in findings]
-        if findings:
-            batch[NOTE] = BatchNote(tuple(findings))
+        note = BatchNote(tuple(findings))
+        if self.verdict == "drop_samples" and findings:
+            note = take_apart(batch, findings, len(examples), self.limits)
+        note = replace(note, lesson=judge_lesson(batch, self.limits))
+        if note != BatchNote():
+            batch[NOTE] = note
         return batch
+
+
+def take_apart(batch: MutableMapping, findings: list[Finding], num_samples: int, limits: Limits) -> BatchNote:
+    """Takes the bad samples out of a batch and returns the note of it; the whole batch has to go if that cannot be."""
+    drops = [finding for finding in findings if finding.verdict == "drop"]
+    bad = {sample for finding in drops for sample in finding.samples}
+    kept = remove_samples(batch, bad, num_samples) if bad and all(finding.samples for finding in drops) else None
+    if kept is None:
+        return BatchNote(tuple(findings))
+    removed = [
+        replace(finding, verdict="removed", message=f"{finding.message}; they were taken out of the batch")
+        for finding in drops
+    ]
+    rest = check_batch(batch, limits, "drop")  # of those left, all labels may be masked
+    return BatchNote((*removed, *rest), None, num_samples, kept)
+
+
+def name_rows(note: BatchNote, rows: list[int] | None) -> tuple[BatchNote, list[int] | None]:
+    """Returns the note with the rows of samples that were taken out, and the rows of those that are left."""
+    if note.kept is None or rows is None or len(rows) != note.num_samples:
+        return note, rows if note.kept is None else None
+    findings = tuple(
+        replace(finding, rows=tuple(rows[sample] for sample in finding.samples))
+        if finding.verdict == "removed"
+        else finding
+        for finding in note.findings
+    )
+    return replace(note, findings=findings), [rows[sample] for sample in note.kept]
 
 
 def check_batch(batch: MutableMapping, limits: Limits, verdict: str) -> list[Finding]:
@@ -72,9 +119,14 @@ def check_batch(batch: MutableMapping, limits: Limits, verdict: str) -> list[Fin
         verdict (`str`):
             As in [`CheckedCollator`].
     """
+    certain = verdict == "drop_samples"  # a sample that is suspected costs no more than itself
+    verdict = "drop" if certain else verdict
     findings: list[Finding] = []
+    empty = check_length(batch, verdict)
+    if empty is not None:
+        findings.append(empty)
     for name, value in list(batch.items()):
-        if not isinstance(value, Tensor) or not _is_viewable(value):
+        if not isinstance(value, Tensor) or not is_viewable(value):
             continue
         found: Finding | None = None
         bad: np.ndarray | None = None
@@ -88,26 +140,15 @@ def check_batch(batch: MutableMapping, limits: Limits, verdict: str) -> list[Fin
             found, bad = check_ids(name, value, limits, verdict)
             fill = 0
         elif name == "attention_mask":
-            found = check_mask(value)
+            found = check_mask(value, verdict)
         if found is None:
             continue
+        if certain and found.verdict == "suspect":
+            found = replace(found, verdict="drop")
         findings.append(found)
         if bad is not None and found.verdict not in ("observe", "suspect"):
             batch[name] = value.masked_fill(torch.from_numpy(np.asarray(bad)), fill)
     return findings
-
-
-def _is_viewable(tensor: Tensor) -> bool:
-    """Returns whether NumPy can look at the tensor: not a sparse, nested, quantized or 8-bit float one."""
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
-        return False
-    return tensor.numel() > 0 and not (tensor.is_floating_point() and tensor.element_size() < 2)
-
-
-def view(tensor: Tensor) -> np.ndarray:
-    """Returns the memory of a CPU tensor as an array, bfloat16 as the float32 it rounds from."""
-    tensor = tensor.detach() if tensor.requires_grad else tensor
-    return np.from_dlpack(tensor.float() if tensor.dtype == torch.bfloat16 else tensor)
 
 
 def _where(bad: np.ndarray) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
@@ -161,15 +202,32 @@ def check_labels(labels: Tensor, limits: Limits, verdict: str) -> tuple[Finding 
     return None, None
 
 
-def check_mask(mask: Tensor) -> Finding | None:
-    """Looks for samples without a single token to attend to; they are legal, so they are only observed."""
+def check_mask(mask: Tensor, verdict: str) -> Finding | None:
+    """Looks for samples without a single token to attend to. Most models cope, so a batch is not dropped for it unless its
+    loss or gradients are not finite."""
     if mask.ndim != 2:
         return None
     empty = tuple(int(sample) for sample in np.flatnonzero(~view(mask).any(axis=1)))
     if not empty:
         return None
     message = f"attention_mask of samples {list(empty[:8])} masks every token"
-    return Finding(Signal.INPUT_OUT_OF_RANGE, message, "observe", None, "input", empty)
+    verdict = {"drop": "suspect", "halt": "halt"}.get(verdict, "observe")
+    return Finding(Signal.INPUT_OUT_OF_RANGE, message, verdict, None, "input", empty)
+
+
+def check_length(batch: MutableMapping, verdict: str) -> Finding | None:
+    """Looks for a batch of sequences without a token. Unless it is only observed it gets one, or no rank could run it."""
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or not len(ids) or ids.shape[1]:
+        return None
+    if verdict != "observe":
+        for name, value in list(batch.items()):
+            if isinstance(value, Tensor) and value.shape == ids.shape:
+                fill = {"labels": IGNORED, "attention_mask": 1}.get(name, 0)
+                batch[name] = value.new_full((len(ids), 1), fill)
+    message = f"input_ids of all {len(ids)} samples hold no token"
+    verdict = "drop" if verdict == "repair" else verdict
+    return Finding(Signal.INPUT_OUT_OF_RANGE, message, verdict, None, "input", tuple(range(len(ids))))
 
 
 def check_ids(name: str, ids: Tensor, limits: Limits, verdict: str) -> tuple[Finding | None, np.ndarray | None]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, Trainer, TrainingArguments
 
 from . import compat
+from .compat_model import ATTENTION, EXPERTS, find_implementation
 from .mixin import GuardedTrainerMixin
 from .runner import Share
 
@@ -122,8 +123,8 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
         "class": type(base).__name__,
         "module": type(base).__module__,
         "config": without_names(config) if isinstance(config, PreTrainedConfig) else None,
-        "attention": find_implementation(config, "_attn_implementation"),
-        "experts": find_implementation(config, "_experts_implementation"),
+        "attention": find_implementation(config, ATTENTION),
+        "experts": find_implementation(config, EXPERTS),
         "dtype": dtype,
         "dtypes": exceptions,
         "trainable": names if len(names) < sum(1 for _ in model.parameters()) else None,
@@ -139,17 +140,6 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
 def without_names(config: Any) -> dict[str, Any]:
     """Returns the config of a model or an adapter without the places it came from."""
     return {name: value for name, value in plain(config.to_dict()).items() if name not in PLACES}
-
-
-def find_implementation(config: Any, name: str) -> dict[str, str] | None:
-    """Returns how a model computes its attention, or its experts: under `""`, and for each part with a config of its own.
-
-    Both are private names of the config; they can be read in public when `to_dict` has them.
-    """
-    if not isinstance(config, PreTrainedConfig):
-        return None
-    parts = {"": config, **{key: getattr(config, key, None) for key in config.sub_configs}}
-    return {key: value for key, part in parts.items() if isinstance(value := getattr(part, name, None), str)}
 
 
 def describe_dtypes(model: nn.Module) -> tuple[str, dict[str, str]]:

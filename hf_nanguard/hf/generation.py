@@ -18,6 +18,7 @@ from transformers import LogitsProcessorList
 
 from ..core.logits import Tally
 from ..errors import ArgumentError
+from . import compat_generation as compat
 from .processor import MODES, LogBudget, NumericalStabilityLogitsProcessor
 from .watch import Generation, GenerationWatch, RequestGuard, RequestNotes
 
@@ -89,7 +90,7 @@ def place_guards(processors: list, head: Any, last: Any) -> list:
 
 
 class GenerationGuard:
-    """Puts guards into what a model builds while it generates. The seams are private names of the host.
+    """Puts guards into what a model builds while it generates. The seams are in `compat_generation`.
 
     Args:
         model (`PreTrainedModel`):
@@ -108,14 +109,13 @@ class GenerationGuard:
         self.building = False
         self.budget = LogBudget()
         self.subscribed: list[tuple[NumericalStabilityLogitsProcessor, Generation]] = []
-        # Should move to hf/compat.py with their conditions: these four names are the host's.
-        seams = {
-            "_get_logits_processor": self.add_guards,
-            "_get_candidate_generator": self.mute_drafts,
-            "init_continuous_batching": self.guard_manager,
-            "generate_batch": self.note_requests,
+        functions = {
+            compat.PROCESSORS: self.add_guards,
+            compat.DRAFTS: self.mute_drafts,
+            compat.MANAGER: self.guard_manager,
+            compat.BATCH: self.note_requests,
         }
-        self.overrides = [Override(model, name, function) for name, function in seams.items() if hasattr(model, name)]
+        self.overrides = [Override(model, name, functions[what]) for what, name in compat.find_seams(model).items()]
 
     def close(self) -> None:
         """Leaves the model as it was."""
@@ -139,10 +139,9 @@ class GenerationGuard:
     def add_guards(self, original: Callable, *args: Any, **kwargs: Any) -> LogitsProcessorList:
         """Adds guards to the processors of one `generate`, and listens to those that are there already."""
         processors = original(*args, **kwargs)
-        config = kwargs["generation_config"] if "generation_config" in kwargs else args[0]
-        if self.building or getattr(config, "is_assistant", False):  # drafts have the guards of those who check them
+        config, prompt_length = compat.read_processor_call(args, kwargs)
+        if self.building or compat.is_draft(config):  # drafts have the guards of those who check them
             return processors
-        prompt_length = kwargs.get("input_ids_seq_length", args[1] if len(args) > 1 else None)
         generation = Generation(prompt_length, config.num_beams or 1, config.num_return_sequences or 1)
         placed = [p.mode for p in processors if isinstance(p, NumericalStabilityLogitsProcessor) and p.placed]
         if not placed or self.mode not in ("repair", *placed):  # an outer guard may have been here
@@ -187,9 +186,9 @@ class GenerationGuard:
             manager = original(*args, **kwargs)
         finally:
             self.building = False
-        processors = manager.logit_processor
-        guards = [p for p in processors.logits_processor if isinstance(p, RequestGuard)]
-        if not guards and (manager.batch_processor is not None or manager.warmed_up):
+        processors = compat.list_processors(manager)
+        guards = [p for p in processors if isinstance(p, RequestGuard)]
+        if not guards and compat.has_begun(manager):
             logger.warning(
                 "hf_nanguard: the persistent manager of continuous batching was built before guard_generation, so it is "
                 "not guarded. Call model.destroy_cached_continuous_batching_manager() first."
@@ -197,16 +196,8 @@ class GenerationGuard:
             return manager
         notes = guards[0].notes if guards else RequestNotes(self.model.device)
         if not guards:
-            from transformers.generation.continuous_batching.cb_logits_processors import (
-                ContinuousBatchingLogitsProcessor,
-            )
-
-            ContinuousBatchingLogitsProcessor.register(RequestGuard)
             head, last = (RequestGuard(guard, notes) for guard in self._make_pair(manager.generation_config))
-            before = len(processors.logits_processor)
-            processors.logits_processor = LogitsProcessorList(place_guards(processors.logits_processor, head, last))
-            processors.tensors_required += len(processors.logits_processor) - before
-            processors.do_processing = True
+            compat.put_processors(manager, place_guards(processors, head, last), RequestGuard)
         elif notes.num_users == 0:  # kept from an earlier guard
             notes.clear()
         notes.num_users += 1
@@ -225,7 +216,7 @@ class GenerationGuard:
 
 def can_generate(model: Any) -> bool:
     """Returns whether a model, wrapped or not, has a `generate` to guard."""
-    return hasattr(find_innermost(model), "_get_logits_processor")
+    return compat.PROCESSORS in compat.find_seams(find_innermost(model))
 
 
 @contextmanager

@@ -32,6 +32,8 @@ class GuardedTrainerMixin(_Host):
     | `nanguard/success_rate` | micro-batches used / seen; `_recent`: of the last 100 |
     | `nanguard/grad_norm_max` | largest pre-clip norm since the last row |
     | `nanguard/scaler_skips` | steps the GradScaler skipped by itself, once there are any |
+    | `nanguard/term/<name>` | mean of a loss term named by `guard.term`, since the last row, of this rank |
+    | `nanguard/dropped_terms/<name>` | how often a term was dropped on this rank, once it was |
 
     Example:
 
@@ -116,6 +118,7 @@ class GuardedTrainerMixin(_Host):
 
     def _maybe_log_save_evaluate(self, *args, **kwargs):
         self.nanguard.after_step()
+        self.nanguard.after_update()
         self.nanguard.after_epoch()
         return super()._maybe_log_save_evaluate(*args, **kwargs)
 
@@ -144,14 +147,18 @@ class GuardedTrainerMixin(_Host):
         if self.nanguard.on and "loss" in logs:
             logs.update(self.nanguard.guard.counter.as_metrics())
             logs.update(self.nanguard.rollout_metrics())
+            logs.update(self.nanguard.guard.patrol.metrics())
         super().log(logs, *args, **kwargs)
         if self.nanguard.on:
             self.nanguard.record.write_row()
 
     def _save_checkpoint(self, model, trial):
+        if not self.nanguard.ending.may_save(model):
+            return
         super()._save_checkpoint(model, trial)
+        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        self.nanguard.ending.last_good = folder
         if self.nanguard.on and self.args.should_save:
-            folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             save_guard(self.nanguard.guard, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint):

@@ -45,7 +45,6 @@ import sys
 from collections.abc import Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from types import FrameType
 from typing import Any
 
 import torch
@@ -54,9 +53,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..errors import ArgumentError
 from .compat import completion_mask
+from .compat_reinforcement import OLD, OLD_SUM, REFERENCE, is_policy_loss
 
 MAX_BOUND = 40.0  # a bias-corrected KL is a product of two such exponentials: e^80 is still finite in float32
-OLD, OLD_SUM, REFERENCE = "old_per_token_logps", "old_logps", "ref_per_token_logps"
 EXPONENTIALS = (torch.exp, Tensor.exp)
 DIFFERENCES = (torch.sub, Tensor.sub)
 PRODUCTS = (torch.mul, Tensor.mul)
@@ -104,11 +103,6 @@ class _Selected(torch.autograd.Function):
         return gradient, None
 
 
-def _is_host_loss(frame: FrameType) -> bool:
-    """Returns whether a frame is TRL's own loss, not a function that it calls."""
-    return frame.f_code.co_name == "_compute_loss" and frame.f_globals.get("__name__", "").startswith("trl.")
-
-
 class _Bounding(TorchFunctionMode):
     """Bounds what TRL's loss exponentiates; entered once its log-probs are there.
 
@@ -136,7 +130,7 @@ class _Bounding(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        by_loss = func in WATCHED and len(args) > 0 and _is_host_loss(sys._getframe(1))
+        by_loss = func in WATCHED and len(args) > 0 and is_policy_loss(sys._getframe(1))
         if by_loss and func in EXPONENTIALS and args[0] is not self.bounded_gap:
             return self.exponentiate(func, *args, **kwargs)
         result = func(*args, **kwargs)

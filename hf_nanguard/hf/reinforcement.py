@@ -1,6 +1,7 @@
 """What guarding a trainer that generates its own data needs beyond the mixin: its completions, rewards and ratios."""
 
 import logging
+from contextlib import nullcontext
 from copy import copy
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from transformers import TrainingArguments
 
 from .arguments import GuardArguments, find_guard_arguments
+from .compat_reinforcement import find_own_scoring, replaced_scoring
 from .mixin import GuardedTrainerMixin
 from .ratio import RatioBound
 from .rollout import Rollout
@@ -56,13 +58,8 @@ class ReinforcementMixin(GuardedTrainerMixin):
         rollout = self._rollout
         with rollout.generating() as watch:
             result = super()._generate_single_turn(prompt_ids, *args, **kwargs)  # type: ignore[misc] # of TRL
-        rollout.note(watch, result[0] if isinstance(result, tuple) else result)
+        rollout.note(watch, prompt_ids, result[0] if isinstance(result, tuple) else result)
         return result
-
-    def _calculate_rewards(self, *args, **kwargs):
-        if not self.nanguard.on:
-            return super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
-        return self._rollout.score(super()._calculate_rewards, *args, **kwargs)  # type: ignore[misc]
 
     def _compute_loss(self, model, inputs, *args, **kwargs):
         session = self.nanguard
@@ -79,8 +76,10 @@ class ReinforcementMixin(GuardedTrainerMixin):
     def _generate_and_score_completions(self, inputs):
         session = self.nanguard
         rows = session.current_rows()
-        self._rollout.begin(len(inputs), rows)
-        output = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        self._rollout.begin(len(inputs), rows, find_own_scoring(self))
+        # Not by a method of ours: a class derived from this one may have its own.
+        with replaced_scoring(self, self._rollout.score) if session.on else nullcontext():
+            output = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         if rows is not None and len(rows) == len(inputs):
             output[ROWS] = torch.tensor(rows)
         if session.on:

@@ -14,12 +14,12 @@ on the whole batch, cost money or keep a state.
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,19 +28,15 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from ..core.event import Culprit
-from ..core.finite import read_host
+from .excerpt import find_blamed, flatten, printable
+from .score import describe_entry, find_kind, is_listing, materialise, read_entries
 
 BAD = math.inf
 """What TRL is handed for a reward that is none."""
 SICK = -math.inf
 """What TRL is handed for a completion that was not sampled well."""
-FLOAT32_LIMIT = (2 - 2**-24) * 2.0**127
-"""The smallest number that float32 rounds to infinity."""
 INSANE_ADVANTAGE = 1e30
 MAX_KEPT = 8
-MAX_TEXT = 200
-KEPT = (list, tuple, Tensor, np.ndarray, str, bytes, bytearray, Mapping, Set)
-"""What is not made a list of: it is one already, or its order means nothing."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +204,7 @@ class RewardCheck:
                 continue
             if (kind := find_kind(number)) is not None:
                 marked[i] = BAD
-                self._note(place, kind, f"returned {_describe(number)}", i)
+                self._note(place, kind, f"returned {describe_entry(number)}", i)
             elif isinstance(entry, np.ndarray):  # without dimensions: a number to us, but TRL cannot take it
                 marked[i] = number
         return marked
@@ -256,6 +252,13 @@ class CheckedModel(nn.Module):
         return SimpleNamespace(logits=self.check.judge_model(self.place, column, len(first)).unsqueeze(1))
 
 
+def name_functions(trainer: Any) -> list[str]:
+    """Returns the names of a trainer's reward functions, as in TRL's metrics; a model that came from nowhere has none there
+    and is called by its class."""
+    known = vars(trainer).get("reward_func_names") or [""] * len(trainer.reward_funcs)
+    return [name or type(function).__name__ for name, function in zip(known, trainer.reward_funcs, strict=True)]
+
+
 @contextmanager
 def checked_rewards(
     trainer: Any,
@@ -291,7 +294,7 @@ def checked_rewards(
     ```
     """
     functions = trainer.reward_funcs
-    names = vars(trainer).get("reward_func_names") or [type(function).__name__ for function in functions]
+    names = name_functions(trainer)
     check = RewardCheck(names, unusable, acts, prompts, completions)
     sharded = trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     alone = not sharded or trainer.accelerator.num_processes == 1
@@ -343,52 +346,6 @@ def check_advantages(output: dict[str, Any]) -> list[int]:
     return found
 
 
-def find_kind(number: Any) -> str | None:
-    """Returns what is wrong with an entry as [`read_entries`] gives it, `None` if nothing is."""
-    if number is None:  # TRL's "this function does not apply here"
-        return None
-    if not isinstance(number, float):
-        return "type"
-    if math.isnan(number):
-        return "nan"
-    return None if abs(number) < FLOAT32_LIMIT else "inf" if number > 0 else "-inf"
-
-
-def read_entries(entries: Sequence[Any]) -> list[Any]:
-    """Returns the entries as floats, `None` as `None` and what is no number as its type. Tensors cost one read in all."""
-    tensors = {i: e for i, e in enumerate(entries) if isinstance(e, Tensor) and e.numel() == 1 and not e.is_complex()}
-    read = dict(zip(tensors, read_host([tensor.detach() for tensor in tensors.values()]), strict=True))
-    return [read[i] if i in read else _read_entry(entry) for i, entry in enumerate(entries)]
-
-
-def _read_entry(entry: Any) -> Any:
-    if entry is None:
-        return None
-    shaped = isinstance(entry, np.ndarray) and (entry.ndim > 0 or entry.dtype.kind not in "biuf")
-    if shaped or isinstance(entry, (Tensor, str, bytes, bytearray, complex, np.complexfloating)):
-        return type(entry)
-    try:
-        return float(entry)
-    except OverflowError:
-        return math.copysign(math.inf, 1 if entry > 0 else -1)
-    except (ArithmeticError, TypeError, ValueError, RuntimeError):
-        return type(entry)
-
-
-def is_listing(result: Any) -> bool:
-    """Returns whether a result is one reward after the other, in an order that means something."""
-    if isinstance(result, (Tensor, np.ndarray)):
-        return result.ndim > 0
-    return hasattr(result, "__len__") and not isinstance(result, (str, bytes, bytearray, Mapping, Set))
-
-
-def materialise(result: Any) -> Any:
-    """Returns a result that can be counted and read twice: generators and other iterables become lists."""
-    if inspect.iscoroutine(result):
-        result.close()  # nobody will await it: its function is not an async one
-    return list(result) if isinstance(result, Iterable) and not isinstance(result, KEPT) else result
-
-
 def _wrap(function: Callable, place: int, check: RewardCheck) -> Callable:
     """Returns the function with its result checked, async if it is."""
     inner: Any = function
@@ -420,45 +377,3 @@ def _wrap(function: Callable, place: int, check: RewardCheck) -> Callable:
         return check.judge(place, result)
 
     return call_async if inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(inner.__call__) else call
-
-
-def find_blamed(frames: Sequence[FrameType], completions: Sequence[Any]) -> int | None:
-    """Returns the one completion that the functions on the way to an error held, `None` if there is no such one.
-
-    A loop over completions holds the one it failed at in a local variable; it is known by identity, not by its text.
-    """
-    owners: dict[int, set[int]] = {}
-    for i, completion in enumerate(completions):
-        messages = completion if isinstance(completion, list) else []
-        contents = [message.get("content") for message in messages if isinstance(message, Mapping)]
-        for thing in (completion, *messages, *contents):
-            if isinstance(thing, (list, Mapping)) or (isinstance(thing, str) and len(thing) > 1):  # "" is shared by all
-                owners.setdefault(id(thing), set()).add(i)
-    values = (value for frame in frames for value in frame.f_locals.values())
-    held = set().union(*(owners.get(id(value), ()) for value in values))
-    return held.pop() if len(held) == 1 else None
-
-
-def flatten(text: Any) -> str:
-    """Returns a prompt or completion in any of TRL's formats as one text."""
-    if isinstance(text, Mapping):
-        content = text.get("content", text.get("text"))
-        body = flatten(content) if content else f"[{text.get('type', 'tool_calls' if 'tool_calls' in text else '')}]"
-        return f"{text['role']}: {body}" if "role" in text else body
-    if isinstance(text, (list, tuple)):
-        return " ".join(map(flatten, text))
-    return str(text)
-
-
-def printable(text: str) -> str:
-    """Returns a text on one line, cut."""
-    text = text.strip()
-    short = "".join(char if char.isprintable() else " " for char in text[:MAX_TEXT])
-    return short if len(text) <= MAX_TEXT else f"{short}..."
-
-
-def _describe(number: Any) -> str:
-    """Returns an entry, as [`read_entries`] gives it, in few words."""
-    if isinstance(number, type):
-        return f"a {number.__name__}"
-    return f"{number:g}" if not math.isfinite(number) else f"{number:g}, which is beyond float32,"

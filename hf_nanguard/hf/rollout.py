@@ -18,6 +18,7 @@ from ..core.guard import Guard
 from ..core.policy import Policy
 from ..core.signal import Action, Cause, Signal
 from .compat import logged_advantages, metric_lists
+from .compat_reinforcement import OLD, OLD_SUM, REFERENCE, join_images, split_images
 from .generation import guard_generation
 from .reward import (
     MAX_KEPT,
@@ -35,8 +36,9 @@ logger = logging.getLogger("hf_nanguard")
 MUCH = 0.5  # the share of sick completions above which the model itself is suspected
 OFTEN = 3  # generations in a row with a sick completion, likewise
 # what is read of a completion by the forward and before the mask
-STAND_INS = ("prompt_ids", "prompt_mask", "completion_ids", "token_type_ids", "old_per_token_logps", "ref_per_token_logps",
-             "sampling_per_token_logps", "importance_sampling_ratio")  # fmt: skip
+STAND_INS = ("prompt_ids", "prompt_mask", "completion_ids", "token_type_ids", "mm_token_type_ids", "pixel_values",
+             "pixel_attention_mask", "image_grid_thw", "image_sizes", "image_position_ids", "spatial_shapes", "num_images",
+             "num_tiles", OLD, REFERENCE, "sampling_per_token_logps", "importance_sampling_ratio")  # fmt: skip
 
 
 class Rollout:
@@ -56,19 +58,21 @@ class Rollout:
         self.guard = guard
         self.policy = policy
         self.rows: list[int] | None = None
+        self.own_scoring: str | None = None
         self.size = 0
         self.sick: set[int] = set()
-        self.unmapped = 0
+        self.told: dict[int, list[int]] = {}
         self.sick_in_a_row = 0
         self.flooded_in_a_row = 0
         self.events: list[Event] = []
         self.bad_reward = False
         self.all_equal: bool | None = None
 
-    def begin(self, size: int, rows: list[int] | None) -> None:
-        """Begins a generation batch."""
+    def begin(self, size: int, rows: list[int] | None, own_scoring: str | None = None) -> None:
+        """Begins a generation batch; `own_scoring` is the name of the user's code that scores it, if any."""
+        self.own_scoring = own_scoring
         self.size, self.rows = size, rows if rows is not None and len(rows) == size else None
-        self.sick, self.unmapped = set(), 0
+        self.sick, self.told = set(), {}
         self.events, self.bad_reward = [], False
 
     # ---- sampling ----
@@ -86,15 +90,35 @@ class Rollout:
         ) as watch:
             yield watch
 
-    def note(self, watch: GenerationWatch | None, completion_ids: list[list[int]]) -> None:
-        """Notes which completions are garbage. Only the first turn of a conversation has one row per completion."""
+    def note(self, watch: GenerationWatch | None, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
+        """Notes which completions are garbage, in any turn of a conversation; all of them if that cannot be told."""
         if watch is None:
             return
         found = watch.find_sick([len(ids) for ids in completion_ids])
-        if len(completion_ids) == self.size:
-            self.sick |= set(found)
-        else:
-            self.unmapped += len(found)
+        owners = self._find_owners(prompt_ids)
+        for row, owner in enumerate(owners):
+            self.told[owner] = [*prompt_ids[row], *completion_ids[row]]
+        if len(owners) == len(completion_ids):
+            self.sick |= {owners[row] for row in found}
+        elif found:
+            self.sick |= set(range(self.size))
+
+    def _find_owners(self, prompt_ids: list[list[int]]) -> list[int]:
+        """Returns which completion each prompt belongs to, `[]` if that is not clear.
+
+        The first turn has all of them. A later one has those that called a tool, in the same order, and begins with all that
+        was said before.
+        """
+        if not self.told:
+            return list(range(self.size)) if len(prompt_ids) == self.size else []
+        owners: list[int] = []
+        for ids in prompt_ids:
+            begin = owners[-1] + 1 if owners else 0
+            owner = next((i for i in range(begin, self.size) if ids[: len(self.told[i])] == self.told[i]), None)
+            if owner is None:
+                return []
+            owners.append(owner)
+        return owners
 
     # ---- scoring ----
 
@@ -106,11 +130,10 @@ class Rollout:
         with checked_rewards(self.trainer, self.sick if acts else (), prompts, completions, acts) as check:
             rewards = calculate(inputs, prompts, completions, *rest, **more)
         found = check.bad
-        if not found and not calculate.__module__.startswith("trl."):  # an override of the user's has had the last word
+        if not found and self.own_scoring is not None:  # an override of the user's has had the last word
             own = rewards[self.rank * len(prompts) :][: len(prompts)]
             at = [i for i in own.isinf().any(dim=1).nonzero().flatten().tolist() if i not in self.sick]
-            name = calculate.__qualname__
-            found = [BadReward(name, i, "inf", "returned an infinite reward") for i in at[:MAX_KEPT]]
+            found = [BadReward(self.own_scoring, i, "inf", "returned an infinite reward") for i in at[:MAX_KEPT]]
         for bad in found:
             self._tell_reward(bad)
         if not acts:
@@ -146,25 +169,28 @@ class Rollout:
             self._tell_advantages(check_advantages(output))
         equal = metric_lists(self.trainer).get("frac_reward_zero_std")
         self.all_equal = equal[-1] == 1.0 if equal else None
-        if not self.guard.ranks.any(bool(self.events or self.sick or self.unmapped or self.bad_reward)):
+        if not self.guard.ranks.any(bool(self.events or self.sick or self.bad_reward)):
             self.sick_in_a_row = self.flooded_in_a_row = 0
             return None
         self.guard.journal.share(self.events)
         return self._escalate()
 
     def _put_healthy_tokens(self, output: dict[str, Any]) -> None:
-        """Gives masked completions the tokens of a healthy one: what the model cannot sample for it cannot score either,
-        and 0 times NaN would cost all that share the forward. Images are not tokens, so there nothing is replaced."""
+        """Gives masked completions the tokens and images of a healthy one: what the model cannot sample for it cannot score
+        either, and 0 times NaN would cost all that share the forward."""
         healthy = next((i for i in range(self.size) if i not in self.sick), None)
-        if healthy is None or "pixel_values" in output:
+        if healthy is None:
             return
+        parts = split_images(output)
         for name in STAND_INS:
-            if isinstance(output.get(name), Tensor) and len(output[name]) == self.size:
-                output[name] = output[name].clone()
-                output[name][sorted(self.sick)] = output[name][healthy].clone()
-        if isinstance(output.get("old_logps"), Tensor):  # RLOO's sums, of what is masked now
-            output["old_logps"] = output["old_logps"].clone()
-            output["old_logps"][sorted(self.sick)] = 0.0
+            value = parts.get(name)
+            if isinstance(value, (Tensor, list)) and len(value) == self.size:
+                owners = [healthy if i in self.sick else i for i in range(self.size)]
+                parts[name] = value[owners] if isinstance(value, Tensor) else [value[i] for i in owners]
+        output.update(join_images(parts))
+        if isinstance(output.get(OLD_SUM), Tensor):  # of what is masked now
+            output[OLD_SUM] = output[OLD_SUM].clone()
+            output[OLD_SUM][sorted(self.sick)] = 0.0
 
     def _tell_sick(self) -> None:
         samples = sorted(self.sick)
@@ -193,7 +219,7 @@ class Rollout:
 
     def _escalate(self) -> str | None:
         """Looks at the parameters if there was much garbage, or garbage time and again."""
-        facts = self.guard.ranks.gather({"sick": len(self.sick) + self.unmapped, "size": self.size})
+        facts = self.guard.ranks.gather({"sick": len(self.sick), "size": self.size})
         if self.bad_reward:  # of any rank: all of them have looked at the gathered rewards
             return (
                 f"Training was halted at step {self.step}: a reward was no finite number. The policy on_bad_reward is "

@@ -41,12 +41,20 @@ class RowRecord:
         """Starts at a batch of the epoch; not 0 after a resume in mid-epoch."""
         self.position = position
 
-    def next(self, batch: Any) -> list[int] | None:
-        """Returns the rows of the next batch, `None` if they cannot be known."""
+    def next(self, batch: Any, num_samples: int | None = None) -> list[int] | None:
+        """Returns the rows of the next batch, `None` if they cannot be known.
+
+        Args:
+            batch (`Any`):
+                The batch.
+            num_samples (`int`, *optional*):
+                How many samples it was made of, if some have been taken out since.
+        """
         position, self.position = self.position, self.position + 1
         if self.stream_batch_size is not None:
             first = position * self.stream_batch_size
-            return list(range(first, first + int(min(_size(batch), self.stream_batch_size))))
+            size = _size(batch) if num_samples is None else num_samples
+            return list(range(first, first + int(min(size, self.stream_batch_size))))
         return self.batches[position] if self.known and position < len(self.batches) else None
 
 

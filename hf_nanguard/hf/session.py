@@ -5,17 +5,15 @@ import math
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..core.agreement import Ranks
 from ..core.event import Culprit, Event
-from ..core.finite import find_nonfinite, read_host
+from ..core.finite import read_host
 from ..core.group import Finding, Group, MicroBatch
 from ..core.guard import Guard
 from ..core.incident import Settlement
@@ -24,10 +22,13 @@ from ..core.signal import Action, Signal
 from ..errors import LossMissingError, NonFiniteError
 from . import compat
 from .arguments import GuardArguments
-from .collate import NOTE, BatchNote, CheckedCollator
+from .collate import NOTE, BatchNote, CheckedCollator, name_rows
+from .ending import Ending
 from .evaluation import Evaluation
 from .fact import find_limits
 from .generation import can_generate, guard_generation
+from .lesson import LessonWatch
+from .patrol import build_monitors
 from .ratio import RatioBound
 from .record import RunRecord
 from .rollout import Rollout
@@ -76,8 +77,10 @@ class Session:
         self.rollout: Rollout | None = None  # of an online trainer, as the two below
         self.ratio: RatioBound | None = None
         self.stall: StallWatch | None = None
+        self.lessons = LessonWatch(self.policy.stall_steps)
         self.guarding_generation = False
-        self.ending = False  # the run stops with the step in the making, which must not be taken
+        self.ending = Ending(trainer, self.guard)
+        self.is_ending = False  # the run stops with the step in the making, which must not be taken
 
     @property
     def replaying(self) -> bool:
@@ -91,7 +94,7 @@ class Session:
         """Surrounds `train()`: the log filter that hides NaN (and reads every loss twice) is off meanwhile."""
         args = self.trainer.args
         hidden = args.logging_nan_inf_filter
-        self.settled, self.ending = True, False
+        self.settled, self.is_ending = True, False
         self.guard.ladder.healthy()
         if self.on and self.guard.ranks.rank == 0:
             self._say_limits()
@@ -102,6 +105,7 @@ class Session:
         finally:
             args.logging_nan_inf_filter = hidden
             self.recording = False
+            self.guard.patrol.close()
             self.after_step()  # an error may have come between a skipped step and its end
             self.guard.group = Group()
 
@@ -169,8 +173,10 @@ class Session:
             self.guard.group = Group()
             self.settled = False
         for batch in batches:
-            self.notes.append(batch.pop(NOTE, BatchNote()) if isinstance(batch, MutableMapping) else BatchNote())
-            self.batch_rows.append(self.rows.next(batch))
+            note = batch.pop(NOTE, BatchNote()) if isinstance(batch, MutableMapping) else BatchNote()
+            note, rows = name_rows(note, self.rows.next(batch, note.num_samples))
+            self.notes.append(note)
+            self.batch_rows.append(rows)
 
     def hold_inputs(self, inputs: Any) -> None:
         """Takes hold of what `_prepare_inputs` returned, and of the random state right before the forward."""
@@ -230,10 +236,14 @@ class Session:
     def _open_group(self, model: nn.Module, num_items: Tensor | int | None) -> None:
         if self.runner is None or self.runner.model is not model:
             self.runner = TrainerRunner(self.trainer, model, self.guard.ranks)
+            bare = self.trainer.accelerator.unwrap_model(model)
+            optimizer = None if self.deepspeed else self.trainer.optimizer
+            self.guard.patrol.begin(build_monitors(self.trainer.args, bare, optimizer, self.guard))
         self.runner.keep_books()
         self.runner.buffers.keep()
         self.guard.group.share = Share(self.trainer.current_gradient_accumulation_steps, num_items)
         self.loss_before = compat.running_loss(self.trainer).clone()
+        self.guard.patrol.begin_step(self.trainer.state.global_step)
 
     def _rows_of(self, payload: Prepared | None, index: int) -> list[int] | Tensor | None:
         if payload is not None and isinstance(payload.inputs, Mapping):
@@ -330,7 +340,8 @@ class Session:
         """
         guard, trainer, runner = self.guard, self.trainer, self.runner
         self.settled = True
-        if self.ending:
+        guard.patrol.end_backward()
+        if self.is_ending:
             return self._forgo_step()
         if runner is None or not guard.group.micro_batches:
             return norm if host_clip is None else host_clip()
@@ -357,7 +368,9 @@ class Session:
         trainer.current_gradient_accumulation_steps = guard.group.share.steps
         guard.group = Group()
         if settlement.halt is not None:
-            self._halt(model, settlement.halt)
+            self.ending.halt(model, settlement.halt)
+        elif settlement.steps:
+            guard.patrol.before_update()
         return norm
 
     def _forgo_step(self) -> None:
@@ -406,6 +419,12 @@ class Session:
             self.bypassed = False
             compat.resume_optimizer(self.trainer)
 
+    def after_update(self) -> None:
+        """Lets the monitors look at what the optimizer did, before anything is logged, evaluated or saved."""
+        reason = self.guard.patrol.after_update()
+        if reason is not None and self.runner is not None:
+            self.ending.halt(self.runner.model, reason)
+
     def after_epoch(self) -> None:
         """Keeps a loss that is not finite out of the log when an epoch ends inside a group, which no step decides."""
         losses = self.guard.group.losses
@@ -418,16 +437,28 @@ class Session:
             total += torch.where(torch.isfinite(loss), loss, 0.0).to(total.device)
 
     def _watch_stall(self) -> None:
-        """Says when an online trainer has had nothing to learn from for long."""
+        """Says when there has been nothing to learn from for long."""
         names = vars(self.trainer).get("reward_func_names")
+        step = self.trainer.state.global_step
+        if self.rollout is None:
+            self._watch_lessons(step)
         if self.stall is None or self.rollout is None or not names:
             return
-        step = self.trainer.state.global_step
         message = self.stall.observe(step, self.rollout.all_equal, self.guard.last_norm, names)
         self.rollout.all_equal = None
         if message is not None:
             event = Event(step, Signal.NO_LEARNING_SIGNAL, Action.OBSERVED, message, culprit=Culprit(phase="reward"))
             self.guard.journal.write_once(event)
+
+    def _watch_lessons(self, step: int) -> None:
+        lessons = [note.lesson for note in self.notes]
+        message = self.lessons.observe(step, lessons, self.guard.last_norm)
+        if message is not None:
+            rank, values = self.guard.ranks.rank, {"grad_norm": self.guard.last_norm}
+            culprit = Culprit(phase="input" if any(lessons) else "backward")
+            self.guard.journal.write(
+                Event(step, Signal.NO_LEARNING_SIGNAL, Action.OBSERVED, message, None, rank, values, culprit)
+            )
 
     def rollout_metrics(self) -> dict[str, float]:
         """Returns what an online trainer adds to a row of the log: how many log-ratios had to be bounded, if any."""
@@ -438,26 +469,9 @@ class Session:
         """Ends the run if there is a reason to, decided on every rank alike."""
         if reason is None:
             return
-        self.ending = self.recording  # in a step, not in an evaluation between two
+        self.is_ending = self.recording  # in a step, not in an evaluation between two
         model = self.trainer.model_wrapped if self.runner is None else self.runner.model
-        self._halt(model, reason)
-
-    def _halt(self, model: nn.Module, message: str) -> None:
-        """Ends the run in order: the last good state saved, then an error or a clean stop."""
-        trainer = self.trainer
-        bad = find_nonfinite(trainer.model.named_parameters())
-        sick = any(self.guard.ranks.gather(bool(bad)))
-        folder = Path(str(trainer.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-        if sick:
-            message += " Nothing was saved, for the weights themselves are not finite."
-        elif trainer.is_in_train:  # else there is no optimizer to save, and nothing was trained
-            if not any(self.guard.ranks.gather(folder.is_dir())):
-                trainer._save_checkpoint(model, None)
-            message += f" The last good state is in {folder}."
-        logger.error("hf_nanguard: %s", message)
-        if self.policy.on_halt == "raise":
-            raise NonFiniteError(message)
-        trainer.control.should_training_stop = True
+        self.ending.halt(model, reason)
 
     def check_loss(self, result: Any, with_outputs: bool, training: bool) -> Any:
         """Looks at what `compute_loss` returned: nothing at all is an error, an evaluation loss is kept."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.logits import NEVER, RowNotes, can_look, judge, repair_scores
+from .compat_generation import find_request
 from .processor import MAX_ROWS, NumericalStabilityLogitsProcessor
 
 logger = logging.getLogger("hf_nanguard")
@@ -84,9 +85,9 @@ class RequestNotes(Generation):
         self.request_ids: list[str] | None = None
         self.num_users = 0
 
-    def slot(self, request_id: str) -> int:
-        """Returns the slot of a request; those that come after all slots are taken share the last."""
-        if request_id.startswith("__warmup_"):
+    def slot(self, request_id: str | None) -> int:
+        """Returns the slot of a request, 0 for none; those that come after all slots are taken share the last."""
+        if request_id is None:
             return 0
         return self.slots.setdefault(request_id, min(len(self.slots) + 1, self.SLOTS - 1))
 
@@ -130,7 +131,7 @@ class RequestGuard:
 
     def prepare_tensor_args(self, requests_with_new_token: list) -> Tensor:
         """Returns the slots of the next step, and 0 for all rows that an earlier one has written."""
-        slots = [self.notes.slot(request.state.request_id) for request in requests_with_new_token]
+        slots = [self.notes.slot(find_request(request)) for request in requests_with_new_token]
         self.longest = max(self.longest, len(slots))
         return torch.tensor(slots + [0] * (self.longest - len(slots)), dtype=torch.int32)
 

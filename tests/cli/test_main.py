@@ -1,5 +1,6 @@
 """The command line: help at once, bad arguments in one message with exit code 2."""
 
+import re
 import subprocess
 import sys
 
@@ -22,6 +23,11 @@ def test_help_names_every_command(capsys):
     assert all(command.__name__.rsplit(".", 1)[1] in text for command in COMMANDS)
 
 
+def test_help_has_examples(capsys):
+    examples = run_help(capsys=capsys).split("examples:")[1]
+    assert examples.count("nanguard ") >= 3
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--version"])
@@ -31,7 +37,9 @@ def test_version(capsys):
 
 @pytest.mark.parametrize("command", [command.__name__.rsplit(".", 1)[1] for command in COMMANDS])
 def test_every_command_has_an_example(command, capsys):
-    assert f"nanguard {command} --" in run_help(command, capsys=capsys)
+    text = run_help(command, capsys=capsys)
+    examples = text[text.index("example") :]
+    assert re.search(rf"^  .*nanguard {command}( [\w.-]|$)", examples, flags=re.MULTILINE)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +52,9 @@ def test_every_command_has_an_example(command, capsys):
         (["demo", "--steps"], ["--steps"]),
         (["demo", "--seed", "-1"], ["--seed", "'-1'", "0"]),
         (["demo", "--bogus", "3"], ["--bogus"]),
+        (["run", "--bogus", "train.py"], ["--bogus"]),
+        (["run", "--config"], ["--config"]),
+        (["completion"], ["shell"]),
     ],
     ids=lambda value: " ".join(value) or "nothing",
 )
@@ -79,7 +90,8 @@ def test_ctrl_c(monkeypatch, capsys):
 def test_help_imports_nothing_heavy():
     code = (
         "import sys\nfrom hf_nanguard.cli.main import main\n"
-        "try: main(['demo', '--help'])\nexcept SystemExit: pass\n"
+        "for command in ('demo', 'run'):\n"
+        "    try: main([command, '--help'])\n    except SystemExit: pass\n"
         "print('heavy:', [name for name in ('torch', 'transformers', 'trl', 'datasets', 'rich') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

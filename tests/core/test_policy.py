@@ -33,6 +33,11 @@ BAD = {
     "on_bad_reward": ["drop", None],
     "ratio_bound": [0.0, -20.0, NAN, INF, 41.0, "x", True],
     "stall_steps": [-1, 1.5, "20", True, None],
+    "activation_steps": [-1, 1.5, "50", True, None],
+    "activation_modules": ["", " ", "a,,b", 3, True],
+    "attention_steps": [-1, 1.5, "0", True, None],
+    "weight_check_steps": [-1, 1.5, "100", True, None],
+    "full_metrics": ["yes", None, 1],
 }
 
 
@@ -47,7 +52,7 @@ def test_a_bad_value_is_refused_with_name_value_and_way_out(name, value):
     message = str(caught.value)
     assert message.startswith(name)
     assert repr(value) in message
-    way_out = ", ".join(CHOICES[name]) if name in CHOICES else "number|integer|True or False"
+    way_out = ", ".join(CHOICES[name]) if name in CHOICES else "number|integer|True or False|patterns"
     assert re.search(way_out, message)
     assert "\n" not in message
     assert message.endswith(".")
@@ -69,7 +74,8 @@ def test_the_documented_choices_and_defaults():
         "on_halt": "raise", "skip_grad_norm": None, "loss_floor": 1e-6, "max_bad_steps": 10,
         "autopsy": True, "max_autopsies": 5, "autopsy_seconds": 60.0, "bundle_weights": "none", "bundle_text": True,
         "logits_mode": "repair", "logits_clip_value": 30.0, "logits_min_prob": 1e-8, "min_temperature": 0.1,
-        "on_bad_reward": "unscorable", "ratio_bound": 20.0, "stall_steps": 20,
+        "on_bad_reward": "unscorable", "ratio_bound": 20.0, "stall_steps": 20, "activation_steps": 50,
+        "activation_modules": None, "attention_steps": 0, "weight_check_steps": 100, "full_metrics": False,
     }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ NAMED = {
     GRPO: "model.layers.0.mlp.up_proj.weight",
 }
 FSDP = {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "reshard_after_forward": True}
+MAKING = -1  # the micro-step of what happens while completions are made
 Place = tuple[int, int, int]
 
 
@@ -56,13 +57,19 @@ class Scenario:
             How the guard is put in: `mixin` (the Guarded class), `attach`, `callback`.
         faults (`tuple[Fault, ...]`):
             The culprits. Kinds beyond those of `tests.faults`: `late_error` (raised after the loss was computed), `constant`
-            (NaN added to the loss, which leaves the gradients finite).
+            (NaN added to the loss, which leaves the gradients finite); and while completions are made: `sampling` (the
+            logits of the first one are NaN), `policy` (`parameter` becomes NaN), `reward` (that of the first one is
+            `value`), `reward_error` (the reward function fails).
         guard (`dict`):
             The `nanguard_` settings, without the prefix.
         accumulation (`int`):
             Micro-batches of a step.
         options (`dict`):
             Further training arguments.
+        stock_faults (`tuple[Fault, ...]`):
+            What the stock run has in their place, which it can cope with.
+        compared (`bool`):
+            Whether there is such a stock run.
         gone (`tuple[Place, ...]`):
             The (step, micro-step, rank) that the stock run never has.
         zeroed (`tuple[int, str]`, *optional*):
@@ -84,6 +91,8 @@ class Scenario:
     guard: dict[str, Any] = field(default_factory=dict)
     accumulation: int = 3
     options: dict[str, Any] = field(default_factory=dict)
+    stock_faults: tuple[Fault, ...] = ()
+    compared: bool = True
     gone: tuple[Place, ...] = ()
     zeroed: tuple[int, str] | None = None
     stops_at: int | None = None
@@ -272,6 +281,38 @@ def policies(world: int, culprit: int) -> list[Scenario]:
     return found
 
 
+def rollouts(world: int, culprit: int) -> list[Scenario]:
+    """What goes wrong on one rank while completions are made and scored."""
+
+    def bad(kind: str, rank: int, **more: Any) -> Fault:
+        return Fault(kind, 1, micro_step=MAKING, rank=rank, **more)
+
+    def told(signal: str, action: str, rank: int, parameter: str | None = None) -> Expected:
+        return Expected(signal, action, 1, None, rank, rows=False, parameter=parameter)
+
+    # TRL leaves out a completion whose reward is None, so that is the run that a bad one must equal.
+    none = (bad("reward", culprit, value=None),)
+    every = (bad("reward_error", culprit, value=None),)
+    found = [
+        Scenario("sampling", faults=(bad("sampling", culprit),), compared=False,
+                 events=(told("logits_nonfinite", "dropped", culprit),)),
+        Scenario("sampling-everywhere", faults=tuple(bad("sampling", r) for r in range(world)), compared=False,
+                 events=tuple(told("logits_nonfinite", "dropped", r) for r in range(world))),
+        Scenario("policy", faults=tuple(bad("policy", r, parameter=NAMED[GRPO]) for r in range(world)), compared=False, stops_at=1,
+                 events=(*(told("logits_nonfinite", "dropped", r) for r in range(world)),
+                         told("param_nonfinite", "halted", 0, NAMED[GRPO]))),
+        Scenario("reward-inf", faults=(bad("reward", culprit, value=float("inf")),), stock_faults=none,
+                 events=(told("reward_nonfinite", "dropped", culprit),)),
+        Scenario("reward-nan", faults=(bad("reward", culprit),), stock_faults=none,
+                 events=(told("reward_nonfinite", "dropped", culprit),)),
+        Scenario("reward-error", faults=(bad("reward_error", culprit),), stock_faults=every,
+                 events=(told("reward_nonfinite", "dropped", culprit),)),
+        Scenario("reward-halt", faults=(bad("reward", culprit),), guard={"on_bad_reward": "halt"}, compared=False, stops_at=1,
+                 events=(told("reward_nonfinite", "halted", culprit),)),
+    ]  # fmt: skip
+    return [replace(s, name=f"grpo-{s.name}", host=GRPO, accumulation=2) for s in found]
+
+
 def main_suite(world: int) -> list[Scenario]:
     """Everything, the culprit being the last rank, and what matters once more with rank 0 as the culprit."""
     last = world - 1
@@ -283,6 +324,7 @@ def main_suite(world: int) -> list[Scenario]:
         *healthy(world),
         *dropped(world, last),
         *policies(world, last),
+        *rollouts(world, last),
         *(replace(s, name=f"{s.name}-rank0") for s in zero),
     ]
 

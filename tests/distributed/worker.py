@@ -30,6 +30,7 @@ from torch.profiler import ProfilerActivity, profile
 from hf_nanguard import NonFiniteError
 from tests.distributed.ending import hang_up
 from tests.distributed.host import make_trainer, rows_of
+from tests.distributed.making import plant_in_making
 from tests.distributed.scenario import SUITES, Scenario
 from tests.faults import Planted
 from tests.reference import losses_of, tensors_of
@@ -47,6 +48,7 @@ class Culprits(Planted):
     def __init__(self, trainer: Any, faults: tuple):
         super().__init__(trainer, faults)
         self.rows: dict[str, list[int]] = {}
+        plant_in_making(trainer, self.faults, self.struck)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         place = self.place(inputs)
@@ -100,7 +102,7 @@ def play(scenario: Scenario, folder: Path, guarded: bool) -> tuple[dict[str, Any
         dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"]),
         guarded,
     )
-    planted = Culprits(trainer, scenario.faults if guarded else ())
+    planted = Culprits(trainer, scenario.faults if guarded else scenario.stock_faults)
     outcome = "finished"
     with watched_messages(scenario.profiled) as seen:
         try:
@@ -170,15 +172,16 @@ def main() -> None:
         faulthandler.dump_traceback_later(PATIENCE, exit=True)
         try:
             said, tensors = play(scenario, home / "guarded", guarded=True)
-            key = repr(replace(scenario, name="", way="", faults=(), guard={}, events=()))
-            if key not in references:
-                references[key] = play(scenario, home / "stock", guarded=False)
-            said["stock"], stock = references[key]
-            said["apart"] = {
-                n: float((tensors[n].double() - stock[n].double()).abs().max())
-                for n in tensors
-                if not torch.equal(tensors[n], stock[n])
-            }
+            if scenario.compared:
+                key = repr(replace(scenario, name="", way="", faults=(), guard={}, events=()))
+                if key not in references:
+                    references[key] = play(scenario, home / "stock", guarded=False)
+                said["stock"], stock = references[key]
+                said["apart"] = {
+                    n: float((tensors[n].double() - stock[n].double()).abs().max())
+                    for n in tensors
+                    if not torch.equal(tensors[n], stock[n])
+                }
         except Exception:
             said = {"outcome": traceback.format_exc()}
             (home / f"rank{rank}.json").write_text(json.dumps(said), encoding="utf-8")

@@ -62,6 +62,11 @@ GIVEN = {
     "nanguard_on_bad_reward": ("halt", "halt"),
     "nanguard_ratio_bound": ("15", 15.0),
     "nanguard_stall_steps": ("7", 7),
+    "nanguard_activation_steps": ("5", 5),
+    "nanguard_activation_modules": ("model.layers.?,lm_head", "model.layers.?,lm_head"),
+    "nanguard_attention_steps": ("25", 25),
+    "nanguard_weight_check_steps": ("0", 0),
+    "nanguard_full_metrics": ("true", True),
 }
 
 
@@ -193,7 +198,13 @@ BAD = [
     *[("nanguard_max_autopsies", value) for value in (0, -3, 2.5, "5", None, True)],
     *[("nanguard_autopsy_seconds", value) for value in (0.0, -1.0, NAN, INF, "long", None, True)],
     *[(name, value) for name in ("nanguard_autopsy", "nanguard_bundle_text") for value in ("on", None, 1)],
-    *[("nanguard_stall_steps", value) for value in (-1, 2.5, "5", None, True)],
+    *[
+        (f"nanguard_{name}", value)
+        for name in ("stall_steps", "activation_steps", "attention_steps", "weight_check_steps")
+        for value in (-1, 2.5, "5", None, True)
+    ],
+    *[("nanguard_activation_modules", value) for value in ("", "a,,b", 3)],
+    *[("nanguard_full_metrics", value) for value in ("yes", None, 1)],
     *[("nanguard_ratio_bound", value) for value in (0.0, -1.0, NAN, INF, 50.0, "x", True)],
     *[
         (f"nanguard_{name}", value)
@@ -223,7 +234,8 @@ def test_a_bad_value_is_one_message_with_name_value_and_way_out(name, value):
         assert f"one of {', '.join(CHOICES[short])}," in message
     else:
         assert re.search(
-            r"must be (an integer of at least [01]|a number( of at most 40)?|a finite number above 0|True or False),",
+            r"must be (an integer of at least [01]|a number( of at most 40)?|a finite number above 0|True or False|"
+            r"patterns of module names separated by commas),",
             message,
         )
     assert "\n" not in message

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
 from hf_nanguard.core.signal import Cause, Signal
-from hf_nanguard.hf.collate import NOTE, BatchNote, CheckedCollator, check_batch
+from hf_nanguard.hf.collate import NOTE, BatchNote, CheckedCollator, check_batch, name_rows
 from hf_nanguard.hf.fact import Limits
 from tests.core.counting import Counting
 from tests.faults import INF, NAN
@@ -222,6 +222,88 @@ def test_a_bad_batch_is_made_safe_unless_it_is_only_observed(verdict):
         assert batch["x"] is given["x"]
     else:
         assert check_batch(batch, LM, verdict) == [], "what is returned is safe"
+
+
+# ---- masks and lengths ----
+
+
+@pytest.mark.parametrize(
+    ("verdict", "becomes"), [("drop", "suspect"), ("repair", "observe"), ("halt", "halt"), ("observe", "observe")]
+)
+def test_a_sample_with_nothing_to_attend_to(verdict, becomes):
+    batch = lm_batch(attention_mask=put(torch.ones(3, 4, dtype=torch.long), 1, 0))
+    [finding] = check_batch(batch, LM, verdict)
+    assert (finding.signal, finding.samples, finding.verdict) == (Signal.INPUT_OUT_OF_RANGE, (1,), becomes)
+    assert "attention_mask of samples [1] masks every token" in finding.message
+
+
+@pytest.mark.parametrize(
+    ("verdict", "becomes", "length"),
+    [("drop", "drop", 1), ("repair", "drop", 1), ("halt", "halt", 1), ("observe", "observe", 0)],
+)
+def test_sequences_without_a_token(verdict, becomes, length):
+    empty = torch.ones(3, 0, dtype=torch.long)
+    batch = {"input_ids": empty, "labels": empty, "attention_mask": empty}
+    finding = check_batch(batch, LM, verdict)[0]
+    assert (finding.signal, finding.samples, finding.verdict) == (Signal.INPUT_OUT_OF_RANGE, (0, 1, 2), becomes)
+    assert all(value.shape == (3, length) for value in batch.values())
+
+
+# ---- samples taken out ----
+
+
+def bad_samples(**changed):
+    """Sample 1 has a label out of range, sample 2 a pixel that is NaN."""
+    batch = lm_batch(pixel_values=put(torch.rand(3, 2), (2, 0), NAN), **changed)
+    batch["labels"] = put(batch["labels"], (1, 2), 99)
+    return batch
+
+
+def collate_as(batch, verdict="drop_samples"):
+    return CheckedCollator(lambda examples: dict(batch), LM, verdict)([{}] * 3)
+
+
+def test_only_the_bad_samples_are_taken_out():
+    given = bad_samples()
+    batch = collate_as(given)
+    note = batch.pop(NOTE)
+    assert (note.num_samples, note.kept) == (3, (0,))
+    assert all(torch.equal(batch[name], given[name][:1]) for name in given)
+    assert sorted((finding.signal, finding.samples, finding.verdict) for finding in note.findings) == [
+        (Signal.INPUT_NONFINITE, (2,), "removed"), (Signal.LABEL_OUT_OF_RANGE, (1,), "removed"),
+    ]  # fmt: skip
+
+
+def test_a_fully_masked_sample_is_taken_out_too():
+    batch = collate_as(lm_batch(attention_mask=put(torch.ones(3, 4, dtype=torch.long), 1, 0)))
+    assert batch[NOTE].kept == (0, 2)
+
+
+def test_what_is_left_may_have_no_label():
+    labels = torch.full((3, 4), -100)
+    labels[1] = torch.tensor([1, 2, 99, 3])
+    note = collate_as(lm_batch(labels=labels))[NOTE]
+    assert [(finding.signal, finding.verdict) for finding in note.findings] == [
+        (Signal.LABEL_OUT_OF_RANGE, "removed"), (Signal.LABELS_MASKED, "drop"),
+    ]  # fmt: skip
+
+
+def test_a_batch_that_cannot_be_taken_apart_goes_whole():
+    batch = collate_as(bad_samples(patches=torch.ones(7, 2)))
+    assert batch[NOTE].kept is None
+    assert {finding.verdict for finding in batch[NOTE].findings} == {"drop"}
+    assert len(batch["labels"]) == 3
+
+
+def test_rows_follow_the_samples():
+    note = collate_as(bad_samples())[NOTE]
+    note, rows = name_rows(note, [40, 41, 42])
+    assert rows == [40]
+    assert {finding.signal: finding.rows for finding in note.findings} == {
+        Signal.LABEL_OUT_OF_RANGE: (41,), Signal.INPUT_NONFINITE: (42,),
+    }  # fmt: skip
+    assert name_rows(BatchNote(), [7]) == (BatchNote(), [7])
+    assert name_rows(collate_as(bad_samples())[NOTE], None)[1] is None
 
 
 # ---- odd shapes and types ----

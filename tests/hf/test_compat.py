@@ -1,20 +1,25 @@
 """Every private name of the hosts that we touch is still there and still means what we take it for."""
 
 import inspect
+import sys
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from datasets import Dataset
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import BatchSampler, DataLoader
-from transformers import Trainer
+from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig, Trainer
+from transformers.generation.continuous_batching.requests import create_warmup_future_states
 
-from hf_nanguard.hf import compat
+from hf_nanguard.hf import compat, compat_attention, compat_generation, compat_model, compat_reinforcement
 
-from ..models import token_dataset
+from ..architectures import BY_NAME
+from ..models import text_rows, tiny_llama, tiny_tokenizer, token_dataset
 from ..reference import tensors_of
-from ..trainers import build, stock_class
+from ..trainers import build, common_arguments, reward_length, stock_class
 
 
 @pytest.fixture
@@ -37,21 +42,27 @@ def _at_a_step(tmp_path, act, **overrides):
     return trainer
 
 
-def test_every_function_is_tried_here():
-    public = {
-        name for name, item in vars(compat).items() if inspect.isfunction(item) and item.__module__ == compat.__name__
-    }
-    public |= {
-        name for name, item in vars(compat).items() if inspect.isclass(item) and item.__module__ == compat.__name__
-    }
+MODULES = (compat, compat_attention, compat_generation, compat_model, compat_reinforcement)
+
+
+def own(module):
+    """Returns the functions and classes that a module defines."""
+    items = {name: item for name, item in vars(module).items() if inspect.isfunction(item) or inspect.isclass(item)}
+    return {name: item for name, item in items.items() if item.__module__ == module.__name__}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rsplit(".", 1)[-1])
+def test_every_function_is_tried_here(module):
     with open(__file__, encoding="utf-8") as file:
         text = file.read()
-    assert [name for name in sorted(public) if f"compat.{name}(" not in text] == []
+    short = module.__name__.rsplit(".", 1)[-1]
+    assert [name for name in own(module) if f"{short}.{name}(" not in text] == []
 
 
-def test_every_shim_says_when_it_can_go():
-    for name, item in vars(compat).items():
-        if inspect.isfunction(item) and item.__module__ == compat.__name__ and name != "resume_optimizer":
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rsplit(".", 1)[-1])
+def test_every_shim_says_when_it_can_go(module):
+    for name, item in own(module).items():
+        if inspect.isfunction(item) and name != "resume_optimizer":
             assert "Can go" in item.__doc__, name
 
 
@@ -371,3 +382,287 @@ def test_advantages_are_those_of_the_host_s_own_log(tmp_path):
     known = compat.logged_advantages(trainer)
     assert known
     assert all(isinstance(advantage, float) for advantage in known)
+
+
+# ---- generation ----
+
+
+def test_the_seams_of_generation_are_those_that_generate_goes_through():
+    model = tiny_llama(dropout=0.0)
+    seams = compat_generation.find_seams(model)
+    assert set(seams) == {
+        compat_generation.PROCESSORS, compat_generation.DRAFTS, compat_generation.MANAGER, compat_generation.BATCH,
+    }  # fmt: skip
+    assert compat_generation.find_seams(nn.Linear(2, 2)) == {}
+    calls = []
+
+    def noting(what, original):
+        def call(*args, **kwargs):
+            calls.append((what, args, kwargs))
+            return original(*args, **kwargs)
+
+        return call
+
+    for what, name in seams.items():
+        vars(model)[name] = noting(what, getattr(model, name))
+    ids = torch.tensor([[3, 4, 5]])
+    model.generate(ids, max_new_tokens=2, do_sample=False)
+    [(what, args, kwargs)] = calls
+    assert what == compat_generation.PROCESSORS
+    config, length = compat_generation.read_processor_call(args, kwargs)
+    assert (config.max_new_tokens, length) == (2, 3)
+    assert not compat_generation.is_draft(config)
+    calls.clear()
+    model.generate(ids, max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=2)
+    assert [what for what, _, _ in calls] == [compat_generation.PROCESSORS, compat_generation.DRAFTS]
+    calls.clear()
+    small = ContinuousBatchingConfig(num_blocks=16, page_size=16, max_batch_tokens=64)
+    config = GenerationConfig(max_new_tokens=2, eos_token_id=2, pad_token_id=0)
+    model.generate_batch(ids.tolist(), generation_config=config, continuous_batching_config=small)
+    assert [what for what, _, _ in calls][:2] == [compat_generation.BATCH, compat_generation.MANAGER]
+
+
+def test_positional_arguments_are_read_as_the_host_names_them():
+    names = list(inspect.signature(tiny_llama()._get_logits_processor).parameters)
+    assert names[:2] == ["generation_config", "input_ids_seq_length"]
+    assert compat_generation.read_processor_call(("config", 7), {}) == ("config", 7)
+    assert compat_generation.read_processor_call(("config",), {}) == ("config", None)
+
+
+def test_a_config_of_drafts_is_known():
+    model, assistant = tiny_llama(dropout=0.0), tiny_llama(1, dropout=0.0)
+    seen = []
+    original = assistant._get_logits_processor
+
+    def note(*args, **kwargs):
+        seen.append(compat_generation.is_draft(compat_generation.read_processor_call(args, kwargs)[0]))
+        return original(*args, **kwargs)
+
+    vars(assistant)["_get_logits_processor"] = note
+    model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4, do_sample=False, assistant_model=assistant)
+    assert seen
+    assert all(seen)
+
+
+class Slots:
+    """A processor of continuous batching that wants a tensor."""
+
+    supported_kwargs: dict = {}
+    ignored_kwargs = ()
+
+    def __init__(self):
+        self.requests = []
+        self.num_calls = 0
+
+    def fill_defaults(self, int32_tensor):
+        int32_tensor.zero_()
+
+    def prepare_tensor_args(self, requests_with_new_token):
+        found = [compat_generation.find_request(request) for request in requests_with_new_token]
+        self.requests += found
+        return torch.tensor([len(found)] * len(found), dtype=torch.int32)
+
+    def __call__(self, scores, tensor_arg):
+        self.num_calls += 1
+        return scores.index_fill(1, torch.tensor([9]), 1e9)
+
+
+def test_a_processor_put_into_a_manager_is_called_with_its_requests():
+    model = tiny_llama(dropout=0.0)
+    small = ContinuousBatchingConfig(num_blocks=16, page_size=16, max_batch_tokens=64)
+    config = GenerationConfig(max_new_tokens=2, eos_token_id=2, pad_token_id=0, do_sample=True, temperature=0.5)
+    slots, before = Slots(), []
+    original = model.init_continuous_batching
+
+    def init(*args, **kwargs):
+        manager = original(*args, **kwargs)
+        assert not compat_generation.has_begun(manager)
+        before.extend(compat_generation.list_processors(manager))
+        compat_generation.put_processors(manager, [*before, slots], Slots)
+        managers.append(manager)
+        return manager
+
+    managers = []
+    vars(model)["init_continuous_batching"] = init
+    results = model.generate_batch([[3, 4], [5, 6]], generation_config=config, continuous_batching_config=small)
+    assert [output.generated_tokens for output in results.values()] == [[9, 9], [9, 9]]
+    assert slots.num_calls >= 2
+    assert {request for request in slots.requests if request is not None} == set(results)
+    assert compat_generation.list_processors(managers[0]) == [*before, slots]
+
+
+def test_requests_that_warm_up_are_nobodys():
+    from types import SimpleNamespace
+
+    warm, real = (SimpleNamespace(state=SimpleNamespace(request_id=name)) for name in ("__warmup_0", "req_0"))
+    assert compat_generation.find_request(warm) is None
+    assert compat_generation.find_request(real) == "req_0"
+    assert f'"{compat_generation.WARM_UP}' in inspect.getsource(create_warmup_future_states)
+
+
+# ---- models ----
+
+
+def test_implementations_are_found_and_set():
+    model = BY_NAME["llava"].build(attention="eager")
+    found = compat_model.find_implementation(model.config, compat_model.ATTENTION)
+    assert found == {"": "eager", "vision_config": "eager", "text_config": "eager"}
+    assert compat_model.find_implementation(None, compat_model.ATTENTION) is None
+    config = type(model.config).from_dict(model.config.to_dict())
+    compat_model.set_implementation(config, compat_model.ATTENTION, {"": "sdpa", "text_config": "eager"})
+    again = compat_model.build_empty(type(model), config, torch.bfloat16)
+    assert compat_model.find_implementation(again.config, compat_model.ATTENTION)["text_config"] == "eager"
+    assert {parameter.dtype for parameter in again.parameters()} == {torch.bfloat16}
+    experts = BY_NAME["mixtral"].build()
+    told = compat_model.find_implementation(experts.config, compat_model.EXPERTS)
+    assert told[""] in ("eager", "batched_mm", "grouped_mm")
+
+
+# ---- online trainers ----
+
+
+def test_the_policy_loss_is_known_by_its_frame(tmp_path):
+    seen = []
+
+    class Noting(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            frame = sys._getframe(1)
+            if compat_reinforcement.is_policy_loss(frame):
+                seen.append((func, [name for name in ("old_per_token_logps", "log_ratio") if name in frame.f_locals]))
+            return func(*args, **(kwargs or {}))
+
+    class Watched(stock_class("grpo")):
+        def _compute_loss(self, model, inputs):
+            with Noting():
+                return super()._compute_loss(model, inputs)
+
+    build("grpo", tmp_path, Watched, guard=False, max_steps=1, gradient_accumulation_steps=1).train()
+    functions = [func for func, _ in seen]
+    assert torch.exp in functions
+    assert all("old_per_token_logps" in names for func, names in seen if func is torch.exp)
+    assert not compat_reinforcement.is_policy_loss(sys._getframe())
+
+
+def test_batches_call_log_probs_as_we_do(tmp_path):
+    import trl
+
+    outputs = {}
+    for name, cls, config in (("grpo", trl.GRPOTrainer, trl.GRPOConfig), ("rloo", trl.RLOOTrainer, trl.RLOOConfig)):
+        tiny_llama().save_pretrained(tmp_path / "base")
+        arguments = common_arguments(tmp_path / name, max_steps=1, gradient_accumulation_steps=2)
+        more = {"num_iterations": 2} if name == "grpo" else {}
+        args = config(num_generations=2, max_completion_length=4, beta=0.1, **more, **arguments)
+        data = Dataset.from_list([{"prompt": row["text"]} for row in text_rows(8)])
+        trainer = cls(
+            str(tmp_path / "base"), reward_funcs=reward_length, args=args, train_dataset=data,
+            processing_class=tiny_tokenizer(),
+        )  # fmt: skip
+        original = trainer._generate_and_score_completions
+        trainer._generate_and_score_completions = lambda inputs, original=original, name=name: outputs.setdefault(
+            name, original(inputs)
+        )
+        trainer.train()
+    assert {compat_reinforcement.OLD, compat_reinforcement.REFERENCE} <= outputs["grpo"].keys()
+    assert compat_reinforcement.OLD_SUM in outputs["rloo"]
+
+
+def test_scoring_of_the_users_own_is_known(tmp_path):
+    class Own(stock_class("grpo")):
+        def _calculate_rewards(self, *args, **kwargs):
+            return super()._calculate_rewards(*args, **kwargs)
+
+    def mine(*args, **kwargs):
+        return None
+
+    name = "test_scoring_of_the_users_own_is_known.<locals>"
+    assert compat_reinforcement.find_own_scoring(build("grpo", tmp_path)) is None
+    assert compat_reinforcement.find_own_scoring(build("grpo", tmp_path, guard=False)) is None
+    for guard in (False, True):
+        trainer = build("grpo", tmp_path, Own, guard=guard)
+        assert compat_reinforcement.find_own_scoring(trainer) == f"{name}.Own._calculate_rewards"
+    trainer._calculate_rewards = mine
+    assert compat_reinforcement.find_own_scoring(trainer) == f"{name}.mine"
+
+
+def test_scoring_is_replaced_and_put_back(tmp_path):
+    trainer = build("grpo", tmp_path, guard=False, max_steps=1)
+    calls = []
+
+    def score(calculate, inputs, prompts, completions, completion_ids):
+        calls.append(len(prompts))
+        return calculate(inputs, prompts, completions, completion_ids)
+
+    with compat_reinforcement.replaced_scoring(trainer, score):
+        trainer.train()
+    assert calls == [6]
+    assert "_calculate_rewards" not in vars(trainer)
+    trainer._calculate_rewards = score
+    with pytest.raises(ZeroDivisionError), compat_reinforcement.replaced_scoring(trainer, score):
+        _ = 1 / 0
+    assert trainer._calculate_rewards is score
+
+
+def test_images_are_split_by_completion_and_joined_again():
+    batch = {
+        "pixel_values": torch.arange(6.0)[:, None], "image_grid_thw": torch.tensor([[1, 1, 2], [1, 2, 2]]),
+        "num_images": [1, 1],
+    }  # fmt: skip
+    parts = compat_reinforcement.split_images(batch)
+    assert [len(rows) for rows in parts["pixel_values"]] == [2, 4]
+    joined = compat_reinforcement.join_images(parts)
+    assert torch.equal(joined["pixel_values"], batch["pixel_values"])
+    assert torch.equal(joined["image_grid_thw"], batch["image_grid_thw"])
+    text = {"prompt_ids": torch.ones(2, 3)}
+    assert compat_reinforcement.join_images(compat_reinforcement.split_images(text)) == text
+
+
+# ---- attention ----
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_is_observed_and_left_as_it_is(attention):
+    model, batch = BY_NAME["t5"].build(attention=attention).eval(), BY_NAME["t5"].inputs()
+    lookup, seen = AttentionInterface.get_interface, []
+    expected = model(**batch).logits
+    with compat_attention.observed_attention(lambda *args: seen.append(args)):
+        assert torch.equal(model(**batch).logits, expected)
+    assert AttentionInterface.get_interface is lookup
+    assert [args[0] for args in seen] == [attention] * 6  # two of the encoder, two and two of the decoder
+    _, module, query, key, _, options = seen[-1]
+    assert module is model.decoder.block[1].layer[1].EncDecAttention
+    assert (query.shape[2], key.shape[2]) == (batch["labels"].shape[1], batch["input_ids"].shape[1])
+    assert {"scaling", "position_bias"} <= options.keys()
+
+
+def test_the_attention_lookup_comes_back_after_an_error():
+    lookup = AttentionInterface.get_interface
+    with pytest.raises(ZeroDivisionError), compat_attention.observed_attention(lambda *args: 1 / 0):
+        tiny_llama()(torch.ones(1, 4, dtype=torch.long))
+    assert AttentionInterface.get_interface is lookup
+
+
+@pytest.mark.parametrize("is_causal", [None, True, False])
+@pytest.mark.parametrize("length", [1, 5])
+def test_causality_is_implied_where_sdpa_takes_it_so(is_causal, length):
+    module, query, key = tiny_llama().model.layers[0].self_attn, torch.randn(1, 2, length, 8), torch.randn(1, 2, 5, 8)
+    options = {} if is_causal is None else {"is_causal": is_causal}
+    attend = AttentionInterface()["sdpa"]
+    open_mask = torch.ones(1, 1, length, 5, dtype=torch.bool)
+    free = torch.allclose(
+        attend(module, query, key, key, None, **options)[0], attend(module, query, key, key, open_mask)[0]
+    )
+    assert compat_attention.implies_causality("sdpa", module, query, None, options) is not free
+    assert not compat_attention.implies_causality("sdpa", module, query, open_mask, options)
+    assert not compat_attention.implies_causality("eager", module, query, None, options)
+
+
+def test_routers_are_those_whose_logits_the_host_returns():
+    model, batch = BY_NAME["mixtral"].build().eval(), BY_NAME["mixtral"].inputs()
+    found = compat_attention.find_routers(model)
+    assert [(name, index) for name, _, index in found] == [(f"model.layers.{i}.mlp.gate", 0) for i in range(2)]
+    outputs = []
+    for _, router, index in found:
+        router.register_forward_hook(lambda m, args, output, index=index: outputs.append(output[index]))
+    expected = model(**batch, output_router_logits=True).router_logits
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+    assert compat_attention.find_routers(tiny_llama()) == []

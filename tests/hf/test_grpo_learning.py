@@ -1,35 +1,28 @@
-"""GRPO goes on learning through faults that end, or ruin, the stock trainer.
+"""GRPO goes on learning sums through faults that end, or ruin, the stock trainer.
 
-The task is small enough to be learned in seconds: say "w5" as often as possible.
+The fast half sees the reward rise; `make slow` goes on until sums are answered rightly.
 """
-
-from contextlib import suppress
 
 import pytest
 import torch
 import trl
-from datasets import Dataset
+from transformers import TrainerCallback
 
-from hf_nanguard import guarded
+from hf_nanguard import NonFiniteError, guarded
+from hf_nanguard.hf.arithmetic import build_model, build_prompts, build_tokenizer, measure_accuracy, reward_sum
 
-from ..models import text_rows, tiny_llama, tiny_tokenizer
 from ..trainers import common_arguments, events_of
 
-WORD = "w5"
-STEPS = 60
+STEPS, LONG = 60, 300
+GROUP = 16
 NAN, INF = float("nan"), float("inf")
-STALE = 6  # every so many steps a batch is off
+OFTEN = 6  # every so many steps a batch is off
 
 
-def share_of_word(completions, **kwargs):
-    return [text.split().count(WORD) / max(len(text.split()), 1) for text in completions]
-
-
-def with_inf(completions, trainer_state, **kwargs):
-    scores = share_of_word(completions)
-    if trainer_state.global_step % STALE == 2:
-        scores[1] = INF
-    return scores
+def with_inf(completions, **kwargs):
+    """One of every group has an infinite reward."""
+    scores = reward_sum(completions, **kwargs)
+    return [INF if i % GROUP == 1 else score for i, score in enumerate(scores)]
 
 
 class OffRatio(trl.GRPOTrainer):
@@ -39,7 +32,7 @@ class OffRatio(trl.GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        if self.state.global_step % STALE == 2:
+        if self.state.global_step % OFTEN == 2:
             known = output.get(self.field)
             shape = output["completion_mask"].shape
             output[self.field] = torch.full(shape, -4.0) if known is None else known.clone()
@@ -54,89 +47,143 @@ class OffReference(OffRatio):
 
 
 class Overflowing(trl.GRPOTrainer):
-    """A policy whose logits overflow for some prompts: those that begin with "w1"."""
+    """A policy whose logits overflow for some prompts: those with a 7."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        marked = self.processing_class.convert_tokens_to_ids("w1")
+        marked = self.processing_class.convert_tokens_to_ids("7")
 
         def hook(module, args, output):
             if torch.is_grad_enabled() or args[0].shape[1] == 1:
                 return output
-            return torch.where((args[0] == marked).any(1)[:, None, None], INF, output)
+            return torch.where((args[0][:, -4:] == marked).any(1)[:, None, None], INF, output)
 
         self.model.get_input_embeddings().register_forward_hook(hook)
 
 
 CASES = {
-    "healthy": (trl.GRPOTrainer, share_of_word, {}),
+    "healthy": (trl.GRPOTrainer, reward_sum, {}),
     "inf_reward_scaled": (trl.GRPOTrainer, with_inf, {"scale_rewards": "group"}),
     "inf_reward_unscaled": (trl.GRPOTrainer, with_inf, {"scale_rewards": "none"}),
-    "ratio": (OffRatio, share_of_word, {}),
-    "kl": (OffReference, share_of_word, {"beta": 0.01}),
-    "logits": (Overflowing, share_of_word, {}),
+    "ratio": (OffRatio, reward_sum, {}),
+    "kl": (OffReference, reward_sum, {"beta": 0.01}),
+    "logits": (Overflowing, reward_sum, {}),
 }
+SIGNALS = {
+    "inf_reward_scaled": {"reward_nonfinite"},
+    "inf_reward_unscaled": {"reward_nonfinite"},
+    "logits": {"logits_nonfinite"},
+}
+BOUNDED = {"ratio": "nanguard/bounded_ratio", "kl": "nanguard/bounded_kl"}
 
 
-def make(case, folder, guard):
+def make(case, folder, guard, steps, form="plain"):
     trainer_class, reward, options = CASES[case]
-    prompts = [{"prompt": row["text"].replace("w1 ", "w2 ").removesuffix("w1")} for row in text_rows(48)]
-    for row in prompts[::4] if case == "logits" else ():
-        row["prompt"] = "w1 " + row["prompt"]
-    model = tiny_llama(dropout=0.0)
+    model = build_model()
     if case == "kl":  # the reference is loaded from where the policy came from
         model.save_pretrained(folder / "base")
         model = str(folder / "base")
     arguments = common_arguments(
-        folder, max_steps=STEPS, gradient_accumulation_steps=1, per_device_train_batch_size=16, learning_rate=1e-2,
-        lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0,
+        folder, max_steps=steps, gradient_accumulation_steps=1, per_device_train_batch_size=8 * GROUP,
+        learning_rate=5e-3 if steps == STEPS else 3e-3, lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0,
     )  # fmt: skip
-    args = trl.GRPOConfig(num_generations=8, max_completion_length=4, **{**arguments, **options})
+    args = trl.GRPOConfig(num_generations=GROUP, max_completion_length=3, **{**arguments, **options})
     cls = guarded(trainer_class) if guard else trainer_class
-    data = Dataset.from_list(prompts)
-    return cls(model, reward_funcs=reward, args=args, train_dataset=data, processing_class=tiny_tokenizer())
+    data = build_prompts(512, form=form)
+    return cls(model, reward_funcs=reward, args=args, train_dataset=data, processing_class=build_tokenizer())
 
 
 def rewards_of(trainer):
-    return [row["reward"] for row in trainer.state.log_history if row.get("reward") is not None]
+    rewards = [row["reward"] for row in trainer.state.log_history if row.get("reward") is not None]
+    return [reward for reward in rewards if reward == reward]
 
 
-def slowly(*cases):
-    """The cases, all but these for `make slow`."""
-    return [case if case in cases else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+def rise(trainer):
+    """Returns the mean reward of the first and of the last few steps."""
+    rewards = rewards_of(trainer)
+    return sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
 
 
-@pytest.mark.parametrize("case", slowly("inf_reward_unscaled", "kl", "logits"))
-def test_guarded_grpo_learns(case, tmp_path):
-    trainer = make(case, tmp_path, guard=True)
+def is_finite(trainer):
+    return all(bool(torch.isfinite(p).all()) for p in trainer.model.parameters())
+
+
+def check_learned(trainer, case, steps):
+    """Asserts that the run came to its end, learned, and told what was wrong and nothing else."""
+    first, last = rise(trainer)
+    assert trainer.state.global_step == steps
+    assert is_finite(trainer)
+    assert first < 0.08
+    assert last > 0.16
+    told = {event["signal"] for event in events_of(trainer)} - {"grad_spike"}  # early steps differ by much
+    assert told == SIGNALS.get(case, set())
+    logged = {name for row in trainer.state.log_history for name in row}
+    assert logged & set(BOUNDED.values()) == ({BOUNDED[case]} if case in BOUNDED else set())
+
+
+FAST = ("inf_reward_unscaled", "ratio", "logits")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in FAST else pytest.mark.slow) for case in CASES])
+def test_the_reward_rises_under_guard(case, tmp_path):
+    trainer = make(case, tmp_path, guard=True, steps=STEPS)
     trainer.train()
-    assert trainer.state.global_step == STEPS
-    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
-    rewards = [reward for reward in rewards_of(trainer) if reward == reward]
-    first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
-    assert first < 0.15
-    assert last > 0.5
-    signals = {event["signal"] for event in events_of(trainer)}
-    expected = {
-        "inf_reward_scaled": "reward_nonfinite",
-        "inf_reward_unscaled": "reward_nonfinite",
-        "logits": "logits_nonfinite",
-    }
-    assert signals == ({expected[case]} if case in expected else set())
-    bounded = [
-        row for row in trainer.state.log_history if "nanguard/bounded_ratio" in row or "nanguard/bounded_kl" in row
-    ]
-    assert bool(bounded) == (case in ("ratio", "kl"))
+    check_learned(trainer, case, STEPS)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_sums_are_learned_under_guard(case, tmp_path):
+    trainer = make(case, tmp_path, guard=True, steps=LONG)
+    trainer.train()
+    check_learned(trainer, case, LONG)
+    known = build_prompts(100, seed=1)
+    known = known.filter(lambda row: "7" not in row["prompt"])  # nobody can answer those in "logits"
+    assert measure_accuracy(build_model(), trainer.processing_class, known) < 0.05
+    # Rewards that are not scaled teach more slowly.
+    assert measure_accuracy(trainer.model, trainer.processing_class, known) > (0.05 if "unscaled" in case else 0.25)
+
+
+@pytest.mark.slow
+def test_the_reward_of_conversations_rises_under_guard(tmp_path):
+    trainer = make("healthy", tmp_path, guard=True, steps=STEPS, form="conversational")
+    trainer.train()
+    check_learned(trainer, "healthy", STEPS)
+
+
 @pytest.mark.parametrize("case", ["inf_reward_unscaled", "ratio", "kl", "logits"])
-def test_stock_grpo_does_not(case, tmp_path):
-    trainer = make(case, tmp_path, guard=False)
-    with suppress(RuntimeError):  # sampling from a policy that is gone
+def test_the_stock_trainer_dies_of_it(case, tmp_path):
+    trainer = make(case, tmp_path, guard=False, steps=STEPS)
+    with pytest.raises(RuntimeError, match="probability tensor"):
         trainer.train()
-    if trainer.state.global_step < STEPS:
-        return
-    rewards = [reward for reward in rewards_of(trainer) if reward == reward]
-    ruined = not all(torch.isfinite(p).all() for p in trainer.model.parameters())
-    assert ruined or sum(rewards[-5:]) / 5 < 0.5
+    assert trainer.state.global_step <= OFTEN
+    assert is_finite(trainer) == (case == "logits")  # there it has not got as far as a step
+
+
+@pytest.mark.slow
+def test_the_stock_trainer_learns_nothing_from_scaled_infinities_and_says_nothing(tmp_path):
+    trainer = make("inf_reward_scaled", tmp_path, guard=False, steps=STEPS)
+    before = [p.clone() for p in trainer.model.parameters()]
+    trainer.train()
+    assert trainer.state.global_step == STEPS
+    assert all(torch.equal(p, known) for p, known in zip(trainer.model.parameters(), before, strict=True))
+
+
+class Poison(TrainerCallback):
+    """Puts a NaN into the policy once it has learned for a while."""
+
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 3:
+            model.get_parameter(self.name).data[0, 0] = NAN
+
+
+def test_a_policy_that_becomes_nan_ends_the_run_by_name(tmp_path):
+    trainer = make("healthy", tmp_path, guard=True, steps=STEPS)
+    trainer.add_callback(Poison())
+    with pytest.raises(NonFiniteError, match=Poison.name):
+        trainer.train()
+    [halted] = [event for event in events_of(trainer) if event["action"] == "halted"]
+    assert (halted["signal"], halted["step"]) == ("param_nonfinite", 3)
+    assert halted["culprit"]["parameter"] == Poison.name

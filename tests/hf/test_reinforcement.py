@@ -8,7 +8,7 @@ from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallba
 from hf_nanguard import GuardArguments, NonFiniteError, attach, guarded
 
 from ..architectures import BY_NAME
-from ..models import text_rows, tiny_tokenizer
+from ..models import text_rows, tiny_llama, tiny_tokenizer
 from ..reference import assert_same, tensors_of
 from ..trainers import build, common_arguments, events_of, reward_length
 
@@ -42,20 +42,19 @@ def mixed_prompts():
     return Dataset.from_list(rows)
 
 
-@pytest.mark.parametrize("kind", ["grpo", "rloo"])
-def test_prompts_the_model_cannot_sample_for_are_left_out(kind, tmp_path):
+@pytest.mark.parametrize(("kind", "beta"), [("grpo", 0.0), ("grpo", 0.1), ("rloo", 0.0), ("rloo", 0.1)])
+def test_prompts_the_model_cannot_sample_for_are_left_out(kind, beta, tmp_path):
     import trl
 
     trainer_class = trl.GRPOTrainer if kind == "grpo" else trl.RLOOTrainer
     config = trl.GRPOConfig if kind == "grpo" else trl.RLOOConfig
     arguments = common_arguments(tmp_path, max_steps=12, gradient_accumulation_steps=2)
-    extra = {"beta": 0.0} if kind == "rloo" else {}
-    args = config(num_generations=2, max_completion_length=4, **arguments, **extra)
-    from ..models import tiny_llama
+    args = config(num_generations=2, max_completion_length=4, beta=beta, **arguments)
+    tiny_llama().save_pretrained(tmp_path / "base")  # a reference is loaded from where the policy came from
 
     def make(cls):
         return cls(
-            tiny_llama(), reward_funcs=reward_length, args=args, train_dataset=mixed_prompts(),
+            str(tmp_path / "base"), reward_funcs=reward_length, args=args, train_dataset=mixed_prompts(),
             processing_class=tiny_tokenizer(),
         )  # fmt: skip
 
@@ -73,6 +72,25 @@ def test_prompts_the_model_cannot_sample_for_are_left_out(kind, tmp_path):
     assert all(event["culprit"]["phase"] == "sampling" for event in events)
     assert finite(trainer)
     assert trainer.state.global_step == 12
+
+
+def test_rloo_with_a_reference_is_the_stock_one_when_healthy(tmp_path):
+    import trl
+
+    tiny_llama().save_pretrained(tmp_path / "base")
+    data = Dataset.from_list([{"prompt": row["text"]} for row in text_rows(24)])
+    runs = []
+    for cls in (trl.RLOOTrainer, guarded(trl.RLOOTrainer)):
+        arguments = common_arguments(tmp_path / cls.__name__, max_steps=4, gradient_accumulation_steps=2)
+        args = trl.RLOOConfig(num_generations=2, max_completion_length=4, beta=0.1, num_iterations=2, **arguments)
+        trainer = cls(
+            str(tmp_path / "base"), reward_funcs=reward_length, args=args, train_dataset=data,
+            processing_class=tiny_tokenizer(),
+        )  # fmt: skip
+        trainer.train()
+        runs.append(tensors_of(trainer))
+    assert_same(*runs)
+    assert events_of(trainer) == []
 
 
 def test_completions_that_were_not_drawn_from_the_policy_are_masked(tmp_path):
@@ -169,6 +187,42 @@ def test_a_reward_function_that_fails_does_not_end_the_run(fault, tmp_path):
     assert event["step"] == 1
     assert event["culprit"]["reward_function"] == "reward"
     assert len(calls) == 4
+    assert finite(trainer)
+
+
+@pytest.mark.parametrize("place", ["inside", "outside", "instance"])
+def test_rewards_that_an_override_of_the_user_makes_bad_are_seen(place, tmp_path):
+    import trl
+
+    class Own:
+        def _calculate_rewards(self, *args, **kwargs):
+            rewards = super()._calculate_rewards(*args, **kwargs)
+            rewards[1] = INF
+            return rewards
+
+    inside = type("Inside", (Own, trl.GRPOTrainer), {})
+    outside = type("Outside", (Own, guarded(trl.GRPOTrainer)), {})
+    chosen = {"inside": inside, "outside": outside, "instance": None}[place]
+    options = {"num_generations": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1}
+    trainer = build("grpo", tmp_path, chosen, guard=place != "outside", max_steps=2, **options)
+    if place == "instance":
+        original = trainer._calculate_rewards
+
+        def own(*args, **kwargs):
+            rewards = original(*args, **kwargs)
+            rewards[1] = INF
+            return rewards
+
+        trainer._calculate_rewards = own
+    seen, original_make = [], trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: seen.append(original_make(inputs)) or seen[-1]
+    trainer.train()
+    events = events_of(trainer)
+    assert [(event["signal"], event["culprit"]["samples"]) for event in events] == [("reward_nonfinite", [1])] * 2
+    assert all(event["culprit"]["reward_function"].endswith(("Own._calculate_rewards", "own")) for event in events)
+    for output in seen:
+        assert output["advantages"][1] == 0.0
+        assert 0 < output["advantages"].abs().max() < 1e3
     assert finite(trainer)
 
 

@@ -22,6 +22,7 @@ from torch import nn
 from transformers import LlamaForSequenceClassification
 from trl.trainer.utils import is_async_callable
 
+from hf_nanguard.hf.excerpt import flatten, printable
 from hf_nanguard.hf.reward import (
     BAD,
     MAX_KEPT,
@@ -29,9 +30,7 @@ from hf_nanguard.hf.reward import (
     BadReward,
     check_advantages,
     checked_rewards,
-    flatten,
     holds_bad_reward,
-    printable,
     strike_unscorable,
 )
 
@@ -614,6 +613,18 @@ def test_a_sharded_model_that_fails_ends_the_run(num_processes, raises, trainer)
         else:
             assert model(input_ids=torch.ones(2, 3, dtype=torch.long)).logits.tolist() == [[BAD], [BAD]]
     assert check.failed == ["judge"]
+
+
+def test_a_model_that_came_from_nowhere_is_called_by_its_class(trainer):
+    give(trainer, tiny_judge(NAN))
+    trainer.reward_func_names = [""]
+    stand_in = SimpleNamespace(
+        reward_funcs=trainer.reward_funcs, reward_func_names=[""], accelerator=trainer.accelerator
+    )
+    with checked_rewards(stand_in) as check:
+        [model] = stand_in.reward_funcs
+        model(input_ids=torch.ones(AT + 1, 3, dtype=torch.long))
+    assert [bad.function for bad in check.bad] == ["Judge"]
 
 
 # ---- rows, advantages, texts ----

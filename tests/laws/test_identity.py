@@ -1,7 +1,11 @@
 """L1: guard on, nothing wrong: the run is bit-identical to the stock trainer with the same arguments."""
 
+from typing import Any
+
 import pytest
 import torch
+
+from hf_nanguard import GuardArguments
 
 from ..reference import assert_same, losses_of, tensors_of
 from ..trainers import KINDS, build, events_of
@@ -23,11 +27,12 @@ VARIANTS = {
 }
 
 
-def _compare(kind: str, tmp_path, **settings) -> None:
+def _compare(kind: str, tmp_path, monitors: GuardArguments | None = None, **settings) -> Any:
     stock = build(kind, tmp_path / "stock", guard=False, **settings)
     stock.train()
     expected = tensors_of(stock)
-    ours = build(kind, tmp_path / "guarded", **settings)
+    extra = {**settings.pop("extra", {}), **({} if monitors is None else {"guard": monitors})}
+    ours = build(kind, tmp_path / "guarded", extra=extra, **settings)
     ours.train()
     assert_same(tensors_of(ours), expected)
     assert losses_of(ours) == losses_of(stock)
@@ -38,6 +43,7 @@ def _compare(kind: str, tmp_path, **settings) -> None:
         }
         assert all(key in theirs or key.startswith("nanguard/") for key in mine)
     assert events_of(ours) == []
+    return ours
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -49,6 +55,21 @@ def test_plain_trainer_is_identical(variant, tmp_path):
 @pytest.mark.parametrize("variant", ["default", "one micro-batch", "lora", "checkpointing", "bf16"])
 def test_trl_trainers_are_identical(kind, variant, tmp_path):
     _compare(kind, tmp_path, **VARIANTS[variant])
+
+
+EVERY_STEP = {
+    f"nanguard_{name}": 1 for name in ("activation_steps", "attention_steps", "weight_check_steps")
+} | {"nanguard_full_metrics": True}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("variant", ["default", "lora", "checkpointing", "bf16"])
+def test_every_monitor_at_every_step_changes_nothing(kind, variant, tmp_path):
+    ours = _compare(kind, tmp_path, monitors=GuardArguments(**EVERY_STEP), **VARIANTS[variant])
+    rows = [row for row in ours.state.log_history if "loss" in row]
+    assert all(
+        {"nanguard/headroom_bits", "nanguard/update_share", "nanguard/logsumexp_max"} <= row.keys() for row in rows
+    )
 
 
 def test_evaluation_during_training_is_identical(tmp_path):

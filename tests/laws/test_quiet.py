@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from hf_nanguard import GradientMonitorCallback, NanGuardCallback
+from hf_nanguard import GradientMonitorCallback, GuardArguments, NanGuardCallback
 
 from ..counting import counting
 from ..trainers import KINDS, build
@@ -25,10 +25,11 @@ class _CountSteps(TrainerCallback):
             self.context.__exit__(None, None, None)
 
 
-def _count(kind, tmp_path, guard, callbacks=(), **overrides):
+def _count(kind, tmp_path, guard, callbacks=(), extra=None, **overrides):
     counter = _CountSteps()
     settings = {"max_steps": 5, "logging_steps": 100, **overrides}
-    trainer = build(kind, tmp_path, guard=guard, extra={"callbacks": [*callbacks, counter]}, **settings)
+    extra = {**(extra or {}), "callbacks": [*callbacks, counter]}
+    trainer = build(kind, tmp_path, guard=guard, extra=extra, **settings)
     trainer.train()
     return counter.count
 
@@ -62,9 +63,34 @@ def test_no_pass_over_gradients_or_parameters_is_added(overrides, tmp_path):
             assert ours.ops[op] <= stock.ops[op], op
 
 
-def test_off_is_stock(tmp_path):
-    from hf_nanguard import GuardArguments
+PERIODS = ("activation_steps", "attention_steps", "weight_check_steps")
 
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_monitor_that_is_not_due_costs_nothing(kind, tmp_path):
+    """The steps that are counted lie between those at which monitors look."""
+    off = GuardArguments(**{f"nanguard_{name}": 0 for name in PERIODS})
+    on = GuardArguments(**{f"nanguard_{name}": 5 for name in PERIODS})
+    without, between = (
+        _count(kind, tmp_path / name, True, extra={"guard": guard}) for name, guard in (("off", off), ("on", on))
+    )
+    assert between.ops == without.ops
+    assert between.reads == without.reads
+
+
+@pytest.mark.parametrize(
+    ("name", "reads"), [("activation_steps", 1), ("attention_steps", 1), ("weight_check_steps", 2)]
+)
+def test_a_look_is_one_read(name, reads, tmp_path):
+    """Weights are looked at twice: whether they are finite and whether they move."""
+    guards = [GuardArguments(**{f"nanguard_{n}": period * (n == name) for n in PERIODS}) for period in (0, 1)]
+    without, with_look = (
+        _count("plain", tmp_path / str(i), True, extra={"guard": guard}) for i, guard in enumerate(guards)
+    )
+    assert with_look.reads - without.reads == 2 * reads  # two steps are counted
+
+
+def test_off_is_stock(tmp_path):
     stock = _count("plain", tmp_path / "stock", False)
     counter = _CountSteps()
     trainer = build(

@@ -7,13 +7,13 @@ has hooked; so the modules' tables are changed, and the very same tensors are pu
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .specimen import Specimen
+from .specimen import Specimen, name_tensors
 
 
 @contextmanager
@@ -72,6 +72,12 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Returns nested values with every tensor changed."""
     if isinstance(value, Tensor):
         return change(value)
+    if is_dataclass(value) and not isinstance(value, (type, Mapping)):
+        if not name_tensors(value):  # a config, say, of which there should be no second one
+            return value
+        parts = copy(value)
+        vars(parts).update({name: map_tensors(item, change) for name, item in vars(value).items()})
+        return parts
     if isinstance(value, Mapping):
         result = copy(value)
         for key, item in value.items():

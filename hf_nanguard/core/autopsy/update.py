@@ -3,7 +3,8 @@
 The step is over, so only what survives it can tell. An entry whose moment is not finite got its bad weight from that
 moment; an entry whose moments are finite got it from the arithmetic of the update, which can be done again: a denominator
 of zero is an eps that underflowed, a quotient beyond the dtype's limit a learning rate that is too high. Skipped steps
-change none of this. Weights that were bad before the step, with a sound update, are left unexplained.
+change none of this. Weights that were bad before the step, with a sound update, are left unexplained. State that went bad
+while the weights are still finite is news of the next update, or of entries that will never move again.
 """
 
 import math
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..finite import find_nonfinite, local
+from ..inventory import is_plain
 from ..signal import Cause
 from .verdict import Remedy
 
@@ -79,11 +81,31 @@ def examine_update(optimizer: Any, named: Iterable[tuple[str, Tensor]]) -> Updat
     return None
 
 
+def examine_state(optimizer: Any, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
+    """Finds out what a bad state means for weights that are finite still.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`):
+            As in [`examine_update`].
+        named (`Iterable[tuple[str, Tensor]]`):
+            Parameters by name; the first one that is finite and whose state is bad is explained.
+
+    Returns:
+        `UpdateFinding | None`: the finding, with cause `optimizer_state`; `None` if no state of theirs is bad.
+    """
+    named = list(named)
+    bad = find_nonfinite(named)
+    sound = ((name, parameter) for name, parameter in named if name not in bad)
+    findings = (_examine(optimizer, name, parameter) for name, parameter in sound)
+    return next((finding for finding in findings if finding is not None), None)
+
+
 @torch.no_grad()
 def _examine(optimizer: Any, name: str, parameter: Tensor) -> UpdateFinding | None:
     group = _find_group(optimizer, parameter)
     if group is None:
         return None
+    finite = bool(torch.isfinite(local(parameter)).all())
     evidence = _gather(optimizer, group, parameter)
     # An entry has one cause; where entries differ, the one that explains most of them is told.
     (cause, state), entries = max(evidence.items(), key=lambda item: int(item[1].sum()), default=((None, None), None))
@@ -93,12 +115,32 @@ def _examine(optimizer: Any, name: str, parameter: Tensor) -> UpdateFinding | No
     rows = (entries if entries.ndim < 2 else entries.flatten(1).any(1)).reshape(-1).nonzero().flatten()
     dtype = str(parameter.dtype).removeprefix("torch.")
     rate, eps = _number(group, "lr"), _number(group, "eps")
+    if finite:
+        message = _tell_state(_floats(optimizer, parameter), str(state), entries)
+        return UpdateFinding(name, cause, state, num_bad, tuple(rows[:SHOWN_ROWS].tolist()), rate, eps, message)
     told = {
         Cause.OPTIMIZER_STATE: f"{state} held no usable number for {num_bad} entries before the update",
         Cause.ADAM_EPS_UNDERFLOW: f"{num_bad} entries were divided by zero: {state} is 0, and so is eps {eps} in {dtype}",
         Cause.LR_TOO_HIGH: f"the update of {num_bad} entries at learning rate {rate} was more than {dtype} holds",
     }
     return UpdateFinding(name, cause, state, num_bad, tuple(rows[:SHOWN_ROWS].tolist()), rate, eps, told[cause])
+
+
+def _tell_state(state: dict[str, Tensor], key: str, entries: Tensor) -> str:
+    """Says what a bad state does to weights that it has not reached."""
+    if not _only_inf(state, key):
+        return "the weights are finite still, and the next update that takes part of it ruins them"
+    first = next((state[name] for name in FIRST_MOMENTS if name in state), None)
+    kept = str(state[key].dtype).removeprefix("torch.")
+    why = ""
+    if first is not None and first.shape == entries.shape and bool(torch.isfinite(first[entries]).all()):
+        why = f"the square of a finite gradient was more than {kept} holds: "
+    return f"{why}divided by infinity, these entries will never move again"
+
+
+def _only_inf(state: dict[str, Tensor], key: str) -> bool:
+    """Whether a second moment is bad by infinities alone, which ruin nothing."""
+    return key in SECOND_MOMENTS and not bool((torch.isnan(state[key]) | (state[key] < 0)).any())
 
 
 def _find_group(optimizer: Any, parameter: Tensor) -> dict[str, Any] | None:
@@ -116,7 +158,7 @@ def _floats(optimizer: Any, parameter: Tensor) -> dict[str, Tensor]:
     return {
         key: local(value)
         for key, value in state.items()
-        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim
+        if isinstance(value, Tensor) and is_plain(local(value)) and value.ndim
     }
 
 
@@ -125,18 +167,21 @@ def _gather(optimizer: Any, group: dict[str, Any], parameter: Tensor) -> dict[tu
     """Returns for each cause that there is evidence of the entries it explains."""
     weights = local(parameter)
     bad = ~torch.isfinite(weights)
+    finite = not bool(bad.any())
     state = _floats(optimizer, parameter)
     found: dict[tuple[Cause, str | None], Tensor] = {}
     ruined = torch.zeros_like(bad)
     for key, value in state.items():
         unusable = ~torch.isfinite(value)
         if key in SECOND_MOMENTS:  # dividing by an infinity moves nothing, but a negative one has no root
-            unusable = torch.isnan(value) | (value < 0)
-        if value.shape == bad.shape:
+            unusable = torch.isnan(value) | (value < 0) | (unusable & finite)
+        if value.shape == bad.shape and not finite:
             unusable = unusable & bad
             ruined |= unusable
         if unusable.any():
             found[Cause.OPTIMIZER_STATE, key] = unusable
+    if finite:
+        return found
     step, divisor, second = _redo(group, optimizer.state.get(parameter, {}), state, weights, parameter.grad)
     sound = bad & ~ruined
     if divisor is not None and (divided := sound & (divisor == 0)).any():
@@ -205,6 +250,12 @@ def try_update_remedies(optimizer: Any, finding: UpdateFinding, parameter: Tenso
     if group is None:
         return ()
     trials = _find_trials(group, finding.cause, parameter.dtype)
+    state = _floats(optimizer, parameter)
+    if finding.state in state and _only_inf(state, finding.state) and finding.cause is Cause.OPTIMIZER_STATE:
+        trials.append(_Trial("float32_state", "weights and state in float32", wide=True))
+        return tuple(
+            Remedy(t.name, False, note=f"{t.note}; there is no update to try, as nothing moves") for t in trials
+        )
     explained = _gather(optimizer, group, parameter).get((finding.cause, finding.state))
     bad = ~torch.isfinite(local(parameter))
     entries = (bad if explained is None or explained.shape != bad.shape else explained).reshape(-1).nonzero().flatten()

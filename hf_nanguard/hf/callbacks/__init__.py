@@ -1,4 +1,5 @@
 """Callbacks for any stock trainer, one a file."""
 
+from .activation_monitor import ActivationMonitorCallback as ActivationMonitorCallback
 from .gradient_monitor import GradientMonitorCallback as GradientMonitorCallback
 from .nan_guard import NanGuardCallback as NanGuardCallback

@@ -17,10 +17,12 @@ from ...core.group import Group, MicroBatch
 from ...core.guard import Guard
 from ...core.rng import RngState
 from ...core.signal import Action, Signal
+from ...core.soundness import find_unsound
 from ...errors import NonFiniteError
 from ...report.jsonl import JsonlWriter, events_path
 from ..arguments import GuardArguments, find_guard_arguments
 from ..compat import bare_optimizer, hold_schedule
+from ..patrol import build_monitors
 from ..record import FOLDER, STATE_FILE, load_guard, save_guard
 from .replay import CallbackRunner, share_out
 from .tap import GradientTap
@@ -62,7 +64,7 @@ class NanGuardCallback(TrainerCallback):
         self.steps_since_log = 0
         self.skips_since_log = 0
 
-    def on_train_begin(self, args, state, control, model=None, processing_class=None, **kwargs):
+    def on_train_begin(self, args, state, control, model=None, processing_class=None, optimizer=None, **kwargs):
         self._close()
         policy = find_guard_arguments(self.arguments, args).policy()
         if policy.mode == "off":
@@ -81,6 +83,7 @@ class NanGuardCallback(TrainerCallback):
         folder = Path(args.output_dir) / FOLDER
         self.guard = Guard(policy=policy, ranks=Ranks(args.device), on_event=self.writer, folder=folder)
         self.runner = CallbackRunner(model, GradientTap(model, holds_calls=policy.autopsy), processing_class)
+        self.guard.patrol.begin(build_monitors(args, model, optimizer, self.guard))
         self.halting = None
         if state.global_step:
             self._load_state(args, state)
@@ -92,6 +95,8 @@ class NanGuardCallback(TrainerCallback):
         if self.runner is not None:
             self.runner.tap.remove()
             self.runner = None
+        if self.guard is not None:
+            self.guard.patrol.close()
 
     def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
         if self.guard is None or self.runner is None:
@@ -100,6 +105,7 @@ class NanGuardCallback(TrainerCallback):
         self.num_substeps = 0
         self.runner.buffers.keep()
         self.runner.tap.arm()
+        self.guard.patrol.begin_step(state.global_step)
         if optimizer.scaler is None:
             hold_schedule(optimizer, False)
 
@@ -112,6 +118,7 @@ class NanGuardCallback(TrainerCallback):
             return
         tap = runner.tap
         tap.armed = False
+        guard.patrol.end_backward()
         if tap.norm is None:
             if Signal.GUARD_FAILED not in guard.journal.told:
                 message = "the gradients could not be tapped: no output of the model's forward led to the backward pass"
@@ -121,6 +128,7 @@ class NanGuardCallback(TrainerCallback):
             return
         if optimizer.scaler is not None:
             self._leave_to_scaler(args, state, guard, tap)
+            guard.patrol.before_update()
             return
         first, size = guard.group.micro_batches[0], self.num_substeps + 1
         losses = tap.losses if len(tap.losses) == size else [None] * size  # else they cannot be told apart
@@ -131,11 +139,17 @@ class NanGuardCallback(TrainerCallback):
             settlement = guard.settle(guard.group, runner, state.global_step)
         self.steps_since_log += 1
         if settlement.steps:
+            guard.patrol.before_update()
             return
         self.skips_since_log += 1
         hold_schedule(optimizer, True)
         if settlement.halt is not None:
             self._halt(args, state, control, model, settlement.halt)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        reason = None if self.guard is None else self.guard.patrol.after_update()
+        if reason is not None:
+            self._halt(args, state, control, model, reason)
 
     def _leave_to_scaler(self, args: Any, state: Any, guard: Guard, tap: GradientTap) -> None:
         """Lets the scaler skip by itself, which is how it finds its scale; a loss that is not finite is no matter of scale."""
@@ -155,8 +169,10 @@ class NanGuardCallback(TrainerCallback):
     def _halt(self, args: Any, state: Any, control: Any, model: nn.Module, message: str) -> None:
         assert self.guard is not None
         control.should_training_stop = True
-        if any(self.guard.ranks.gather(bool(find_nonfinite(model.named_parameters())))):
-            message += " Nothing was saved, for the weights themselves are not finite."
+        bad_weights = bool(find_nonfinite(model.named_parameters()))
+        optimizer = None if self.runner is None else self.runner.optimizer
+        if self.guard.ranks.any(bad_weights or find_unsound(model, optimizer) is not None):
+            message += " Nothing was saved, for the weights or the state of the optimizer are not finite."
             logger.error("hf_nanguard: %s", message)
             if self.guard.policy.on_halt == "raise":
                 self._close()
@@ -186,7 +202,7 @@ class NanGuardCallback(TrainerCallback):
         if self.guard is None or logs is None or "loss" not in logs:
             return
         row = state.log_history[-1]
-        metrics: dict[str, Any] = self.guard.counter.as_metrics()
+        metrics: dict[str, Any] = {**self.guard.counter.as_metrics(), **self.guard.patrol.metrics()}
         if self.steps_since_log and self.skips_since_log == self.steps_since_log:
             for shown in (logs, row):  # every step was skipped: what stands there is the host's filter, not a loss
                 shown.pop("loss", None)

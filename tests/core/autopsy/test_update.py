@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_nanguard.core.autopsy.update import UpdateFinding, examine_update, try_update_remedies
+from hf_nanguard.core.autopsy.update import UpdateFinding, examine_state, examine_update, try_update_remedies
 from hf_nanguard.core.autopsy.verdict import Remedy
 from hf_nanguard.core.signal import Cause
 
@@ -261,3 +261,51 @@ def test_the_learning_rate_may_be_a_tensor():
     finding, remedies = examined(optimizer, weights)
     assert finding.learning_rate == pytest.approx(1e-3)
     assert remedies["larger_eps"].works
+
+
+@pytest.mark.parametrize(("key", "value"), [("exp_avg", math.nan), ("exp_avg_sq", math.nan), ("exp_avg", math.inf)])
+def test_a_bad_state_is_explained_before_it_reaches_the_weight(key: str, value: float):
+    weights, other = weights_of(), nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([other, weights])
+    step(optimizer, weights, 1.0)
+    optimizer.state[weights][key][3, 1] = value
+    assert examine_update(optimizer, [("table", weights)]) is None  # that is about weights
+    finding = examine_state(optimizer, [("other", other), ("table", weights)])
+    assert finding is not None
+    assert (finding.parameter, finding.cause, finding.state) == ("table", Cause.OPTIMIZER_STATE, key)
+    assert (finding.num_bad, finding.rows) == (1, (3,))
+    assert "next update" in finding.message
+    (remedy,) = try_update_remedies(optimizer, finding, weights)
+    assert (remedy.name, remedy.works) == ("reset_state", True)
+    assert weights.isfinite().all()
+    step(optimizer, weights, 1.0)
+    assert not weights[3, 1].isfinite()  # so it was true
+
+
+def test_a_square_that_overflows_freezes_its_entry():
+    weights = weights_of(torch.float16)
+    optimizer = torch.optim.AdamW([weights], lr=1e-3, weight_decay=0.0)
+    gradient = torch.ones(6, 3)
+    gradient[2, 0] = 2e4
+    step(optimizer, weights, gradient)
+    before = weights.detach().clone()
+    step(optimizer, weights, 1.0)
+    assert weights.isfinite().all()
+    assert (weights != before).logical_not().nonzero().tolist() == [[2, 0]]
+    finding = examine_state(optimizer, [("table", weights)])
+    assert finding is not None
+    assert (finding.state, finding.rows, finding.cause) == ("exp_avg_sq", (2,), Cause.OPTIMIZER_STATE)
+    assert "square of a finite gradient was more than float16 holds" in finding.message
+    assert "never move again" in finding.message
+    remedies = {remedy.name: remedy.tried for remedy in try_update_remedies(optimizer, finding, weights)}
+    assert remedies == {"reset_state": False, "float32_state": False}
+
+
+def test_a_sound_state_has_no_finding():
+    weights = weights_of()
+    optimizer = torch.optim.AdamW([weights])
+    step(optimizer, weights, 1.0)
+    assert examine_state(optimizer, [("table", weights)]) is None
+    weights.data[0] = math.nan
+    optimizer.state[weights]["exp_avg"][0] = math.nan
+    assert examine_state(optimizer, [("table", weights)]) is None  # too late: examine_update has it

@@ -1,0 +1,69 @@
+"""How attention and routers of transformers models are reached, each with the condition under which it can go."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.utils.output_capturing import OutputRecorder
+
+
+@contextmanager
+def observed_attention(observe: Callable[..., None]) -> Iterator[None]:
+    """Calls `observe(implementation, module, query, key, mask, options)` before every attention that a layer computes by
+    a function of the host's attention interface, whichever it is.
+
+    The lookup is wrapped and not the functions, because `"eager"` is each model's own and in no table. Can go when
+    transformers has hooks on attention.
+    """
+    original = AttentionInterface.get_interface
+
+    def get_interface(self: AttentionInterface, attn_implementation: str, default: Callable) -> Callable:
+        function = original(self, attn_implementation, default)
+
+        def call(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+            observe(attn_implementation, module, query, key, attention_mask, kwargs)
+            return function(module, query, key, value, attention_mask, *args, **kwargs)
+
+        return call
+
+    AttentionInterface.get_interface = get_interface  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        AttentionInterface.get_interface = original  # type: ignore[method-assign]
+
+
+def implies_causality(implementation: str, module: Any, query: torch.Tensor, mask: Any, options: dict) -> bool:
+    """Returns whether an attention without a mask is causal, as `sdpa_attention_forward` takes it.
+
+    Can go together with `observed_attention`.
+    """
+    asked = options.get("is_causal")
+    causal = getattr(module, "is_causal", True) if asked is None else asked
+    return implementation == "sdpa" and mask is None and query.shape[2] > 1 and bool(causal)
+
+
+def find_routers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, int]]:
+    """Returns name, module and place in its output of everything that a model of transformers, here or further inside,
+    declares to give router logits.
+
+    Can go when transformers lists the modules behind a recordable output.
+    """
+    found: dict[int, tuple[str, torch.nn.Module, int]] = {}
+    for prefix, owner in model.named_modules():
+        declared = owner.can_record_outputs.get("router_logits", []) if isinstance(owner, PreTrainedModel) else []
+        for spec in declared if isinstance(declared, list) else [declared]:
+            recorder = spec if isinstance(spec, OutputRecorder) else None
+            target, suffix = (None, spec) if isinstance(spec, str) else (spec, None)
+            index, layer = 1, ""
+            if recorder is not None:
+                target, suffix, index = recorder.target_class, recorder.class_name, recorder.index
+                layer = "" if recorder.layer_name is None else f".{recorder.layer_name.strip('.')}."
+            for name, module in owner.named_modules(prefix=prefix):
+                by_class = target is not None and isinstance(module, target)
+                by_name = suffix is not None and name.endswith(suffix)
+                if (by_class or by_name) and layer in f".{name}.":
+                    found.setdefault(id(module), (name, module, index))
+    return list(found.values())

@@ -1,0 +1,69 @@
+"""The private names of TRL's online trainers that our own depend on, each with the condition under which it can go."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any
+
+# What the batch of an online trainer calls the log-probs of the policy that sampled, their sums (RLOO), and the reference's.
+OLD, OLD_SUM, REFERENCE = "old_per_token_logps", "old_logps", "ref_per_token_logps"
+SCORING = "_calculate_rewards"
+
+
+def is_policy_loss(frame: FrameType) -> bool:
+    """Returns whether a frame is TRL's own policy loss, not a function that it calls.
+
+    Can go when TRL bounds its log-ratios, or forms them in a method of their own.
+    """
+    return frame.f_code.co_name == "_compute_loss" and frame.f_globals.get("__name__", "").startswith("trl.")
+
+
+def find_own_scoring(trainer: Any) -> str | None:
+    """Returns the name of the user's own `_calculate_rewards`, `None` if it is TRL's.
+
+    Can go when TRL has a public method for it.
+    """
+    places = [
+        vars(trainer),
+        *(vars(c) for c in type(trainer).__mro__ if not c.__module__.startswith(("trl.", "hf_nanguard."))),
+    ]
+    return next((place[SCORING].__qualname__ for place in places if SCORING in place), None)
+
+
+@contextmanager
+def replaced_scoring(trainer: Any, score: Callable[..., Any]) -> Iterator[None]:
+    """Makes a TRL trainer call `score(calculate, ...)` in place of its `_calculate_rewards`, which is handed over as
+    `calculate`, whoever has overridden it.
+
+    Can go together with `find_own_scoring`.
+    """
+    before, calculate = vars(trainer).get(SCORING), getattr(trainer, SCORING)
+    vars(trainer)[SCORING] = partial(score, calculate)
+    try:
+        yield
+    finally:
+        del vars(trainer)[SCORING]
+        if before is not None:
+            vars(trainer)[SCORING] = before
+
+
+def split_images(batch: dict[str, Any]) -> dict[str, Any]:
+    """Returns a shallow copy of a TRL online trainer's batch with what belongs to images as lists, one entry a completion:
+    a model may keep them as one long row of patches.
+
+    Can go when TRL's batches hold one entry a completion.
+    """
+    from trl.trainer.utils import split_pixel_values_by_grid
+
+    return dict(split_pixel_values_by_grid(batch))
+
+
+def join_images(batch: dict[str, Any]) -> dict[str, Any]:
+    """Undoes [`split_images`].
+
+    Can go together with it.
+    """
+    from trl.trainer.utils import unsplit_pixel_values_by_grid
+
+    return unsplit_pixel_values_by_grid(batch)

@@ -1,0 +1,82 @@
+"""One rank of hand-written loops over a model whose attention turns one-hot, replicated or sharded.
+
+python -m torch.distributed.run --nproc_per_node 2 tests/distributed/attention_worker.py attention <folder> <case> ...
+"""
+
+import json
+import logging
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from trl.trainer.utils import add_fused_lm_head
+
+from hf_nanguard.core.agreement import Ranks
+from hf_nanguard.core.journal import Journal
+from hf_nanguard.hf.attention import AttentionMonitor
+from tests.distributed.ending import hang_up
+from tests.models import VOCAB, tiny_llama
+
+PATIENCE = 60
+NUM_STEPS = 14
+CASES = ("ddp", "ddp-healthy", "fsdp", "fsdp-fused")
+
+
+def play(model, module, batch, planted: bool) -> dict:
+    """Trains; from step 4 on the queries of layer 1 grow. Returns metrics of every step and the events of this rank."""
+    ranks, events = Ranks(), []
+    monitor = AttentionMonitor(module, Journal(ranks, events.append), ranks, 1, early=())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    rows = []
+    for step in range(NUM_STEPS):
+        if planted and step >= 4:
+            with torch.no_grad():
+                module.model.layers[1].self_attn.q_proj.weight *= 4
+        monitor.begin_step(step)
+        model(**batch).loss.backward()
+        monitor.end_backward(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        monitor.after_update(step)
+        rows.append(monitor.metrics())
+    return {"rows": rows, "events": events, "said": sorted(monitor.said)}
+
+
+def shard(module) -> None:
+    """Shards layer by layer, as accelerate does."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in module.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+
+
+def main(folder: str, *cases: str) -> None:
+    """Plays the cases and writes down what came of each."""
+    logging.disable(logging.WARNING)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
+    rank = dist.get_rank()
+    length = 8 if rank else 3  # too short to have an entropy: only rank 1 sees the collapse
+    ids = torch.randint(3, VOCAB, (2, length), generator=torch.Generator().manual_seed(rank))
+    for case in cases:
+        module = tiny_llama(dropout=0.0)
+        add_fused_lm_head(module)
+        if case.startswith("ddp"):
+            model = DistributedDataParallel(module)
+        else:
+            shard(module)
+            model = module
+        batch = {"input_ids": ids, "labels": ids, "fused_lm_head": case == "fsdp-fused"}
+        outcome = {"outcome": "finished", **play(model, module, batch, case != "ddp-healthy")}
+        path = Path(folder) / case / f"rank{rank}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(outcome), encoding="utf-8")
+    hang_up()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[2:])

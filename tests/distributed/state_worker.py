@@ -1,0 +1,137 @@
+"""One rank of a loop whose weights and optimizer state are watched, sharded by FSDP2 or replicated.
+
+python -m torch.distributed.run --nproc_per_node 2 tests/distributed/state_worker.py state <folder> [<case> ...]
+"""
+
+import faulthandler
+import json
+import logging
+import os
+import sys
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from hf_nanguard.core.agreement import Ranks
+from hf_nanguard.core.finite import local
+from hf_nanguard.core.journal import Journal
+from hf_nanguard.core.movement import MovementMonitor
+from hf_nanguard.core.soundness import SoundnessMonitor
+from tests.distributed.ending import hang_up
+
+PATIENCE = 30
+NUM_STEPS = 6
+BAD_STEP = 2
+CULPRIT = 1  # the rank on which faults are planted
+
+
+@dataclass(frozen=True)
+class Case:
+    """A loop, and what is planted after the update of step 2 on rank 1 alone.
+
+    Args:
+        name (`str`):
+            Unique.
+        sharded (`bool`):
+            By FSDP2, else every rank has all.
+        plant (`str`, *optional*):
+            `weight` or `moment`.
+        dtype, lr:
+            Of the weights.
+        signal (`str`, *optional*):
+            The one event there must be.
+    """
+
+    name: str
+    sharded: bool = True
+    plant: str | None = None
+    dtype: torch.dtype = torch.float32
+    lr: float = 1e-2
+    signal: str | None = None
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("healthy"),
+        Case("healthy-bf16", dtype=torch.bfloat16),
+        Case("healthy-replicated", sharded=False),
+        Case("weight", plant="weight", signal="param_nonfinite"),
+        Case("moment", plant="moment", signal="optimizer_nonfinite"),
+        Case("weight-replicated", sharded=False, plant="weight", signal="param_nonfinite"),
+        Case("rounding", dtype=torch.bfloat16, lr=1e-8, signal="update_stalled"),
+    )
+}
+
+
+def make_parts(case: Case) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(case.dtype)
+    if case.sharded:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for module in (model[0], model[2], model):
+            fully_shard(module, mesh=mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=case.lr)
+
+
+def plant(case: Case, model: Any, optimizer: Any) -> None:
+    weight = model[0].weight
+    if case.plant == "weight":
+        local(weight.data)[1, 2] = float("nan")
+    if case.plant == "moment":
+        local(optimizer.state[weight]["exp_avg"])[3] = float("nan")
+
+
+def play(case: Case) -> dict[str, Any]:
+    model, optimizer = make_parts(case)
+    events: list[dict[str, Any]] = []
+    ranks = Ranks()
+    journal = Journal(ranks, events.append)
+    soundness = SoundnessMonitor(model, optimizer, journal, ranks, every_n_steps=1)
+    movement = MovementMonitor(model, optimizer, journal, ranks, every_n_steps=1)
+    rows, reason = [], None
+    for step in range(NUM_STEPS):
+        generator = torch.Generator().manual_seed(10 * step + (ranks.rank if case.sharded else 0))
+        optimizer.zero_grad()
+        model(torch.randn(4, 6, generator=generator).to(case.dtype)).float().square().mean().backward()
+        movement.before_update(step)
+        optimizer.step()
+        movement.after_update(step)
+        rows.append(movement.metrics())
+        if step == BAD_STEP and ranks.rank == CULPRIT:
+            plant(case, model, optimizer)
+        reason = soundness.after_update(step)
+        if reason is not None:
+            break
+    return {"outcome": "finished", "reason": reason, "events": events, "rows": rows}
+
+
+def main() -> None:
+    _, folder, *names = sys.argv[1:]
+    logging.getLogger("hf_nanguard").setLevel(logging.ERROR)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    for name in names or CASES:
+        home = Path(folder) / name
+        home.mkdir(parents=True, exist_ok=True)
+        faulthandler.dump_traceback_later(PATIENCE, exit=True)
+        try:
+            said = play(CASES[name])
+        except Exception:
+            said = {"outcome": traceback.format_exc()}
+            raise
+        finally:
+            (home / f"rank{os.environ['RANK']}.json").write_text(json.dumps(said), encoding="utf-8")
+        faulthandler.cancel_dump_traceback_later()
+    hang_up()
+
+
+if __name__ == "__main__":
+    main()

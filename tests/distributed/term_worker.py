@@ -1,0 +1,89 @@
+"""One rank of a hand-written loop under DDP whose loss has a term with a head of its own.
+
+    torchrun --nproc_per_node 2 term_worker.py terms FOLDER CASE...
+
+A case plants a fault in the term of rank 1 at one step; every rank writes its weights' digest and its events.
+"""
+
+import hashlib
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from hf_nanguard.core.guard import Guard
+from hf_nanguard.core.policy import Policy
+
+BAD_STEP, BAD_PLACE, STEPS = 1, 1, 4
+FAULTS = {
+    "healthy": lambda out: out.square().mean(),
+    "shift": lambda out: out.square().mean() + torch.inf,
+    "value": lambda out: out.square().mean() * torch.nan,
+    "slope": lambda out: (out * 0).square().sum(-1).sqrt().mean(),
+    "absent": lambda out: None,
+}
+
+
+class TwoHeads(nn.Module):
+    """The second head serves the term only: cut off, it would get no gradient, and DDP would wait for it for ever."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 6)
+        self.heads = nn.ModuleList([nn.Linear(6, 1), nn.Linear(6, 3)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.body(x).tanh()
+        return tuple(head(hidden) for head in self.heads)
+
+
+def play(case: str) -> dict:
+    """Trains with the fault of a case, or, for `absent`, with a zero in place of the term."""
+    rank = dist.get_rank()
+    torch.manual_seed(5)
+    model = DistributedDataParallel(TwoHeads())
+    events: list[dict] = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    guard = Guard(model, optimizer, Policy(autopsy=False), max_grad_norm=1.0, on_event=events.append)
+
+    def loss_fn(batch: tuple) -> Tensor:
+        x, strikes = batch
+        first, second = model(x)
+        value = FAULTS[case if strikes else "healthy"](second)
+        value = 0.0 * FAULTS["healthy"](second) if value is None else value
+        return guard.term("main", first.square().mean()) + guard.term("aux", value, 0.5, "drop")
+
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(10 * step + rank)
+        places = [(step, place, rank) == (BAD_STEP, BAD_PLACE, 1) for place in range(2)]
+        guard.step(loss_fn, [(torch.randn(5, 4, generator=generator), strikes) for strikes in places])
+    weights = b"".join((parameter.detach() + 0.0).numpy().tobytes() for parameter in model.parameters())
+    told = [[e["step"], e["micro_step"], e["rank"], e["action"], e["culprit"]["term"]] for e in events]
+    return {"weights": hashlib.sha256(weights).hexdigest(), "events": told, "dropped": guard.counter.dropped}
+
+
+def main() -> None:
+    """Plays the cases one after the other."""
+    _, _, folder, *cases = sys.argv
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for case in cases:
+        file = Path(folder) / case / f"rank{dist.get_rank()}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            said = {"outcome": "done", **play(case)}
+        except Exception:
+            said = {"outcome": traceback.format_exc()}
+        file.write_text(json.dumps(said), encoding="utf-8")
+        if said["outcome"] != "done":
+            sys.exit(1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
