@@ -49,6 +49,7 @@ class Containment:
         self.replaying = False
         self.examining = False
         self.runner: Runner | None = None  # while it runs micro-batches again
+        self.shown: dict[str, str] = {}  # the bad gradients that were logged last
 
     @property
     def cut(self) -> frozenset[str]:
@@ -79,8 +80,7 @@ class Containment:
         if any(fact["halts"] for fact in facts):
             return self.halt_on_input(incident, runner)
         if not incident.clipped and not told:
-            shown = format_incident(incident.step, incident.norm, census, self.counter.num_nan, self.counter.num_inf)
-            logger.warning(shown)
+            self.show(incident)
         mine = incident.bad_loss is not None or group.has_bad_term or (finite and self.ranks.rank == 0)
         if not incident.clipped and not census.bad:
             return self.skip_norm_overflow(incident, runner)
@@ -91,6 +91,13 @@ class Containment:
         if course is Course.REPAIR and finite:  # a non-finite loss leaves nothing in its gradients to keep
             return self.repair(incident, runner)
         return self.skip_whole(incident, runner, mine, course, why_not)
+
+    def show(self, incident: Incident) -> None:
+        """Logs which gradients are bad, on one rank, and again only when others are."""
+        census, counter = incident.census, self.counter
+        if self.ranks.rank == 0 and census.bad != self.shown:
+            logger.warning(format_incident(incident.step, incident.norm, census, counter.num_nan, counter.num_inf))
+        self.shown = census.bad
 
     # ---- the whole step ----
 

@@ -1,7 +1,9 @@
 """A window of recent healthy values that judges whether a new one is out of line.
 
 Median and MAD, because one outlier must not move the yardstick, and a non-finite value is never let in: a mean or an
-EMA that once took a NaN would call every later step bad, or none. It does not see slow drifts.
+EMA that once took a NaN would call every later step bad, or none. They are taken of logarithms: norms are positive and
+scatter by factors, the more so the less there is left to learn, and a spread in plain numbers would call the tail of a
+healthy run a spike. It does not see slow drifts.
 """
 
 import math
@@ -10,6 +12,7 @@ from statistics import median
 from typing import Any
 
 MAD_TO_SIGMA = 1.4826
+MAX_LOG = 700.0  # beyond 709 the exponential is infinite
 
 
 class RobustWindow:
@@ -20,13 +23,13 @@ class RobustWindow:
             How many values are kept.
         min_count (`int`, *optional*, defaults to `50`):
             How many values must have come before anything can be called a spike.
-        sigmas (`float`, *optional*, defaults to `12.0`):
-            Robust standard deviations above the median from which a value is a spike.
+        sigmas (`float`, *optional*, defaults to `8.0`):
+            Robust standard deviations, of the logarithms, above the median from which a value is a spike.
         ratio (`float`, *optional*, defaults to `5.0`):
             Multiple of the median that a spike must exceed as well, so that a very flat history raises no alarm.
     """
 
-    def __init__(self, size: int = 100, min_count: int = 50, sigmas: float = 12.0, ratio: float = 5.0):
+    def __init__(self, size: int = 100, min_count: int = 50, sigmas: float = 8.0, ratio: float = 5.0):
         self.values: deque[float] = deque(maxlen=size)
         self.min_count = min_count
         self.sigmas = sigmas
@@ -42,9 +45,10 @@ class RobustWindow:
         live = [value for value in self.values if value > 0.0]  # exact zeros (equal rewards) are no yardstick
         if len(live) < self.min_count:
             return None
-        middle = median(live)
-        spread = MAD_TO_SIGMA * median(abs(value - middle) for value in live)
-        return max(middle + self.sigmas * spread, self.ratio * abs(middle))
+        logs = [math.log(value) for value in live]
+        middle = median(logs)
+        spread = MAD_TO_SIGMA * median(abs(value - middle) for value in logs)
+        return math.exp(min(middle + max(self.sigmas * spread, math.log(self.ratio)), MAX_LOG))
 
     def is_spike(self, value: float) -> bool:
         """Returns whether a finite `value` is out of line with what has been seen."""

@@ -8,18 +8,17 @@ yet, that is awaited: a script must be free to set its environment before. Nothi
 Not reached: a class whose own `__new__` calls `object.__new__` directly, and an object that is unpickled.
 """
 
-import importlib.abc
-import importlib.machinery
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
+from .arrival import Arrival
 
 if TYPE_CHECKING:
     from .arguments import GuardArguments
@@ -56,7 +55,7 @@ class Takeover:
         self.num_built = 0
         self.num_guarded = 0
         self.begun_with: dict[Path, int] = {}  # lines of the event files of the first rank, before this run
-        self._arrival = _Arrival(self._take)
+        self._arrival = Arrival(HOST, self._take)
         self._trainer_class: Any = None
         self._stand_ins: dict[type, type] = {}
 
@@ -211,34 +210,6 @@ class Takeover:
     def _refuse(self, cls: type, why: str, rank: int) -> None:
         if rank == 0:
             self.say(f"{cls.__name__} cannot be guarded, for {why}; it trains unguarded.")
-
-
-class _Arrival(importlib.abc.MetaPathFinder):
-    """Waits for the host's module and calls `then` with it, once it is there and before anybody else has it."""
-
-    def __init__(self, then: Callable[[ModuleType], None]):
-        self.then = then
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if name != HOST:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
-        if spec is None or spec.loader is None:
-            return None
-        loader = spec.loader
-        execute = loader.exec_module
-
-        def exec_module(module: ModuleType) -> None:
-            del vars(loader)["exec_module"]
-            execute(module)
-            if self in sys.meta_path:
-                sys.meta_path.remove(self)
-                self.then(module)
-
-        vars(loader)["exec_module"] = exec_module
-        return spec
 
 
 def _plain_new(trainer_class: Any) -> Callable[..., Any]:

@@ -246,7 +246,8 @@ def test_processes_that_a_script_starts_are_guarded_too(tmp_path, capfd):
     hidden = tmp_path / "machine"
     hidden.mkdir()
     (hidden / "sitecustomize.py").write_text("import sys\nsys.of_the_machine = True\n")
-    child = "import sys; print([type(f).__name__ for f in sys.meta_path][0], sys.of_the_machine, sys.path[0] == '')"
+    child = """import os, sys
+print(type(sys.meta_path[0]).__name__, sys.of_the_machine, sys.path[0] == '', os.environ["NANGUARD_MODE"])"""
     script = write(
         tmp_path,
         f"""
@@ -255,8 +256,8 @@ os.environ["PYTHONPATH"] += os.pathsep + {str(hidden)!r}
 subprocess.run([sys.executable, "-c", {child!r}], check=True)
 """,
     )
-    assert main(["run", script]) == 0
-    assert capfd.readouterr().out == "_Arrival True True\n"
+    assert main(["run", "--nanguard_mode", "observe", script]) == 0
+    assert capfd.readouterr().out == "Arrival True True observe\n"
 
 
 FREE = f"""

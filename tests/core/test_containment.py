@@ -9,13 +9,15 @@ from torch import nn
 
 from hf_nanguard.core.agreement import Ranks
 from hf_nanguard.core.autopsy.examiner import Examiner
+from hf_nanguard.core.census import Census
 from hf_nanguard.core.containment import Containment
 from hf_nanguard.core.counter import Counter
 from hf_nanguard.core.finite import read_host
 from hf_nanguard.core.group import Finding, Group, MicroBatch
+from hf_nanguard.core.guard import Guard
 from hf_nanguard.core.incident import Incident
 from hf_nanguard.core.journal import Journal
-from hf_nanguard.core.policy import Ladder, Policy, decide
+from hf_nanguard.core.policy import Course, Decision, Ladder, Policy, decide
 from hf_nanguard.core.rng import RngState
 from hf_nanguard.core.runner import LoopRunner
 from hf_nanguard.core.signal import Cause, Signal
@@ -386,3 +388,17 @@ def test_a_loss_of_nan_is_no_matter_of_scale():
     settlement = bench.contain()
     assert not settlement.scaler_skips
     assert bench.told() == [(0, "loss_nonfinite", "dropped", [0, 1])]
+
+
+def test_the_same_bad_gradients_are_shown_once(caplog):
+    """Every bad step has its event; the list of its parameters is in the log again only if it is another list."""
+    containment = Guard().containment
+    census = [Census(bad={"a": "nan"}), Census(bad={"a": "nan"}), Census(bad={"a": "nan", "b": "inf"})]
+    for step, bad in enumerate(census):
+        decision = Decision(Course.REDO, Signal.GRAD_NONFINITE)
+        norm = torch.tensor(NAN)
+        containment.show(Incident(step, Group(), [], NAN, norm, decision, 0, census=bad))
+    blocks = [record.message for record in caplog.records if "bad gradients" in record.message]
+    assert [block.splitlines()[0] for block in blocks] == [
+        "---- bad gradients at step 0 ----", "---- bad gradients at step 2 ----",
+    ]  # fmt: skip
