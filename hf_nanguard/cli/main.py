@@ -12,14 +12,15 @@ from typing import NoReturn
 
 from .. import __version__
 from ..errors import ArgumentError
-from . import completion, demo, replay, run
+from . import completion, demo, grpo, replay, run, sft
 
 # Each has `add_parser(subparsers)`, which sets `run`, a function from the parsed arguments to an exit code.
-COMMANDS: tuple[ModuleType, ...] = (run, demo, replay, completion)
+COMMANDS: tuple[ModuleType, ...] = (run, sft, grpo, demo, replay, completion)
 
 EPILOG = """examples:
   nanguard demo
   nanguard run train.py --learning_rate 1e-4
+  nanguard sft --preset balanced
   nanguard replay runs/mine/nanguard/autopsy/step-42
   source <(nanguard completion bash)
 
@@ -53,8 +54,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code: 0, 2 for bad arguments, 130 for Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     foreign: list[str] = []
-    if words[:1] == ["run"]:  # what follows the script is not ours to read
-        words, foreign = run.split(words)
+    for command in (run, sft, grpo):  # what follows the script, or is TRL's own, is not ours to read
+        if words[:1] == [command.__name__.rpartition(".")[2]]:
+            words, foreign = command.split(words)
+            break
     try:
         parser = build_parser()
         arguments = parser.parse_args(words)

@@ -57,9 +57,7 @@ def check_settings(settings: dict[str, Any], prefix: str = "") -> None:
             and value is not None
             and not (isinstance(value, str) and all(map(str.strip, value.split(","))))
         ):
-            raise ArgumentError(
-                f"{spelled} must be patterns of module names separated by commas, got {value!r}."
-            )
+            raise ArgumentError(f"{spelled} must be patterns of module names separated by commas, got {value!r}.")
         if name in POSITIVE and not (value is None and name in OPTIONAL):
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise ArgumentError(f"{spelled} must be a number, got {value!r}.")

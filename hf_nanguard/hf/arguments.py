@@ -163,7 +163,8 @@ class GuardArguments:
     )
 
     nanguard_activation_steps: int = field(
-        default=50, metadata={"help": "How often outputs of modules are measured, their headroom forecast; 0 for never."}
+        default=50,
+        metadata={"help": "How often outputs of modules are measured, their headroom forecast; 0 for never."},
     )
     nanguard_activation_modules: str | None = field(
         default=None, metadata={"help": "Which modules: patterns of names, separated by commas. Blocks by default."}

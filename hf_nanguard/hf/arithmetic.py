@@ -135,17 +135,25 @@ def grade(said: str, right: str, ended: bool) -> float:
 
 
 @torch.no_grad()
-def measure_accuracy(model: Any, tokenizer: PreTrainedTokenizerFast, rows: Dataset) -> float:
-    """Returns the share of questions, as [`build_prompts`] gives them, that the model answers rightly by itself."""
+def ask(model: Any, tokenizer: PreTrainedTokenizerFast, rows: Dataset) -> list[str]:
+    """Returns what a model answers, by itself and greedily, to questions as [`build_prompts`] gives them."""
     prompts = [
         row["prompt"] if isinstance(row["prompt"], str)
         else tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
         for row in rows
     ]  # fmt: skip
-    inputs = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False).to(model.device)
+    inputs = tokenizer(
+        prompts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False
+    ).to(model.device)  # fmt: skip
     training = model.training
     model.eval()
     tokens = model.generate(**inputs, do_sample=False, max_new_tokens=4, pad_token_id=tokenizer.pad_token_id)
     model.train(training)
     texts = tokenizer.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return sum(text.strip() == right for text, right in zip(texts, rows["answer"], strict=True)) / len(texts)
+    return [text.strip() for text in texts]
+
+
+def measure_accuracy(model: Any, tokenizer: PreTrainedTokenizerFast, rows: Dataset) -> float:
+    """Returns the share of questions that a model answers rightly by itself."""
+    said = ask(model, tokenizer, rows)
+    return sum(text == right for text, right in zip(said, rows["answer"], strict=True)) / len(said)

@@ -9,12 +9,15 @@ import pytest
 from transformers import TrainingArguments
 from trl import SFTConfig
 
-from hf_nanguard import GuardArguments
+from hf_nanguard import GuardArguments, GuardedTrainer
+from hf_nanguard.core.autopsy.rounding import IDEAS
 from hf_nanguard.core.counter import Counter
 from hf_nanguard.core.event import Culprit, Event
 from hf_nanguard.core.signal import Action, Signal
 
+from ..architectures import BY_NAME
 from ..models import tiny_llama, tiny_tokenizer, token_dataset
+from ..trainers import common_arguments
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -73,14 +76,26 @@ def test_signals_and_actions_in_use():
         assert len(stated) == len(set(stated))
 
 
-def test_metrics_are_those_of_the_code():
+def test_metrics_are_those_of_the_code(tmp_path):
+    """Those of a run with every monitor on, of a model that has all there is to see; the rest need more than a run."""
+    periods = {f"nanguard_{name}_steps": 1 for name in ("activation", "attention", "weight_check")}
+    samples = [{"input_ids": list(range(i, i + 16)), "labels": list(range(i, i + 16))} for i in range(4)]
+    trainer = GuardedTrainer(
+        BY_NAME["mixtral"].build(), TrainingArguments(**common_arguments(tmp_path, max_steps=2)),
+        train_dataset=samples, guard=GuardArguments(**periods),
+    )  # fmt: skip
+    trainer.train()
+    seen = {name for row in trainer.state.log_history for name in row if name.startswith("nanguard/")}
     counter = Counter()
     counter.scaler_skips = 1
-    bounded = [
+    counter.terms, counter.dropped_terms = {"<name>": (1.0, 1)}, {"<name>": 1}
+    bounded = {
         "nanguard/bounded_ratio",
         "nanguard/bounded_kl",
-    ]  # of online trainers, see tests/hf/test_grpo_learning.py
-    assert named_in([cells[0] for cells in find_table("metric")]) == [*counter.as_metrics(), *bounded]
+    }  # of online trainers, see tests/hf/test_grpo_learning.py
+    stated = named_in([cells[0] for cells in find_table("metric")])
+    assert len(stated) == len(set(stated))
+    assert set(stated) == seen | counter.as_metrics().keys() | bounded
 
 
 def test_the_event_has_the_schema():
@@ -107,5 +122,6 @@ def test_every_remedy_is_named():
     code = "".join((folder / name).read_text(encoding="utf-8") for name in ("remedy.py", "bound.py", "update.py"))
     tried = set(re.findall(r"(?:Idea|_Trial)\(\s*\"(\w+)\"", code)) - {"unchanged"}
     tried |= set(re.findall(r"Cause\.\w+: \(\s*\"(\w+)\"", code))
+    tried |= IDEAS.keys()
     [sentence] = re.findall(r"^Remedies that may be tried:(.*?)\"Works\"", README, flags=re.DOTALL | re.MULTILINE)
     assert set(named_in([sentence])) == tried

@@ -108,7 +108,9 @@ def _try(optimizer: Any, samples: Sequence[Sample]) -> tuple[Remedy, ...]:
     wide = _average(sizes, [_share_moved(optimizer, each, torch.float32) for each in samples])
     remedies = [
         _judge("float32_weights", f"moves {wide:.2%} of the entries in a step", wide >= MOVES),
-        _judge("stochastic_rounding", f"moves {100 * expected:.2g}% of the entries in a step, on average", expected > 0),
+        _judge(
+            "stochastic_rounding", f"moves {100 * expected:.2g}% of the entries in a step, on average", expected > 0
+        ),
     ]
     every = torch.cat(ratios)
     if not len(every):

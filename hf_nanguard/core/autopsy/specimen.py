@@ -85,34 +85,31 @@ class Specimen:
 
     def run(self, samples: Sequence[int] | None = None, compiled: bool = False) -> Outcome:
         """Runs forward and backward with the random state of old, of all samples or of some; eagerly, unless `compiled`."""
-        loss = self._probe(samples, compiled)
+        loss = self._probe(self.part(samples), compiled)
         [value] = read_host([loss])
         return Outcome(value, find_nonfinite(self.runner.named_gradients()))
 
     def find_origin(self, samples: Sequence[int] | None = None) -> Origin | None:
         """Runs it under a trace and returns where its bad number was born, `None` if it was healthy this time."""
         self.runner.clear()
-        self.runner.buffers.restore()  # what is put back under the trace would look like the work of the loss
-        origin, _ = find_origin(
-            lambda: self._probe(samples), self.model, self.runner.named_gradients, self.tensors_of(samples)
-        )
+        self.runner.buffers.restore()  # what is put back, or cut, under the trace would look like the work of the loss
+        micro = self.part(samples)
+        named = name_tensors(self.runner.inputs_of(micro))
+        origin, _ = find_origin(lambda: self._probe(micro), self.model, self.runner.named_gradients, named)
         return origin
 
-    def tensors_of(self, samples: Sequence[int] | None) -> dict[str, Tensor]:
-        """Returns the named input tensors of some samples."""
-        return self.fields if samples is None else name_tensors(self.runner.inputs_of(self.part(samples)))
-
-    def part(self, samples: Sequence[int]) -> MicroBatch:
+    def part(self, samples: Sequence[int] | None) -> MicroBatch:
         """Returns the micro-batch cut down to some samples. What has one entry per sample is cut, all else is kept."""
+        if samples is None:
+            return self.micro
         assert self.num_entries is not None
         assert self.num_samples is not None
         entries = [first + s for first in range(0, self.num_entries, self.num_samples) for s in samples]
         inputs = take_entries(self.runner.inputs_of(self.micro), {self.num_samples: samples, self.num_entries: entries})
         return replace(self.micro, payload=self.runner.with_inputs(self.micro, inputs))
 
-    def _probe(self, samples: Sequence[int] | None, compiled: bool = False) -> Tensor:
+    def _probe(self, micro: MicroBatch, compiled: bool = False) -> Tensor:
         self.num_runs += 1
-        micro = self.micro if samples is None else self.part(samples)
         with nullcontext() if compiled else eager():
             return self.runner.probe(micro, self.share)
 

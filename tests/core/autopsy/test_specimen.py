@@ -135,3 +135,14 @@ def test_a_compiled_model_is_replayed_as_it_was_written():
     origin = specimen.find_origin()
     assert origin is not None
     assert (origin.module, origin.parameter) == ("0", "0.weight")
+
+
+def test_a_sample_alone_is_bad_where_the_batch_was():
+    """It is cut out before the trace begins, or the cut would be taken for the first to touch the bad number."""
+    model = nn.Linear(2, 1)
+    inputs = {"x": torch.ones(2, 2), "weight": torch.tensor([float("inf"), 1.0])}
+    specimen = _specimen(lambda batch: (model(batch["x"])[:, 0] * batch["weight"]).mean(), inputs, model)
+    whole, alone = specimen.find_origin(), specimen.find_origin([0])
+    assert (whole.phase, whole.leaf) == ("input", "weight")
+    assert (alone.phase, alone.leaf, alone.op, alone.source) == (whole.phase, whole.leaf, whole.op, whole.source)
+    assert specimen.find_origin([1]) is None

@@ -1,0 +1,147 @@
+"""Reinforcement learning as a recipe: a model, prompts and rewards of the user's, or sums and a small Llama."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+from trl import GRPOTrainer, rewards
+from trl.scripts.grpo import GRPOScriptArguments
+
+from ...errors import ArgumentError
+from .. import arithmetic
+from ..comparison import compare_runs
+from ..grpo import GuardedGRPOConfig, GuardedGRPOTrainer
+from .dialect import Kind, Plan, build_parser, parse
+from .ending import build, say_notes, train_and_save
+from .plant import blank_scores
+from .sft import find_form, fresh
+from .source import check_model, check_output, load_data, load_tokenizer, name_parts, set_model_options
+
+NUM_ROWS = 512
+SHARE = 10  # of the logged rows at each end
+COMMON = {"output_dir": "runs/grpo", "dataloader_pin_memory": False, "gradient_checkpointing": False}
+KIND = Kind(
+    name="grpo",
+    script=GRPOScriptArguments,
+    training=GuardedGRPOConfig,
+    embedded={
+        **COMMON, "max_steps": 150, "learning_rate": 5e-3, "per_device_train_batch_size": 128, "num_generations": 16,
+        "max_completion_length": 3, "lr_scheduler_type": "constant", "logging_steps": 5, "bf16": False,
+    },
+    task={**COMMON, "max_steps": 50, "max_completion_length": 16},
+)  # fmt: skip
+NAMED = {
+    "accuracy_reward": rewards.accuracy_reward,
+    "reasoning_accuracy_reward": rewards.reasoning_accuracy_reward,
+    "think_format_reward": rewards.think_format_reward,
+    "get_soft_overlong_punishment": rewards.get_soft_overlong_punishment(
+        max_completion_len=1280, soft_punish_cache=256
+    ),
+}
+
+
+def run(words: Sequence[str]) -> int:
+    """Runs the recipe with the words of a command line and returns the exit code."""
+    plan = parse(words, KIND)
+    check_output(plan)
+    parts = gather_parts(plan)
+    if plan.recipe.compare:
+        return compare(plan, parts)
+    trainer = build(GuardedGRPOTrainer, args=plan.training, **fresh(parts))
+    say_notes(plan, trainer)
+    train_and_save(trainer, plan)
+    figures = measure(trainer)
+    if figures:
+        told = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
+        trainer.accelerator.print(f"mean reward: {told}")
+    trainer.end()
+    return 0
+
+
+def gather_parts(plan: Plan) -> dict[str, Any]:
+    """Returns what a trainer is built from: functions are called for each trainer anew."""
+    seed, named = plan.training.seed, find_rewards(plan)
+    if plan.embedded_data and named:
+        raise ArgumentError(
+            f"--reward_funcs must come with --dataset_name, got {named[0]!r} alone. The embedded sums have their own reward."
+        )
+    if plan.embedded_model:
+        return {
+            **name_parts(plan), "model": lambda: arithmetic.build_model(seed), "reward_funcs": arithmetic.reward_sum,
+            "processing_class": arithmetic.build_tokenizer(), "train_dataset": arithmetic.build_prompts(NUM_ROWS, seed),
+        }  # fmt: skip
+    check_model(plan)
+    set_model_options(plan)
+    parts = name_parts(plan)
+    if plan.embedded_data:
+        tokenizer = load_tokenizer(plan)
+        return {
+            **parts, "processing_class": tokenizer, "reward_funcs": build_reward(tokenizer),
+            "train_dataset": arithmetic.build_prompts(NUM_ROWS, seed, form=find_form(tokenizer)),
+        }  # fmt: skip
+    if not named:
+        raise ArgumentError(
+            f"--reward_funcs must be given with a dataset, got --dataset_name {plan.script.dataset_name!r} alone. "
+            "Give my_module.my_reward, or --reward_model_name_or_path."
+        )
+    train, test = load_data(plan, (["prompt"],))
+    return {**parts, "train_dataset": train, "eval_dataset": test, "reward_funcs": named}
+
+
+def build_reward(tokenizer: Any) -> Callable[..., list[float]]:
+    """Returns the reward of the sums for a model with another tokenizer."""
+
+    def reward_sum(completions: list, completion_ids: list[list[int]], answer: list[str], **kwargs: Any) -> list[float]:
+        ended = [tokenizer.eos_token_id in ids for ids in completion_ids]
+        told = map(arithmetic.read_answer, completions)
+        return [arithmetic.grade(said, right, end) for said, right, end in zip(told, answer, ended, strict=True)]
+
+    return reward_sum
+
+
+def find_rewards(plan: Plan) -> list[Any]:
+    """Returns the rewards that were named: a model's, TRL's own by name, or functions by where they are."""
+    model = plan.script.reward_model_name_or_path  # type: ignore[attr-defined]
+    names = plan.script.reward_funcs or ()  # type: ignore[attr-defined]
+    return [*([model] if model else []), *(NAMED[name] if name in NAMED else _import(name) for name in names)]
+
+
+def _import(name: str) -> Any:
+    module, _, function = name.rpartition(".")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return getattr(import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ArgumentError(
+            f"--reward_funcs must be {', '.join(NAMED)} or module.function that can be imported from {here}, got {name!r} "
+            f"({error})."
+        ) from error
+
+
+def measure(trainer: Any) -> dict[str, float | str]:
+    """Returns the mean reward at the beginning and at the end of a run, each over a tenth of it."""
+    told = [row["reward"] for row in trainer.state.log_history if row.get("reward") is not None]
+    told = [reward for reward in told if reward == reward]  # NaN: no completion of the row could be scored
+    if not told:
+        return {}
+    num = max(len(told) // SHARE, 1)
+    return {"first": sum(told[:num]) / num, "last": sum(told[-num:]) / num}
+
+
+def compare(plan: Plan, parts: dict[str, Any]) -> int:
+    """Runs stock and guarded with a generation in which the scores of one completion are NaN."""
+    args = plan.training
+    generation = max(args.max_steps // 3, 1) if args.max_steps > 0 else 1
+
+    def build_trainer(mine: Any, guard: bool) -> Any:
+        trainer = build(GuardedGRPOTrainer if guard else GRPOTrainer, args=mine, **fresh(parts))
+        blank_scores(trainer.accelerator.unwrap_model(trainer.model), generation)
+        return trainer
+
+    planted = f"Planted: in generation {generation} the scores of one completion are NaN when its tokens are drawn."
+    compare_runs(build_trainer, args, planted, lambda trainer: {f"reward, {k}": v for k, v in measure(trainer).items()})
+    return 0

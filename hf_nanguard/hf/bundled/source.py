@@ -1,0 +1,123 @@
+"""Models and data that a user names, loaded as TRL's scripts do, with one sentence for what cannot be."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from datasets import load_dataset
+from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+from transformers import AutoConfig, AutoTokenizer
+from trl import get_dataset, get_peft_config, get_quantization_config
+
+from ...errors import ArgumentError
+from .dialect import Plan
+
+# A missing file or repository, a format nobody knows, content that cannot be read, no network.
+UNREADABLE = (DatasetNotFoundError, DatasetGenerationError, OSError, ValueError)
+
+
+def check_output(plan: Plan) -> None:
+    """Makes the output folder, and checks that there is something to resume from."""
+    folder = Path(plan.training.output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ArgumentError(
+            f"--output_dir must be a folder that can be made, got {str(folder)!r} ({error.strerror}). Choose another one."
+        ) from error
+    resumed = plan.training.resume_from_checkpoint
+    if isinstance(resumed, str) and not Path(resumed).is_dir():
+        raise ArgumentError(
+            f"--resume_from_checkpoint must be a folder, got {resumed!r}. Checkpoints are in {folder}/checkpoint-<step>."
+        )
+
+
+def check_model(plan: Plan) -> None:
+    """Complains about a model that is not there before anything is built."""
+    name = plan.model.model_name_or_path
+    options = {"revision": plan.model.model_revision, "trust_remote_code": plan.training.trust_remote_code}
+    try:
+        AutoConfig.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        raise ArgumentError(
+            f"--model_name_or_path must be a folder with a model or the name of one on the hub, got {name!r} "
+            f"({_shorten(error)})."
+        ) from error
+
+
+def load_tokenizer(plan: Plan) -> Any:
+    """Returns the tokenizer of the model that was named."""
+    options = {"revision": plan.model.model_revision, "trust_remote_code": plan.training.trust_remote_code}
+    return AutoTokenizer.from_pretrained(plan.model.model_name_or_path, **options)
+
+
+def load_data(plan: Plan, forms: Sequence[Sequence[str]]) -> tuple[Any, Any]:
+    """Returns the training data that was named, and the evaluation data if there is an evaluation.
+
+    Args:
+        plan (`Plan`):
+            The command line.
+        forms (`Sequence[Sequence[str]]`):
+            Sets of columns, one of which must be there.
+    """
+    script, name = plan.script, plan.script.dataset_name
+    try:
+        if plan.mixture.datasets:
+            name = ", ".join(str(part.path) for part in plan.mixture.datasets)
+            splits = get_dataset(plan.mixture)
+        else:
+            splits = load_dataset(name, name=script.dataset_config, streaming=script.dataset_streaming)
+    except UNREADABLE as error:
+        raise ArgumentError(
+            f"--dataset_name must be a folder with data files or the name of a dataset on the hub, got {name!r} "
+            f"({_shorten(error)})."
+        ) from error
+    train = _pick(splits, script.dataset_train_split, "--dataset_train_split", name)
+    evaluates = plan.training.eval_strategy != "no"
+    test = _pick(splits, script.dataset_test_split, "--dataset_test_split", name) if evaluates else None
+    for rows in (train, test):
+        _check_columns(rows, forms, name)
+    return train, test
+
+
+def _pick(splits: Any, split: str, flag: str, name: str | None) -> Any:
+    if split not in splits:
+        raise ArgumentError(f"{flag} must be one of {', '.join(splits)} in dataset {name!r}, got {split!r}.")
+    return splits[split]
+
+
+def _check_columns(rows: Any, forms: Sequence[Sequence[str]], name: str | None) -> None:
+    columns = rows.column_names if rows is not None else None
+    if columns is None or any(set(form) <= set(columns) for form in forms):  # a stream may not know them yet
+        return
+    needed = ", or ".join(" and ".join(form) for form in forms)
+    raise ArgumentError(
+        f"the dataset must have the column {needed}; {name!r} has {', '.join(columns) or 'none'}. Rename its columns."
+    )
+
+
+def name_parts(plan: Plan) -> dict[str, Any]:
+    """Returns what the trainer's constructor needs to load the model that was named, as TRL's scripts give it."""
+    try:
+        return {
+            "model": plan.model.model_name_or_path,
+            "peft_config": get_peft_config(plan.model),
+            "quantization_config": get_quantization_config(plan.model),
+        }
+    except ValueError as error:  # peft is not installed
+        raise ArgumentError(f"--use_peft cannot work: {_shorten(error)}") from error
+
+
+def set_model_options(plan: Plan) -> None:
+    """Puts the flags about how to load a model where TRL's trainers look for them; what is there already wins."""
+    flags = {
+        "revision": plan.model.model_revision, "trust_remote_code": plan.training.trust_remote_code,
+        "attn_implementation": plan.model.attn_implementation, "dtype": plan.model.dtype,
+    }  # fmt: skip
+    plan.training.model_init_kwargs = {**flags, **(plan.training.model_init_kwargs or {})}
+
+
+def _shorten(error: BaseException) -> str:
+    """Returns the first sentence of an error, in one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.split(". ")[0].rstrip(".")

@@ -1,0 +1,16 @@
+"""Reinforcement learning with GRPO under guard: the same as `nanguard grpo`, for launchers that want a file.
+
+    python recipes/grpo.py
+    python recipes/grpo.py --compare
+    accelerate launch recipes/grpo.py --config configs/grpo/balanced.yaml
+    accelerate launch --config_file configs/accelerate/ddp.yaml recipes/grpo.py --preset balanced
+
+`--help` shows what it takes; the code is hf_nanguard/hf/bundled/grpo.py.
+"""
+
+import sys
+
+from hf_nanguard.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main(["grpo", *sys.argv[1:]]))

@@ -1,0 +1,200 @@
+"""Text and latents learned together: a loss of two terms, each checked, logged and blamed by name.
+
+A small encoder fills in masked tokens (cross-entropy) and regresses the latent vector that a frozen encoder gave to the
+whole text. Model and data are made here; nothing is downloaded. Planted failures, one row of the data each:
+
+    empty_mask   no token of the row is masked, so the mean over its masked tokens is 0/0
+    zero_latent  the row's latent is all zeros, so its direction is 0/0
+
+`--stable_losses true` has the losses of hf_nanguard in place of the plain ones; neither row can harm them.
+
+    python recipes/latent.py
+    python recipes/latent.py --plant zero_latent --on_bad_term drop
+    python recipes/latent.py --plant none --compare false --max_steps 500 --learning_rate 1e-3
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import BertConfig, BertModel, Trainer, TrainingArguments
+
+from hf_nanguard import GuardedTrainerMixin, GuardedTrainingArguments, guarded, masked_cross_entropy, normalized_mse
+from hf_nanguard.hf.comparison import compare_runs
+from hf_nanguard.hf.recipe.flag import one_sentence, parse_arguments
+
+PAD, BLANK, FIRST, NUM_TOKENS = 0, 1, 2, 50
+LENGTH, NUM_LATENTS = 16, 8
+BAD_ROW = 21
+MASKED = -100
+DEFAULTS = {
+    "output_dir": "runs/latent",
+    "max_steps": 60,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 3e-3,
+    "max_grad_norm": 0.5,
+    "logging_steps": 5,
+    "save_strategy": "no",
+    "report_to": ["none"],
+    "remove_unused_columns": False,
+    "dataloader_pin_memory": False,
+}
+PLANTED = {
+    "none": "Nothing is planted.",
+    "empty_mask": f"Planted: no token of row {BAD_ROW} is masked, so its mean over masked tokens is 0/0 (term text).",
+    "zero_latent": f"Planted: the latent of row {BAD_ROW} is all zeros, so its direction is 0/0 (term latent).",
+}
+
+
+@dataclass
+class ScriptArguments:
+    """What this recipe takes beside the guarded training arguments."""
+
+    plant: Literal["empty_mask", "zero_latent", "none"] = field(
+        default="empty_mask", metadata={"help": "The failure to plant, or none."}
+    )
+    compare: bool = field(default=True, metadata={"help": "Run stock and guarded; false trains guarded only."})
+    stable_losses: bool | None = field(
+        default=None,
+        metadata={"help": "The losses of hf_nanguard in place of plain ones. By default only if nothing is planted."},
+    )
+    on_bad_term: Literal["keep", "drop"] = field(
+        default="keep", metadata={"help": "A term that is not finite: lose the micro-batch (keep) or the term (drop)."}
+    )
+    text_loss_weight: float = field(default=1.0, metadata={"help": "Weight of the cross-entropy."})
+    latent_loss_weight: float = field(default=0.1, metadata={"help": "Weight of the latent regression."})
+    num_rows: int = field(default=256, metadata={"help": f"Rows of training data, more than {BAD_ROW}."})
+
+    def __post_init__(self) -> None:
+        if self.num_rows <= BAD_ROW:
+            raise ValueError(f"--num_rows must be more than {BAD_ROW}, got {self.num_rows}.")
+        if self.stable_losses is None:
+            self.stable_losses = self.plant == "none"
+
+
+class TextLatentModel(nn.Module):
+    """A two-layer encoder with a head for tokens and one for the latent of the whole text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = BertConfig(
+            vocab_size=NUM_TOKENS, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            max_position_embeddings=LENGTH, pad_token_id=PAD,
+        )  # fmt: skip
+        self.encoder = BertModel(config, add_pooling_layer=False)
+        self.text_head = nn.Linear(48, NUM_TOKENS)
+        self.latent_head = nn.Linear(48, NUM_LATENTS)
+
+    def forward(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.encoder(input_ids=input_ids).last_hidden_state
+        return self.text_head(hidden), self.latent_head(hidden.mean(1))
+
+
+def build_rows(num_rows: int, seed: int, plant: str = "none") -> list[dict[str, Tensor]]:
+    """Returns texts that count on from a token, some of it masked, with the latents of a frozen encoder."""
+    draw = torch.Generator().manual_seed(seed)
+    encoder = torch.randn(NUM_TOKENS, NUM_LATENTS, generator=torch.Generator().manual_seed(0))
+    rows = []
+    for index in range(num_rows):
+        start = torch.randint(NUM_TOKENS - FIRST, (1,), generator=draw)
+        text = FIRST + (start + torch.arange(LENGTH)) % (NUM_TOKENS - FIRST)
+        masked = torch.rand(LENGTH, generator=draw) < 0.3
+        masked[index % LENGTH] = True  # a healthy row has something to fill in
+        latent = encoder[text].mean(0)
+        if index == BAD_ROW and plant == "empty_mask":
+            masked = torch.zeros_like(masked)
+        if index == BAD_ROW and plant == "zero_latent":
+            latent = torch.zeros_like(latent)
+        rows.append(
+            {
+                "input_ids": text.masked_fill(masked, BLANK),
+                "labels": text.masked_fill(~masked, MASKED),
+                "latents": latent,
+            }
+        )
+    return rows
+
+
+def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Stacks rows."""
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def plain_text_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Returns the mean over rows of each row's mean over its masked tokens: 0/0 for a row that has none."""
+    mask = (labels != MASKED).float()
+    losses = F.cross_entropy(logits.transpose(1, 2), labels.clamp(min=0), reduction="none")
+    return ((losses * mask).sum(1) / mask.sum(1)).mean()
+
+
+def plain_latent_loss(prediction: Tensor, target: Tensor) -> Tensor:
+    """Returns the mean squared distance of directions: 0/0 for a latent that has none."""
+    unit = prediction / prediction.norm(dim=-1, keepdim=True)
+    return F.mse_loss(unit, target / target.norm(dim=-1, keepdim=True))
+
+
+class LatentTrainer(Trainer):
+    """A plain `Trainer` with a loss of two terms; guarded, it names them."""
+
+    def __init__(self, *args: Any, script: ScriptArguments, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.script = script
+
+    def add_term(self, name: str, value: Tensor, weight: float) -> Tensor:
+        """Weighs a term; under the guard it is watched, logged and blamed by its name."""
+        if isinstance(self, GuardedTrainerMixin):
+            return self.nanguard.guard.term(name, value, weight, self.script.on_bad_term)
+        return weight * value
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        logits, latents = model(inputs["input_ids"])
+        text_loss, latent_loss = (
+            (masked_cross_entropy, normalized_mse)
+            if self.script.stable_losses
+            else (plain_text_loss, plain_latent_loss)
+        )
+        text = self.add_term("text", text_loss(logits, inputs["labels"]), self.script.text_loss_weight)
+        latent = self.add_term("latent", latent_loss(latents, inputs["latents"]), self.script.latent_loss_weight)
+        loss = text + latent
+        return (loss, {"logits": logits, "latents": latents}) if return_outputs else loss
+
+
+def measure(trainer: Any) -> dict[str, float | str]:
+    """Returns both losses on rows that were not trained on, and the terms as last logged."""
+    batch = trainer._prepare_inputs(collate(build_rows(64, seed=2)))
+    with torch.no_grad():
+        logits, latents = trainer.model.eval()(batch["input_ids"])
+    last = [row for row in trainer.state.log_history if "loss" in row][-1:]
+    terms = {
+        name.removeprefix("nanguard/term/"): value for row in last for name, value in row.items() if "/term/" in name
+    }
+    return {
+        "held-out text loss": masked_cross_entropy(logits, batch["labels"]).item(),
+        "held-out latent loss": normalized_mse(latents, batch["latents"]).item(),
+        "terms, last logged": ", ".join(f"{name} {value:.4g}" for name, value in terms.items()) or "not known",
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the recipe and returns the exit code: 0 if the guarded run is sound."""
+    with one_sentence():
+        types = [ScriptArguments, GuardedTrainingArguments]
+        script, args = parse_arguments(types, argv, DEFAULTS, __doc__)
+
+        def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
+            torch.manual_seed(args.seed)
+            trainer_class: Any = guarded(LatentTrainer) if guard else LatentTrainer
+            rows: Any = build_rows(script.num_rows, seed=1, plant=script.plant)
+            return trainer_class(TextLatentModel(), args, data_collator=collate, train_dataset=rows, script=script)
+
+        outcomes = compare_runs(build_trainer, args, PLANTED[script.plant], measure, script.compare)
+    return 0 if outcomes[-1].is_sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
