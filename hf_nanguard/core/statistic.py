@@ -25,11 +25,12 @@ class RobustWindow:
             How many values must have come before anything can be called a spike.
         sigmas (`float`, *optional*, defaults to `8.0`):
             Robust standard deviations, of the logarithms, above the median from which a value is a spike.
-        ratio (`float`, *optional*, defaults to `5.0`):
-            Multiple of the median that a spike must exceed as well, so that a very flat history raises no alarm.
+        ratio (`float`, *optional*, defaults to `15.0`):
+            Multiple of the median that a spike must exceed as well, so that a very flat history raises no alarm; in
+            healthy RL tenfold norms come now and then.
     """
 
-    def __init__(self, size: int = 100, min_count: int = 50, sigmas: float = 8.0, ratio: float = 5.0):
+    def __init__(self, size: int = 100, min_count: int = 50, sigmas: float = 8.0, ratio: float = 15.0):
         self.values: deque[float] = deque(maxlen=size)
         self.min_count = min_count
         self.sigmas = sigmas

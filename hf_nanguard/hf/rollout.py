@@ -144,7 +144,7 @@ class Rollout:
     def _tell_reward(self, bad: BadReward) -> None:
         action = Action.HALTED if self.policy.on_bad_reward == "halt" else Action.DROPPED
         action = action if self.policy.acts else Action.OBSERVED
-        message = f"at step {self.step}, {bad.message}"
+        message = f"{self.when}, {bad.message}"
         values = {"kind": bad.kind, "whole_call": bad.whole}
         culprit, cause = bad.culprit(self.rows), Cause.REWARD_NONFINITE
         self.events.append(
@@ -196,7 +196,7 @@ class Rollout:
         samples = sorted(self.sick)
         rows = None if self.rows is None else sorted({self.rows[sample] for sample in samples})
         message = (
-            f"logits were not finite while {len(samples)} of {self.size} completions were sampled at step {self.step}; "
+            f"logits were not finite while {len(samples)} of {self.size} completions were sampled {self.when}; "
             "they are left out of loss and baseline"
         )
         culprit = Culprit(phase="sampling", samples=samples, rows=rows)
@@ -210,7 +210,7 @@ class Rollout:
             return
         rows = None if self.rows is None else sorted({self.rows[sample] for sample in samples})
         message = (
-            f"advantages of {len(samples)} completions were no sane numbers at step {self.step} and are taken as 0"
+            f"advantages of {len(samples)} completions were no sane numbers {self.when} and are taken as 0"
         )
         culprit = Culprit(phase="reward", samples=samples, rows=rows)
         self.events.append(
@@ -249,6 +249,11 @@ class Rollout:
             Event(self.step, Signal.LOGITS_NONFINITE, Action.HALTED, message, culprit=Culprit(phase="sampling"))
         )
         return f"Training was halted at step {self.step}: {message}."
+
+    @property
+    def when(self) -> str:
+        """Where in the run completions are being made."""
+        return f"at step {self.step}" if self.trainer.model.training else f"in the evaluation at step {self.step}"
 
     @property
     def step(self) -> int:

@@ -327,6 +327,18 @@ def test_generation_in_an_evaluation_is_guarded(tmp_path):
     assert told(trainer, "logits_nonfinite")
 
 
+def test_an_event_of_an_evaluation_says_so(tmp_path):
+    def reward(completions, **kwargs):
+        return [NAN, *reward_length(completions)[1:]]
+
+    rows = Dataset.from_list([{"prompt": row["text"]} for row in text_rows(2)])
+    trainer = build("grpo", tmp_path, extra={"reward_funcs": reward, "eval_dataset": rows}, per_device_eval_batch_size=2)
+    trainer.evaluate()
+    events = told(trainer, "reward_nonfinite")
+    assert events
+    assert all(event["message"].startswith("in the evaluation at step 0, ") for event in events)
+
+
 def test_a_run_that_is_stopped_while_it_samples_does_not_take_that_step(tmp_path):
     def reward(completions, trainer_state, **kwargs):
         return [INF if trainer_state.global_step == 2 else score for score in reward_length(completions)]
