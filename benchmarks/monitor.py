@@ -1,6 +1,6 @@
-"""What a step costs at which activations are looked at, beside the stock step, in one process.
+"""What a step costs at which monitors look, beside the stock step, in one process.
 
-    python benchmarks/activation.py --size 2m --steps 20
+    python benchmarks/monitor.py --size 2m --steps 20
 
 Times on a shared machine are noise, so steps of the contenders take turns and the fastest of each is shown.
 """
@@ -18,15 +18,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hf_nanguard.core.activation import ActivationMonitor
 from hf_nanguard.core.agreement import Ranks
 from hf_nanguard.core.journal import Journal
+from hf_nanguard.core.movement import MovementMonitor
+from hf_nanguard.core.patrol import Patrol
+from hf_nanguard.core.soundness import SoundnessMonitor
+from hf_nanguard.hf.attention import AttentionMonitor
 from tests.counting import counting
 
 SIZES = {"2m": (128, 4, 4096), "27m": (512, 8, 8192)}
+FAR = 10**9
 
 
 class Loop:
-    """A model, its optimizer and, unless `every_n_steps` is 0, a monitor."""
+    """A model, its optimizer and some monitors."""
 
-    def __init__(self, size: str, every_n_steps: int, modules: str | None = None):
+    def __init__(self, size: str, *kinds: str, every_n_steps: int = 1):
         hidden, layers, vocab = SIZES[size]
         torch.manual_seed(0)
         config = LlamaConfig(
@@ -37,14 +42,27 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.tokens = torch.randint(0, vocab, (4, 64))
         ranks = Ranks(alone=True)
-        self.monitor = ActivationMonitor(self.model, Journal(ranks), ranks, every_n_steps, modules, early=())
+        journal = Journal(ranks)
+        state = (self.model, self.optimizer, journal, ranks, every_n_steps)
+        build = {
+            "blocks": lambda: ActivationMonitor(self.model, journal, ranks, every_n_steps),
+            "modules": lambda: ActivationMonitor(self.model, journal, ranks, every_n_steps, "*"),
+            "attention": lambda: AttentionMonitor(self.model, journal, ranks, every_n_steps),
+            "weights": lambda: SoundnessMonitor(*state),
+            "movement": lambda: MovementMonitor(*state),
+        }
+        self.patrol = Patrol(tuple(build[kind]() for kind in kinds))
+        for monitor in self.patrol.monitors:
+            monitor.early = ()
 
     def step(self, number: int) -> None:
         """Takes one step."""
-        self.monitor.begin_step(number)
+        self.patrol.begin_step(number)
         self.model(input_ids=self.tokens, labels=self.tokens).loss.backward()
-        self.monitor.end_backward(number)
+        self.patrol.end_backward()
+        self.patrol.before_update()
         self.optimizer.step()
+        self.patrol.after_update()
         self.optimizer.zero_grad()
 
 
@@ -54,12 +72,16 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="2m", help="parameters of the Llama (default: 2m)")
     parser.add_argument("--steps", type=int, default=20, help="turns of each contender (default: 20)")
     options = parser.parse_args()
-    far = 10**9
+    every = ("blocks", "attention", "weights", "movement")
     loops = {
-        "stock": Loop(options.size, 0),
-        "not looked at": Loop(options.size, far),
-        "blocks and ends": Loop(options.size, 1),
-        "every module": Loop(options.size, 1, "*"),
+        "stock": Loop(options.size),
+        "nothing due": Loop(options.size, *every, every_n_steps=FAR),
+        "blocks": Loop(options.size, "blocks"),
+        "every module": Loop(options.size, "modules"),
+        "attention, head": Loop(options.size, "attention"),
+        "weights, moments": Loop(options.size, "weights"),
+        "movement": Loop(options.size, "movement"),
+        "all at once": Loop(options.size, *every),
     }
     best = dict.fromkeys(loops, float("inf"))
     for number in range(options.steps):
@@ -72,13 +94,10 @@ def main() -> None:
         with counting() as count:
             loop.step(options.steps)
         counts[name] = (count.reads, count.num_ops)
-    print(f"{'step':16} {'outputs':>8} {'ms':>9} {'x stock':>8} {'reads':>6} {'operations':>11}")
-    for name, loop in loops.items():
+    print(f"{'step':18} {'ms':>9} {'x stock':>8} {'reads':>6} {'operations':>11}")
+    for name in loops:
         reads, ops = (mine - stock for mine, stock in zip(counts[name], counts["stock"], strict=True))
-        print(
-            f"{name:16} {len(loop.monitor.seen):8} {1000 * best[name]:9.2f} {best[name] / best['stock']:8.3f} "
-            f"{reads:+6} {ops:+11}"
-        )
+        print(f"{name:18} {1000 * best[name]:9.2f} {best[name] / best['stock']:8.3f} {reads:+6} {ops:+11}")
 
 
 if __name__ == "__main__":
