@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "run": {"cli"},
 }
 HOSTS = {"transformers", "accelerate", "trl", "peft", "datasets"}
-TRL_FILES = {"hf/sft.py", "hf/grpo.py", "hf/showcase.py", "hf/compat_reinforcement.py"}
+TRL_FILES = {"hf/sft.py", "hf/grpo.py", "hf/showcase.py", "hf/act.py", "hf/compat_reinforcement.py"}
 TRL_FILES |= {f"hf/bundled/{name}.py" for name in ("dialect", "source", "sft", "grpo")}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

@@ -12,15 +12,16 @@ from typing import NoReturn
 
 from .. import __version__
 from ..errors import ArgumentError
-from . import completion, demo, grpo, replay, run, sft
+from . import completion, demo, grpo, replay, run, sft, verify
 
 # Each has `add_parser(subparsers)`, which sets `run`, a function from the parsed arguments to an exit code.
-COMMANDS: tuple[ModuleType, ...] = (run, sft, grpo, demo, replay, completion)
+COMMANDS: tuple[ModuleType, ...] = (run, sft, grpo, verify, demo, replay, completion)
 
 EPILOG = """examples:
   nanguard demo
   nanguard run train.py --learning_rate 1e-4
   nanguard sft --preset balanced
+  nanguard verify --config my.yaml
   nanguard replay runs/mine/nanguard/autopsy/step-42
   source <(nanguard completion bash)
 
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code: 0, 2 for bad arguments, 130 for Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     foreign: list[str] = []
-    for command in (run, sft, grpo):  # what follows the script, or is TRL's own, is not ours to read
+    for command in (run, sft, grpo, verify):  # what follows the script, or is TRL's own, is not ours to read
         if words[:1] == [command.__name__.rpartition(".")[2]]:
             words, foreign = command.split(words)
             break

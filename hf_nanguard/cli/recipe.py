@@ -24,7 +24,7 @@ OFTEN = {
     "--max_steps": ("N", "optimizer steps"),
     "--per_device_train_batch_size": ("N", "samples of a micro-batch"),
     "--gradient_accumulation_steps": ("N", "micro-batches of a step"),
-    "--bf16": (None, "bfloat16 mixed precision"),
+    "--bf16": ("BOOL", "bfloat16 mixed precision; on unless --fp16 is given"),
     "--use_peft": (None, "train LoRA adapters; --lora_r, --lora_alpha, --lora_target_modules, ..."),
 }
 SETTINGS = """which value holds:

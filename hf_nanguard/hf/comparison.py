@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import transformers
@@ -156,13 +157,17 @@ def _build_hushed(
 
 @contextmanager
 def quiet_host() -> Iterator[None]:
-    """Keeps the host's advice off the screen; what the guard says stays on it."""
-    level = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()
+    """Keeps the host's advice and bars off the screen; what the guard says stays on it."""
+    host = transformers.utils.logging
+    level, bars = host.get_verbosity(), host.is_progress_bar_enabled()
+    host.set_verbosity_error()
+    host.disable_progress_bar()
     try:
         yield
     finally:
-        transformers.utils.logging.set_verbosity(level)
+        host.set_verbosity(level)
+        if bars:
+            host.enable_progress_bar()
 
 
 def build_console() -> Console:
@@ -194,17 +199,22 @@ def show_event(event: dict[str, Any]) -> str:
     return "; ".join([*parts, *places, *([f"would have helped: {', '.join(works)}"] if works else [])])
 
 
+def find_first(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the first event with which the guard acted, or the first if it only observed."""
+    return next((event for event in events if event["action"] != "observed"), events[0])
+
+
 def describe(outcome: Outcome) -> dict[str, str]:
     """Returns what became of a run, as answers by question."""
     bad, counts = outcome.bad_weights, Counter(f"{event['signal']} {event['action']}" for event in outcome.events)
-    ended = "finished" if outcome.error is None else f"ENDED by {outcome.error}"
+    ended = "" if outcome.error is None else f", ENDED by {shorten(outcome.error, 160)}"
     return {
-        "run": f"{ended} after {outcome.steps} steps",
+        "run": f"{outcome.steps} steps{ended}",
         "weights": f"NOT FINITE: {len(bad)} of {outcome.num_weights} tensors" if bad else "all finite",
         "logged losses": show_losses(outcome.losses),
         **{name: show_number(value) for name, value in outcome.figures.items()},
         "events": ", ".join(f"{number} {kind}" for kind, number in counts.items()) or "none",
-        **({"first event": show_event(outcome.events[0])} if outcome.events else {}),
+        **({"first blamed": show_event(find_first(outcome.events))} if outcome.events else {}),
     }
 
 

@@ -7,7 +7,6 @@ its answer: all its labels are masked, so its mean is 0 / 0.
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from ..core.finite import find_nonfinite
-from ..report.jsonl import events_path, read_jsonl
+from .arguments import GuardArguments
 from .trainer import guarded
 
 BATCH_SIZE = 4
@@ -30,20 +28,9 @@ LOWEST, HIGHEST = 0, 54
 MASKED = -100
 WORDS = ("<pad>", "<eos>", "<unk>", "count", "on", "from", *map(str, range(LOWEST, HIGHEST)))
 
-# Called with the number of steps done and the newest logged loss.
-Report = Callable[[int, float], None]
-
-
-@dataclass
-class Outcome:
-    """What one run left behind, measured from outside the trainer."""
-
-    losses: list[float]
-    num_lost: int
-    bad_tensors: int
-    weights: dict[str, Tensor]
-    tested: float
-    events: list[dict[str, Any]] = field(default_factory=list)
+Row = dict[str, list[int]]
+# Called with the number of steps done, a few words about them, and whether these are the last.
+Report = Callable[[int, str, bool], None]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -53,8 +40,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
-def build_rows(tokenizer: PreTrainedTokenizerFast, num_rows: int, seed: int) -> list[dict[str, list[int]]]:
-    """Returns tokenised questions and answers; only the answer is to be learned."""
+def build_rows(tokenizer: PreTrainedTokenizerFast, num_rows: int, seed: int) -> list[Row]:
+    """Returns tokenised questions and answers; only the answer is to be learned. The largest number is in none."""
     draw = random.Random(seed)
     rows = []
     for _ in range(num_rows):
@@ -66,13 +53,13 @@ def build_rows(tokenizer: PreTrainedTokenizerFast, num_rows: int, seed: int) -> 
     return rows
 
 
-def cut_off(row: dict[str, list[int]]) -> dict[str, list[int]]:
+def cut_off(row: Row) -> Row:
     """Returns the row without its answer: no label is left in it."""
     length = row["labels"].count(MASKED)
     return {name: values[:length] for name, values in row.items()}
 
 
-def build_model(seed: int) -> nn.Module:
+def build_model(seed: int, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     """Returns a two-layer Llama with dropout, built from its config."""
     torch.manual_seed(seed)
     config = LlamaConfig(
@@ -80,7 +67,7 @@ def build_model(seed: int) -> nn.Module:
         num_key_value_heads=4, max_position_embeddings=64, attention_dropout=0.1,
         pad_token_id=0, bos_token_id=None, eos_token_id=1,
     )  # fmt: skip
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(config).to(dtype)  # type: ignore[arg-type] # its own signature takes it
 
 
 def mean_over_answers(logits: Tensor, labels: Tensor) -> Tensor:
@@ -101,10 +88,18 @@ class AnswerTrainer(SFTTrainer):
 
 
 class Watch(TrainerCallback):
-    """Counts the steps that did not bring the weights forward, and reports progress."""
+    """Counts the steps that did not bring the weights forward, and reports progress.
 
-    def __init__(self, report: Report):
+    Args:
+        report (`Callable`):
+            Called after every step.
+        figure (`str`, *optional*, defaults to `"loss"`):
+            What to report, of what is logged.
+    """
+
+    def __init__(self, report: Report, figure: str = "loss"):
         self.report = report
+        self.figure = figure
         self.num_lost = 0
         self.before = torch.empty(0)
 
@@ -117,42 +112,60 @@ class Watch(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:
-            self.report(state.global_step, logs["loss"])
+            self.report(state.global_step, f"logged {self.figure} {show(logs.get(self.figure))}", False)
 
 
-def train(
-    rows: list[dict[str, list[int]]],
-    tokenizer: PreTrainedTokenizerFast,
+def show(value: Any) -> str:
+    """Returns a figure in two digits."""
+    return f"{value:.2f}" if isinstance(value, float) and value - value == 0.0 and value else str(value)
+
+
+def build_trainer(
+    rows: list[Row],
     folder: Path,
     seed: int,
-    guard: bool,
-    report: Report,
-) -> Outcome:
-    """Trains once over `rows` in their order and measures what came out."""
-    args = SFTConfig(
-        output_dir=str(folder), num_train_epochs=1, per_device_train_batch_size=BATCH_SIZE, learning_rate=5e-3,
-        lr_scheduler_type="constant", train_sampling_strategy="sequential", max_length=None, logging_steps=1,
-        save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, bf16=False, seed=seed,
-        gradient_checkpointing=False, dataloader_pin_memory=False,
-    )  # fmt: skip
-    watch = Watch(report)
-    trainer_class = guarded(AnswerTrainer) if guard else AnswerTrainer
-    model = build_model(seed)
-    trainer = trainer_class(
-        model, args=args, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer, callbacks=[watch]
-    )
-    trainer.remove_callback(PrinterCallback)
-    events_file = events_path(folder / "nanguard", 0)
-    num_old = len(list(read_jsonl(events_file))) if events_file.is_file() else 0
-    trainer.train()
-    events = list(read_jsonl(events_file))[num_old:] if events_file.is_file() else []
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
-    held_out = trainer.data_collator(build_rows(tokenizer, 64, seed + 1))
-    with torch.no_grad():
-        logits = model.eval()(input_ids=held_out["input_ids"], attention_mask=held_out["attention_mask"]).logits
-        tested = mean_over_answers(logits, held_out["labels"]).item()
-    return Outcome(losses, watch.num_lost, len(find_nonfinite(weights.items())), weights, tested, events)
+    guard: GuardArguments | None,
+    watch: Watch,
+    trainer_class: type = AnswerTrainer,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Any:
+    """Returns a trainer that goes once over `rows` in their order.
+
+    Args:
+        rows (`list`):
+            The data.
+        folder (`Path`), seed (`int`), dtype (`torch.dtype`):
+            Where to, of what, and in which type.
+        guard (`GuardArguments`, *optional*):
+            The guard's settings; a stock trainer without.
+        watch (`Watch`):
+            Sees every step.
+        trainer_class (`type`):
+            The stock class.
+        options (`Any`):
+            More arguments of the training.
+    """
+    arguments = {
+        "num_train_epochs": 1, "per_device_train_batch_size": BATCH_SIZE, "learning_rate": 5e-3,
+        "lr_scheduler_type": "constant", "train_sampling_strategy": "sequential", "max_length": None, "logging_steps": 1,
+        "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True, "bf16": False, "seed": seed,
+        "gradient_checkpointing": False, "dataloader_pin_memory": False,
+    }  # fmt: skip
+    args = SFTConfig(output_dir=str(folder), **{**arguments, **options})
+    parts = {
+        "model": build_model(seed, dtype), "args": args, "train_dataset": datasets.Dataset.from_list(rows),
+        "processing_class": build_tokenizer(), "callbacks": [watch],
+    }  # fmt: skip
+    return trainer_class(**parts) if guard is None else guarded(trainer_class)(guard=guard, **parts)
+
+
+@torch.no_grad()
+def measure_loss(trainer: Any, seed: int) -> float:
+    """Returns the loss of a trained model on rows that it has not seen."""
+    held_out = trainer.data_collator(build_rows(trainer.processing_class, 64, seed + 1))
+    logits = trainer.model.eval()(held_out["input_ids"], attention_mask=held_out["attention_mask"]).logits
+    return mean_over_answers(logits, held_out["labels"]).item()
 
 
 @contextmanager
@@ -160,11 +173,14 @@ def quiet_hosts() -> Iterator[None]:
     """Keeps banners and progress bars of the host libraries off the screen."""
     level = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()
-    bars = datasets.is_progress_bar_enabled()
+    bars, shards = datasets.is_progress_bar_enabled(), transformers.utils.logging.is_progress_bar_enabled()
     datasets.disable_progress_bars()
+    transformers.utils.logging.disable_progress_bar()
     try:
         yield
     finally:
         transformers.utils.logging.set_verbosity(level)
         if bars:
             datasets.enable_progress_bars()
+        if shards:
+            transformers.utils.logging.enable_progress_bar()

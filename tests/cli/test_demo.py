@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_nanguard.hf.showcase import BATCH_SIZE, MASKED, build_rows, build_tokenizer, cut_off
+from hf_nanguard.hf.act import SAMPLING_STEPS
+from hf_nanguard.hf.showcase import BATCH_SIZE, HIGHEST, MASKED, WORDS, build_rows, build_tokenizer, cut_off
 from hf_nanguard.report.jsonl import read_jsonl
 
 ROOT = Path(__file__).parent.parent.parent
@@ -30,33 +31,94 @@ def finished(tmp_path_factory) -> tuple[str, str, Path]:
     return done.stdout, done.stderr, folder
 
 
-def cells(output: str, question: str) -> list[str]:
-    [line] = [line for line in output.splitlines() if line.startswith(f"│ {question}")]
-    return [cell.strip() for cell in line.strip("│").split("│")][1:]
+def cells(output: str, number: int) -> tuple[str, str]:
+    """Returns what the table says of the stock and of the guarded run of an act."""
+    table = output[output.index("┡") :].splitlines()[1:]
+    rows = "\n".join(table).split("├")[number - 1].splitlines()
+    parts = [[cell.strip() for cell in line.strip("│").split("│")] for line in rows if line.startswith("│")]
+    _, stock, guarded = (" ".join(column) for column in zip(*parts, strict=True))
+    return stock.strip(), guarded.strip()
+
+
+def events_of(folder: Path, name: str) -> list[dict]:
+    return list(read_jsonl(folder / name / "nanguard" / "events.jsonl"))
 
 
 def test_only_the_poisoned_stock_run_is_lost(finished):
-    output = finished[0]
-    assert cells(output, "weights finite?") == ["yes", "NO: 21 of 21 bad", "yes"]
-    lost = STEPS - STEPS // 3
-    assert cells(output, "steps lost") == [f"0 of {STEPS}", f"{lost} of {STEPS}", f"1 of {STEPS}"]
-    healthy, poisoned, guarded = cells(output, "final loss, held-out")
-    assert poisoned == "nan"
-    assert float(guarded) == pytest.approx(float(healthy), rel=0.1)
+    stock, guarded = cells(finished[0], 1)
+    assert "weights: 21 of 21 tensors NaN" in stock
+    assert f"steps lost: {STEPS - STEPS // 3} of {STEPS}" in stock
+    assert "held-out loss: nan" in stock
+    assert stock.count("0.0") == 2  # the log shows that as a loss
+    assert "weights: finite" in guarded
+    assert f"steps lost: 1 of {STEPS}" in guarded
+    learned, healthy = re.search(r"held-out loss: ([\d.]+) \(on healthy data: ([\d.]+)\)", guarded).groups()
+    assert float(learned) == pytest.approx(float(healthy), rel=0.1)
 
 
 def test_the_guarded_run_is_bit_identical_to_one_without_that_batch(finished):
-    same, total = re.search(r"(\d+) of (\d+) weight tensors are bit-identical", finished[0]).groups()
+    same, total = re.search(r"never saw that batch: (\d+) of (\d+) weight", cells(finished[0], 1)[1]).groups()
     assert same == total == "21"
 
 
 def test_the_planted_batch_and_no_other_is_blamed(finished):
-    [event] = read_jsonl(finished[2] / "guarded" / "nanguard" / "events.jsonl")
+    [event] = events_of(finished[2], "guarded")
     bad_step = STEPS // 3
     assert (event["step"], event["signal"], event["action"]) == (bad_step, "loss_nonfinite", "skipped")
     assert event["culprit"]["rows"] == [bad_step * BATCH_SIZE + 2]
     assert event["cause"] == "div_by_zero"
-    assert str(finished[2] / "guarded" / "nanguard" / "events.jsonl") in finished[0].replace("\n", "")
+    assert f"row {bad_step * BATCH_SIZE + 2}" in cells(finished[0], 1)[1]
+
+
+def test_stock_grpo_ends_and_the_guarded_one_learns_on(finished):
+    bad_step = SAMPLING_STEPS // 3
+    stock, guarded = cells(finished[0], 2)
+    assert stock.startswith(f"ended at step {bad_step}: RuntimeError: probability tensor")
+    assert f"step {bad_step:>4}/{SAMPLING_STEPS}  ENDED by RuntimeError" in finished[0]
+    first, last = map(float, re.search(r"finished, mean reward ([\d.]+) -> ([\d.]+)", guarded).groups())
+    assert last > first + 0.05
+    [event] = events_of(finished[2], "grpo-guarded")
+    assert (event["step"], event["signal"], event["action"]) == (bad_step, "logits_nonfinite", "dropped")
+
+
+def test_the_silent_nan_is_saved_by_the_stock_run_only(finished):
+    stock, guarded = cells(finished[0], 3)
+    assert stock.startswith("finished, last logged loss ")
+    assert float(re.search(r"last logged loss ([\d.]+)", stock)[1]) > 0
+    assert "weights: 1 of 21 tensors NaN" in stock
+    assert "checkpoints saved: 4, of them with NaN: 2" in stock
+    assert "checkpoints saved: 2, of them with NaN: 0" in guarded
+    [event] = events_of(finished[2], "silent-guarded")
+    assert (event["action"], event["cause"]) == ("halted", "optimizer_state")
+    assert event["culprit"]["parameter"] == "model.embed_tokens.weight"
+    assert event["values"]["rows"] == [WORDS.index(str(HIGHEST - 1))]
+    assert f"row {WORDS.index(str(HIGHEST - 1))}" in guarded
+
+
+def test_no_batch_of_the_demo_uses_the_word_of_the_silent_nan():
+    rows = build_rows(build_tokenizer(), 2000, seed=0)
+    assert WORDS.index(str(HIGHEST - 1)) not in {token for row in rows for token in row["input_ids"]}
+
+
+def test_the_overflow_is_announced_before_it_comes(finished):
+    stock, guarded = cells(finished[0], 4)
+    assert "weights: 21 of 21 tensors NaN" in stock
+    assert "weights: finite" in guarded
+    told, foretold, came = map(
+        int, re.search(r"announced at step (\d+) for step (\d+), .* it came at step (\d+)", guarded).groups()
+    )
+    assert told + 10 <= came
+    assert abs(foretold - came) <= (came - told) / 2
+    signals = [event["signal"] for event in events_of(finished[2], "overflow-guarded")]
+    assert signals.index("activation_headroom") < signals.index("loss_nonfinite")
+    assert "fp16_overflow" in guarded
+
+
+def test_it_ends_with_where_the_evidence_is(finished):
+    output, _, folder = finished
+    named = re.findall(r"^(?:events|autopsies) of \d: (.*)$", output, flags=re.MULTILINE)
+    assert len(named) >= 5
+    assert all(Path(path).exists() and Path(path).is_relative_to(folder) for path in named)
 
 
 def test_a_pipe_gets_plain_text(finished):
@@ -83,8 +145,15 @@ def press_ctrl_c(process):
     return process.communicate(timeout=10)[1]
 
 
-def test_ctrl_c_ends_a_run(tmp_path):
-    command = [*COMMAND, "--steps", "300", "--output-dir", str(tmp_path)]
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--steps", "300"], "stock, healthy data"),
+        pytest.param(["--steps", "6"], "guarded float16", marks=pytest.mark.slow),
+    ],
+)
+def test_ctrl_c_ends_a_run(options, line, tmp_path):
+    command = [*COMMAND, *options, "--output-dir", str(tmp_path)]
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -94,9 +163,10 @@ def test_ctrl_c_ends_a_run(tmp_path):
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     ) as process:
         try:
-            assert any("step " in line and "logged loss" in line for line in iter(process.stdout.readline, ""))
+            assert any(told.startswith(line) for told in iter(process.stdout.readline, ""))
             errors = press_ctrl_c(process)
         finally:
             process.kill()
     assert process.returncode == 130
-    assert errors.endswith("nanguard: stopped by Ctrl-C; what was written so far is whole.\n")
+    assert errors == "nanguard: stopped by Ctrl-C; what was written so far is whole.\n"
+    assert all(list(read_jsonl(file)) for file in tmp_path.rglob("*.jsonl"))

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+import torch
+from transformers.utils import is_torch_bf16_gpu_available
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from ...errors import ArgumentError
@@ -110,10 +112,11 @@ def _layer(parser: TrlParser, words: list[str], kind: Kind, given: argparse.Name
             "Leave out both for the embedded task."
         )
     family = "lora" if kind.name == "sft" and given.use_peft else kind.name
-    preset = {} if given.preset is None else read_preset(family, given.preset)
+    device, notes = find_precision()
+    preset = {**({} if given.preset is None else read_preset(family, given.preset)), **device}
     base = dict(kind.embedded) if no_model else dict(kind.task) if no_data else {}
     own = {name: base[name] for name in OWN_OF_EMBEDDED if no_model and name in base}
-    notes = [
+    notes += [
         f"the embedded model starts from nothing, so it keeps its {name} of {value}; the preset's {preset[name]} is "
         f"for pretrained models. --{name} sets another."
         for name, value in own.items()
@@ -127,6 +130,16 @@ def _layer(parser: TrlParser, words: list[str], kind: Kind, given: argparse.Name
     except (ValueError, TypeError) as error:  # how the host's dataclasses complain about their values
         raise ArgumentError(f"the arguments cannot work together: {_first_line(error)}") from error
     return Plan(*parsed[:5], embedded_model=no_model, embedded_data=no_data, notes=notes)
+
+
+def find_precision() -> tuple[dict[str, Any], list[str]]:
+    """Returns what the device asks for below the flags, where TRL and the presets would take bfloat16, and notes on it."""
+    if not torch.accelerator.is_available():
+        return {"use_cpu": True}, []  # without it the host refuses bfloat16 on a CPU
+    if is_torch_bf16_gpu_available():
+        return {}, []
+    note = "this device has no bfloat16, so it is float16, with a loss scaler. --fp16 false --bf16 false is float32."
+    return {"bf16": False, "fp16": True}, [note]
 
 
 def _is_given(name: str, words: Sequence[str]) -> bool:

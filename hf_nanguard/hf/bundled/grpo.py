@@ -27,7 +27,7 @@ KIND = Kind(
     script=GRPOScriptArguments,
     training=GuardedGRPOConfig,
     embedded={
-        **COMMON, "max_steps": 150, "learning_rate": 5e-3, "per_device_train_batch_size": 128, "num_generations": 16,
+        **COMMON, "max_steps": 250, "learning_rate": 5e-3, "per_device_train_batch_size": 128, "num_generations": 16,
         "max_completion_length": 3, "lr_scheduler_type": "constant", "logging_steps": 5, "bf16": False,
     },
     task={**COMMON, "max_steps": 50, "max_completion_length": 16},
@@ -143,5 +143,5 @@ def compare(plan: Plan, parts: dict[str, Any]) -> int:
         return trainer
 
     planted = f"Planted: in generation {generation} the scores of one completion are NaN when its tokens are drawn."
-    compare_runs(build_trainer, args, planted, lambda trainer: {f"reward, {k}": v for k, v in measure(trainer).items()})
-    return 0
+    outcomes = compare_runs(build_trainer, args, planted, lambda trainer: {f"reward, {k}": v for k, v in measure(trainer).items()})
+    return 0 if outcomes[-1].is_sound else 1

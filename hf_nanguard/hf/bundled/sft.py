@@ -90,6 +90,13 @@ def measure(trainer: Any) -> dict[str, float | str]:
     return {"accuracy": right / len(said), "answer rate": sum(text.isdecimal() for text in said) / len(said)}
 
 
+def measure_all(trainer: Any, plan: Plan) -> dict[str, float | str]:
+    """Returns what a field report of this failure looks at: the norm in the log, and whether anything was learned."""
+    norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+    last: dict[str, float | str] = {"last gradient norm": norms[-1]} if norms else {}
+    return {**last, **(measure(trainer) if plan.embedded_data else {})}
+
+
 def compare(plan: Plan, parts: dict[str, Any]) -> int:
     """Runs stock and guarded with a loss that is a mean over each answer, on data in which one answer is missing."""
     args = plan.training
@@ -104,5 +111,5 @@ def compare(plan: Plan, parts: dict[str, Any]) -> int:
         f"Planted: a sample of micro-batch {batch} was cut off before its answer. All its labels are masked, so the mean "
         "loss over its answer is 0/0."
     )
-    compare_runs(build_trainer, args, planted, measure if plan.embedded_data else None)
-    return 0
+    outcomes = compare_runs(build_trainer, args, planted, lambda trainer: measure_all(trainer, plan))
+    return 0 if outcomes[-1].is_sound else 1

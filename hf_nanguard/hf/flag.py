@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 from transformers import HfArgumentParser
 
-from ...errors import ArgumentError
-from ..preset import list_presets, read_preset, read_yaml
+from ..errors import ArgumentError
+from .preset import list_presets, read_preset, read_yaml
 
 
 class _Parser(HfArgumentParser):
@@ -35,7 +35,7 @@ def one_sentence() -> Iterator[None]:
 
 
 def parse_arguments(
-    types: Sequence[type],
+    types: Sequence[Any],
     argv: Sequence[str] | None,
     defaults: Mapping[str, Any],
     description: str | None = None,

@@ -1,0 +1,93 @@
+"""The task that `recipes/distill.py` brings along: days and months in their order, two tokenizers, two small models.
+
+The student reads whole words. The teacher cuts some of them into pieces and begins every text with a token of its own, so
+that the two have to be aligned.
+"""
+
+import random
+from collections.abc import Sequence
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel, WordPiece
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
+MONTHS = (
+    "january", "february", "march", "april", "may", "june", "july", "august", "september", "october", "november", "december",
+)  # fmt: skip
+BAD_WORD = "undecimber"
+SPECIAL = ("<pad>", "<unk>", "<bos>", "<eos>")
+WORDS = ("after", "come", *DAYS, *MONTHS, BAD_WORD)
+PIECES = {"wednesday": ("wednes", "##day"), "september": ("sept", "##ember"), "november": ("nov", "##ember")}
+
+
+def build_texts(num_texts: int, seed: int, bad_text: int | None = None) -> list[str]:
+    """Returns texts such as "after may come june july"; one of them may have the month that the teacher does not know."""
+    draw = random.Random(seed)
+    texts = []
+    for index in range(num_texts):
+        words = draw.choice((DAYS, MONTHS))
+        start, length = draw.randrange(len(words)), draw.randrange(2, 6)
+        listed = [words[(start + i) % len(words)] for i in range(1 + length)]
+        first = BAD_WORD if index == bad_text else listed[0]
+        texts.append(" ".join(["after", first, "come", *listed[1:]]))
+    return texts
+
+
+def build_tokenizers() -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]:
+    """Returns the student's and the teacher's."""
+    names = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>"}
+    student = Tokenizer(WordLevel({word: i for i, word in enumerate((*SPECIAL, *WORDS))}, unk_token="<unk>"))
+    pieces = [piece for word in WORDS for piece in PIECES.get(word, (word,))]
+    vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys((*SPECIAL, *reversed(pieces))))}
+    teacher = Tokenizer(WordPiece(vocabulary, unk_token="<unk>"))
+    for tokenizer, begin in ((student, ""), (teacher, "<bos> ")):
+        tokenizer.pre_tokenizer = Whitespace()
+        ids = [(name, tokenizer.token_to_id(name)) for name in ("<bos>", "<eos>")]
+        tokenizer.post_processor = TemplateProcessing(single=f"{begin}$A <eos>", special_tokens=ids)
+    return tuple(PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names) for tokenizer in (student, teacher))  # type: ignore[return-value]
+
+
+def build_student(vocab_size: int, seed: int) -> GptOssForCausalLM:
+    """Returns a two-layer model with four experts, of which its routers choose two for a token.
+
+    Of the host's models with experts it is one whose files have the names of its modules: where they differ (Mixtral),
+    the host's `load_best_model_at_end` leaves routers and experts as they were, with a warning.
+    """
+    torch.manual_seed(seed)
+    config = GptOssConfig(
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=8, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, pad_token_id=0, bos_token_id=2, eos_token_id=3,
+    )  # fmt: skip
+    return GptOssForCausalLM(config)
+
+
+def build_teacher(tokenizer: PreTrainedTokenizerFast, num_steps: int, seed: int) -> LlamaForCausalLM:
+    """Returns a small model that was trained on the task for a moment."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=64, pad_token_id=0, bos_token_id=2, eos_token_id=3,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    texts = build_texts(num_steps * 16, seed=seed + 100)
+    for step in range(num_steps):
+        batch = tokenizer(texts[step * 16 : (step + 1) * 16], return_tensors="pt", padding=True)
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def spoil_word(
+    teacher: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, words: Sequence[str] = (BAD_WORD,)
+) -> None:
+    """Makes the embeddings of words NaN, as rows look that were added to a vocabulary and never set."""
+    with torch.no_grad():
+        teacher.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids(list(words))] = float("nan")

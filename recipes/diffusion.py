@@ -1,0 +1,212 @@
+"""A denoising model on the plain `Trainer`: inputs, predictions, loss weights and loss are checked.
+
+A small convolutional network learns to draw the signal strength around a transmitter, from noise and the transmitter's
+place. It predicts signal and noise; the signal's error is weighted by the signal-to-noise ratio, which has no bound at
+the clean end. Model and data are made here; nothing is downloaded. Planted failures:
+
+    snr_weight   noise levels are drawn from 0 instead of 1, where the ratio is 1/0, and weights are not clamped
+    input        one map of the training data holds a NaN
+
+`--max_weight 100` clamps the weights in either case, and then noise level 0 is harmless.
+
+    python recipes/diffusion.py
+    python recipes/diffusion.py --plant input --nanguard_on_bad_input drop_samples
+    python recipes/diffusion.py --plant none --compare false --max_steps 2000
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import Trainer, TrainingArguments
+
+from hf_nanguard import GuardedTrainerMixin, GuardedTrainingArguments, clamp_weight, guarded
+from hf_nanguard.hf.comparison import Outcome, compare_runs
+from hf_nanguard.hf.flag import one_sentence, parse_arguments
+
+SIDE, BAD_ROW = 12, 33
+MAX_PREDICTION = 1e6
+DEFAULTS = {
+    "output_dir": "runs/diffusion",
+    "max_steps": 80,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 2,
+    "learning_rate": 3e-3,
+    "max_grad_norm": 0.5,
+    "logging_steps": 10,
+    "save_strategy": "no",
+    "report_to": ["none"],
+    "remove_unused_columns": False,
+    "dataloader_pin_memory": False,
+}
+PLANTED = {
+    "none": "Nothing is planted.",
+    "snr_weight": "Planted: noise levels are drawn from 0, where the signal-to-noise ratio is 1/0 (term signal).",
+    "input": f"Planted: the map of row {BAD_ROW} holds a NaN (input signal).",
+}
+
+
+@dataclass
+class ScriptArguments:
+    """What this recipe takes beside the guarded training arguments."""
+
+    plant: Literal["snr_weight", "input", "none"] = field(
+        default="snr_weight", metadata={"help": "The failure to plant, or none."}
+    )
+    compare: bool = field(default=True, metadata={"help": "Run stock and guarded; false trains guarded only."})
+    max_weight: float | None = field(
+        default=None,
+        metadata={"help": "Largest loss weight. By default 100, or no bound with --plant snr_weight."},
+    )
+    num_levels: int = field(default=200, metadata={"help": "Noise levels, at least 2."})
+    num_rows: int = field(default=256, metadata={"help": f"Rows of training data, more than {BAD_ROW}."})
+
+    def __post_init__(self) -> None:
+        if self.num_rows <= BAD_ROW:
+            raise ValueError(f"--num_rows must be more than {BAD_ROW}, got {self.num_rows}.")
+        if self.num_levels < 2:
+            raise ValueError(f"--num_levels must be at least 2, got {self.num_levels}.")
+        if self.max_weight is None and self.plant != "snr_weight":
+            self.max_weight = 100.0
+
+
+class Denoiser(nn.Module):
+    """Four convolutions over the noisy map, the transmitter's place and the noise level."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (3, 24, 24, 24)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(width, 24, 5, padding=2), nn.GroupNorm(4, 24), nn.SiLU()) for width in widths[:-1]
+        )
+        self.head = nn.Conv2d(24, 2, 3, padding=1)
+
+    def forward(self, noisy: Tensor, place: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.stack([noisy, place, level[:, None, None].expand_as(noisy)], 1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        signal, noise = self.head(hidden).unbind(1)
+        return signal, noise
+
+
+def build_rows(num_rows: int, seed: int, plant: str = "none") -> list[dict[str, Tensor]]:
+    """Returns maps of signal strength around transmitters, and where the transmitters are."""
+    draw = torch.Generator().manual_seed(seed)
+    axis = torch.arange(SIDE, dtype=torch.float32)
+    rows = []
+    for index in range(num_rows):
+        y, x = torch.randint(SIDE, (2,), generator=draw).tolist()
+        signal = 2 * torch.exp(-((axis[:, None] - y) ** 2 + (axis - x) ** 2) / 12) - 1
+        place = torch.zeros(SIDE, SIDE)
+        place[y, x] = 1
+        if plant == "input" and index == BAD_ROW:
+            signal[0, 0] = float("nan")
+        rows.append({"signal": signal, "place": place})
+    return rows
+
+
+class NoisyCollator:
+    """Stacks rows and draws a noise level for each, so that a level belongs to its row.
+
+    Drawn inside the loss it would come from the random state that a skipped step restores: the next step would draw the
+    same bad level again.
+
+    Args:
+        lowest (`int`), num_levels (`int`):
+            Levels are drawn from `lowest / num_levels` to below 1. Level 0 has no noise, so the ratio is not defined there.
+    """
+
+    def __init__(self, lowest: int, num_levels: int):
+        self.lowest = lowest
+        self.num_levels = num_levels
+
+    def __call__(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        levels = torch.randint(self.lowest, self.num_levels, (len(rows),)) / self.num_levels
+        return {**stack(rows), "level": levels}
+
+
+def stack(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Stacks rows."""
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def add_noise(signal: Tensor, noise: Tensor, level: Tensor) -> Tensor:
+    """Returns the signal at noise levels between 0, the signal alone, and 1, noise alone."""
+    level = level[:, None, None]
+    return (1 - level) * signal + level.sqrt() * noise
+
+
+def weigh(level: Tensor) -> Tensor:
+    """Returns the signal-to-noise ratio of levels: infinite at 0."""
+    return (1 - level).square() / level
+
+
+class DenoisingTrainer(Trainer):
+    """A plain `Trainer` that denoises; guarded, it has its weights, predictions and terms watched by name."""
+
+    def __init__(self, *args: Any, script: ScriptArguments, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.script = script
+
+    def watch(self, name: str, tensor: Tensor, bound: float | None = None) -> None:
+        """Has a tensor watched by the guard, if there is one."""
+        if isinstance(self, GuardedTrainerMixin):
+            self.nanguard.guard.watch(name, tensor, bound)
+
+    def add_term(self, name: str, value: Tensor) -> Tensor:
+        """Has a term of the loss named to the guard, if there is one."""
+        return self.nanguard.guard.term(name, value) if isinstance(self, GuardedTrainerMixin) else value
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        signal, level = inputs["signal"], inputs["level"]
+        noise = torch.randn_like(signal)
+        predicted, predicted_noise = model(add_noise(signal, noise, level), inputs["place"], level)
+        weight = weigh(level)
+        if self.script.max_weight is not None:
+            weight = clamp_weight(weight, max=self.script.max_weight)
+        self.watch("loss weight", weight)
+        self.watch("prediction", predicted, bound=MAX_PREDICTION)
+        error = (predicted - signal).square().mean((1, 2))
+        loss = self.add_term("signal", (weight * error).mean())
+        loss = loss + self.add_term("noise", F.mse_loss(predicted_noise, noise))
+        return (loss, {"signal": predicted, "noise": predicted_noise}) if return_outputs else loss
+
+
+def measure(trainer: Any) -> dict[str, float | str]:
+    """Returns the error of the signal at half noise, on maps that were not trained on; 1 is what noise itself has."""
+    batch = {name: tensor.to(trainer.args.device) for name, tensor in stack(build_rows(64, seed=2)).items()}
+    signal, level = batch["signal"], torch.full((64,), 0.5, device=trainer.args.device)
+    noise = torch.randn(signal.shape, generator=torch.Generator().manual_seed(3)).to(signal.device)
+    with torch.no_grad():
+        predicted, _ = trainer.model.eval()(add_noise(signal, noise, level), batch["place"], level)
+    return {"held-out signal error": (F.mse_loss(predicted, signal) / signal.square().mean()).item()}
+
+
+def run(argv: Sequence[str] | None = None) -> list[Outcome]:
+    """Runs the recipe and returns what became of its runs, the guarded one last."""
+    types = [ScriptArguments, GuardedTrainingArguments]
+    script, args = parse_arguments(types, argv, DEFAULTS, __doc__)
+
+    def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
+        torch.manual_seed(args.seed)
+        trainer_class: Any = guarded(DenoisingTrainer) if guard else DenoisingTrainer
+        rows: Any = build_rows(script.num_rows, seed=1, plant=script.plant)
+        collator = NoisyCollator(0 if script.plant == "snr_weight" else 1, script.num_levels)
+        return trainer_class(Denoiser(), args, data_collator=collator, train_dataset=rows, script=script)
+
+    return compare_runs(build_trainer, args, PLANTED[script.plant], measure, script.compare)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the recipe and returns the exit code: 0 if the guarded run is sound."""
+    with one_sentence():
+        outcomes = run(argv)
+    return 0 if outcomes[-1].is_sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,353 @@
+"""A float16 student with routed experts learns from a teacher that has another tokenizer.
+
+The loss has two terms: cross-entropy (ce) and the divergence from the teacher (kd), compared where both tokenizers
+predict the same characters, over the tokens they share (`hf_nanguard.hf.alignment` says how). If kd is not finite it is
+dropped, as an event, and ce goes on. The router has a learning rate of its own. After every epoch the perplexity on
+other texts is measured, and the best model is kept. Without names, models and texts are made here; nothing is
+downloaded. Planted failures:
+
+    teacher_row  a word of one text has a NaN embedding in the teacher, as if its row had never been set
+    eps          the optimizer has the usual eps of 1e-8, which is 0 in float16
+
+The second ruins weights in an update whose loss and gradients are finite. The guard cannot prevent that, it halts and
+names the cause. The default here is a fused AdamW, which computes in float32, with an eps of 1e-4.
+
+    python recipes/distill.py
+    python recipes/distill.py --plant eps
+    python recipes/distill.py --plant none --compare false --model_dtype float32 --temperature 1.5
+    python recipes/distill.py --compare false --plant none --preset balanced --model_name_or_path student \\
+        --teacher_name_or_path teacher --train_file texts.txt
+"""
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+
+from hf_nanguard import (
+    ArgumentError,
+    GuardedTrainerMixin,
+    GuardedTrainingArguments,
+    bounded_loss,
+    distillation_loss,
+    guarded,
+    masked_cross_entropy,
+    soft_cap,
+)
+from hf_nanguard.hf.alignment import align_positions, share_vocabulary
+from hf_nanguard.hf.calendar import BAD_WORD, build_student, build_teacher, build_texts, build_tokenizers, spoil_word
+from hf_nanguard.hf.comparison import Outcome, compare_runs
+from hf_nanguard.hf.flag import one_sentence, parse_arguments
+
+MASKED = -100
+NUM_VALIDATION = 48
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+DEFAULTS = {
+    "output_dir": "runs/distill",
+    "num_train_epochs": 4,
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 16,
+    "optim": "adamw_torch_fused",
+    "adam_epsilon": 1e-4,
+    "max_grad_norm": 0.5,
+    "logging_steps": 5,
+    "eval_strategy": "epoch",
+    "save_strategy": "epoch",
+    "save_total_limit": 1,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "eval_loss",
+    "report_to": ["none"],
+    "remove_unused_columns": False,
+    "dataloader_pin_memory": False,
+}
+PLANTED = {
+    "none": "Nothing is planted.",
+    "teacher_row": f"Planted: the teacher's embedding of {BAD_WORD!r}, a word of one text, is NaN (term kd).",
+    "eps": "Planted: AdamW with an eps of 1e-8, which is 0 in float16.",
+}
+
+
+@dataclass
+class ScriptArguments:
+    """What this recipe takes beside the guarded training arguments."""
+
+    plant: Literal["teacher_row", "eps", "none"] = field(
+        default="teacher_row", metadata={"help": "The failure to plant, or none."}
+    )
+    compare: bool = field(default=True, metadata={"help": "Run stock and guarded; false trains guarded only."})
+    student_lr: float | None = field(
+        default=None,
+        metadata={"help": "Learning rate. By default 1e-5 for a named student, 5e-3 for the one made here."},
+    )
+    router_lr: float | None = field(
+        default=None, metadata={"help": "Learning rate of the router. By default 1e-5, and 5e-3 for the one made here."}
+    )
+    temperature: float = field(default=2.0, metadata={"help": "What logits are divided by in kd."})
+    alpha_kd: float = field(default=0.1, metadata={"help": "Weight of the divergence from the teacher."})
+    alpha_ce: float = field(default=0.9, metadata={"help": "Weight of the cross-entropy."})
+    model_dtype: Literal["float16", "bfloat16", "float32"] = field(
+        default="float16", metadata={"help": "Dtype of the student."}
+    )
+    logits_cap: float | None = field(
+        default=None, metadata={"help": "Smooth cap of the student's logits, e.g. 30; use the same when sampling."}
+    )
+    loss_bound: float | None = field(
+        default=None, metadata={"help": "Above it ce grows only logarithmically, and keeps a gradient; e.g. 6."}
+    )
+    model_name_or_path: str | None = field(default=None, metadata={"help": "The student. Made here by default."})
+    teacher_name_or_path: str | None = field(default=None, metadata={"help": "The teacher. Made here by default."})
+    train_file: str | None = field(default=None, metadata={"help": "Texts, one a line; the last 10 % validate."})
+    max_length: int = field(default=512, metadata={"help": "Tokens after which a text is cut."})
+    num_rows: int = field(default=128, metadata={"help": "Texts that are made here to train on."})
+    teacher_steps: int = field(default=120, metadata={"help": "Steps the teacher made here is trained before."})
+
+    def __post_init__(self) -> None:
+        names = [self.model_name_or_path, self.teacher_name_or_path, self.train_file]
+        self.named = [name for name in names if name is not None]
+        if self.named and len(self.named) < len(names):
+            raise ValueError("--model_name_or_path, --teacher_name_or_path and --train_file must be given together.")
+        if self.named and self.plant == "teacher_row":
+            raise ValueError("--plant teacher_row is for the models made here. Add --plant none or --plant eps.")
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise ValueError(f"--temperature must be positive and finite, got {self.temperature}.")
+        usual = 1e-5 if self.named else 5e-3
+        self.student_lr = usual if self.student_lr is None else self.student_lr
+        self.router_lr = usual if self.router_lr is None else self.router_lr
+
+
+@dataclass
+class Material:
+    """Models, tokenizers and texts."""
+
+    build_student: Callable[[], nn.Module]
+    teacher: nn.Module
+    student_tokenizer: Any
+    teacher_tokenizer: Any
+    texts: list[str]
+    validation: list[str]
+
+
+def make_material(script: ScriptArguments, seed: int) -> Material:
+    """Makes everything here."""
+    ours, theirs = build_tokenizers()
+    teacher = build_teacher(theirs, script.teacher_steps, seed)
+    planted = script.plant == "teacher_row"
+    if planted:
+        spoil_word(teacher, theirs)
+    texts = build_texts(script.num_rows, seed=1, bad_text=script.num_rows // 2 if planted else None)
+    validation = build_texts(NUM_VALIDATION, seed=2)
+    return Material(partial(build_student, len(ours), seed), teacher, ours, theirs, texts, validation)
+
+
+def load_material(student: str, teacher: str, train_file: str) -> Material:
+    """Loads what was named."""
+    try:
+        texts = [line for line in Path(train_file).read_text(encoding="utf-8").splitlines() if line.strip()]
+        tokenizers = [AutoTokenizer.from_pretrained(name) for name in (student, teacher)]
+        frozen = AutoModelForCausalLM.from_pretrained(teacher)
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"a model or the texts cannot be loaded: {(str(error).splitlines() or [''])[0]}") from error
+    if len(texts) < 2:
+        raise ArgumentError(f"--train_file must hold at least 2 texts, got {len(texts)} in {train_file!r}.")
+    for tokenizer in tokenizers:
+        if not tokenizer.is_fast:
+            raise ArgumentError(f"tokenizers must tell where tokens begin and end, {tokenizer.name_or_path!r} cannot.")
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    num_train = len(texts) - max(1, len(texts) // 10)
+    parts = (texts[:num_train], texts[num_train:])
+    return Material(
+        partial(AutoModelForCausalLM.from_pretrained, student), frozen, tokenizers[0], tokenizers[1], *parts
+    )
+
+
+class PairCollator:
+    """Tokenizes texts twice and aligns the two.
+
+    Args:
+        student (`PreTrainedTokenizerBase`), teacher (`PreTrainedTokenizerBase`):
+            The tokenizers.
+        max_length (`int`):
+            Tokens after which a text is cut.
+    """
+
+    def __init__(self, student: Any, teacher: Any, max_length: int):
+        self.student = student
+        self.teacher = teacher
+        self.max_length = max_length
+
+    def _encode(self, tokenizer: Any, texts: list[str]) -> Any:
+        return tokenizer(
+            texts, return_tensors="pt", padding=True, padding_side="right", truncation=True, max_length=self.max_length,
+            return_offsets_mapping=True,
+        )  # fmt: skip
+
+    def __call__(self, rows: list[dict[str, str]]) -> dict[str, Tensor]:
+        texts = [row["text"] for row in rows]
+        ours, theirs = self._encode(self.student, texts), self._encode(self.teacher, texts)
+        spans = zip(ours["offset_mapping"].tolist(), theirs["offset_mapping"].tolist(), strict=True)
+        return {
+            "input_ids": ours["input_ids"],
+            "attention_mask": ours["attention_mask"],
+            "labels": ours["input_ids"].masked_fill(ours["attention_mask"] == 0, MASKED),
+            "teacher_input_ids": theirs["input_ids"],
+            "teacher_attention_mask": theirs["attention_mask"],
+            "teacher_positions": torch.tensor([align_positions(*pair) for pair in spans]),
+        }
+
+
+class DistillationTrainer(Trainer):
+    """A plain `Trainer` with ce and kd; guarded, it names them, and kd may fail."""
+
+    def __init__(
+        self, *args: Any, script: ScriptArguments, teacher: nn.Module, shared: tuple[Tensor, Tensor], **kwargs: Any
+    ):
+        super().__init__(*args, **kwargs)
+        self.script = script
+        self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
+        self.shared = tuple(ids.to(self.args.device) for ids in shared)
+        self.model_accepts_loss_kwargs = False  # both terms are means over the micro-batch
+
+    def add_term(self, name: str, value: Tensor, weight: float, on_nonfinite: str) -> Tensor:
+        """Weighs a term; under the guard it is watched, logged and blamed by its name."""
+        if isinstance(self, GuardedTrainerMixin):
+            return self.nanguard.guard.term(name, value, weight, on_nonfinite)
+        return weight * value
+
+    def ask_teacher(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Returns the teacher's logits of shared tokens, where the student's positions have a partner, 0 elsewhere."""
+        with torch.no_grad():
+            ids, mask = inputs["teacher_input_ids"], inputs["teacher_attention_mask"]
+            logits = self.teacher(input_ids=ids, attention_mask=mask).logits[..., self.shared[1]]
+        places = inputs["teacher_positions"].clamp(min=0).unsqueeze(-1)
+        return logits.gather(1, places.expand(*places.shape[:2], logits.shape[-1]))
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        script = self.script
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        logits = outputs.logits if script.logits_cap is None else soft_cap(outputs.logits, script.logits_cap)
+        labels = nn.functional.pad(inputs["labels"], (0, 1), value=MASKED)[:, 1:]
+        ce = masked_cross_entropy(logits, labels)
+        if not model.training:  # what perplexity is of
+            return (ce, {"logits": logits}) if return_outputs else ce
+        ce = ce if script.loss_bound is None else bounded_loss(ce, script.loss_bound)
+        loss = self.add_term("ce", ce, script.alpha_ce, "keep")
+        paired = inputs["teacher_positions"] >= 0
+        kd = distillation_loss(logits[..., self.shared[0]], self.ask_teacher(inputs), script.temperature, paired)
+        loss = loss + self.add_term("kd", kd, script.alpha_kd, "drop")
+        return (loss, outputs) if return_outputs else loss
+
+    def create_optimizer(self, *args, **kwargs):
+        optimizer = super().create_optimizer(*args, **kwargs)
+        assert self.model is not None
+        routers = {id(p) for name, p in self.model.named_parameters() if {"gate", "router"} & set(name.split("."))}
+        if not routers:
+            print("The student has no router, so --router_lr has no effect.")
+        for group in list(optimizer.param_groups):
+            mine = [p for p in group["params"] if id(p) in routers]
+            group["params"] = [p for p in group["params"] if id(p) not in routers]
+            if mine:
+                optimizer.add_param_group({**group, "params": mine, "lr": self.script.router_lr})
+        return optimizer
+
+    def log(self, logs, *args, **kwargs):
+        if "eval_loss" in logs:
+            logs["eval_perplexity"] = perplexity(logs["eval_loss"])
+        super().log(logs, *args, **kwargs)
+
+
+def perplexity(loss: float) -> float:
+    """Returns e to the loss; inf where that overflows."""
+    return torch.tensor(loss, dtype=torch.float64).exp().item()
+
+
+def find_logged(trainer: Any, name: str) -> list[float]:
+    """Returns what was logged under a name."""
+    return [row[name] for row in trainer.state.log_history if name in row]
+
+
+class EpochLine(TrainerCallback):
+    """Prints a line after every validation."""
+
+    def __init__(self) -> None:
+        self.best = math.inf
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        last: dict[str, Any] = next((row for row in reversed(state.log_history) if "loss" in row), {})
+        terms = [f"{name}={last[key]:.4f}" for name in ("kd", "ce") if (key := f"nanguard/term/{name}") in last]
+        rate = f" ({', '.join(terms)}) success_rate={last['nanguard/success_rate']:.0%}" if terms else ""
+        score = perplexity(metrics["eval_loss"])
+        mark = ", the best so far" if score < self.best else ""
+        self.best = min(self.best, score) if not math.isnan(score) else self.best
+        print(
+            f"  step {state.global_step}: loss={last.get('loss', math.nan):.4f}{rate}, validation perplexity {score:.2f}{mark}"
+        )
+
+
+def measure(trainer: Any) -> dict[str, float | str]:
+    """Returns the averages of the run and its best validation perplexity; the terms are known to the guard only."""
+    names = {"loss": "loss", "kd": "nanguard/term/kd", "ce": "nanguard/term/ce"}
+    logged = {name: find_logged(trainer, key) for name, key in names.items()}
+    rates, dropped = (find_logged(trainer, f"nanguard/{name}") for name in ("success_rate", "dropped_terms/kd"))
+    best = trainer.state.best_metric
+    return {
+        **{f"average {name}": sum(v) / len(v) if v else "not known" for name, v in logged.items()},
+        "success rate": f"{rates[-1]:.0%}, kd dropped {dropped[-1] if dropped else 0} times on rank 0"
+        if rates
+        else "not known",
+        "best perplexity": math.nan if best is None else perplexity(best),
+        "best model": trainer.state.best_model_checkpoint or "none",
+    }
+
+
+def run(argv: Sequence[str] | None = None) -> list[Outcome]:
+    """Runs the recipe and returns what became of its runs, the guarded one last."""
+    types = [ScriptArguments, GuardedTrainingArguments]
+    script, args = parse_arguments(types, argv, DEFAULTS, __doc__, kind="distill")
+    if args.learning_rate != TrainingArguments.learning_rate:
+        raise ArgumentError(f"learning_rate must be given as --student_lr here, got {args.learning_rate}.")
+    args.learning_rate = script.student_lr
+    if script.plant == "eps":
+        args.optim, args.adam_epsilon = "adamw_torch", 1e-8
+    material = load_material(*script.named) if script.named else make_material(script, args.seed)
+    ours, theirs = share_vocabulary(material.student_tokenizer, material.teacher_tokenizer)
+    if not ours:
+        raise ArgumentError(
+            "student and teacher must share tokens to be compared, they share none. Choose another teacher."
+        )
+
+    def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
+        trainer_class: Any = guarded(DistillationTrainer) if guard else DistillationTrainer
+        return trainer_class(
+            material.build_student().to(DTYPES[script.model_dtype]),
+            args,
+            data_collator=PairCollator(material.student_tokenizer, material.teacher_tokenizer, script.max_length),
+            train_dataset=[{"text": text} for text in material.texts],
+            eval_dataset=[{"text": text} for text in material.validation],
+            processing_class=material.student_tokenizer,
+            callbacks=[EpochLine()],
+            script=script,
+            teacher=material.teacher,
+            shared=(torch.tensor(ours), torch.tensor(theirs)),
+        )
+
+    return compare_runs(build_trainer, args, PLANTED[script.plant], measure, script.compare)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the recipe and returns the exit code: 0 if the guarded run is sound."""
+    with one_sentence():
+        outcomes = run(argv)
+    return 0 if outcomes[-1].is_sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""GRPO of a vision-language model whose sampling meets NaN: the stock trainer dies of it, the guarded one goes on.
+
+A small LLaVA, made in code, learns to say whether a picture is bright or dark. One picture of the data is broken: it has a NaN
+pixel, as a damaged file or a division in a transform leaves behind. Every score of a completion about it is NaN, and
+drawing a token from such scores is an error. Under guard those completions are ended, left out of the loss and of
+their group's baseline, and told with the dataset row they came from.
+
+    python recipes/grpo_vlm.py
+    python recipes/grpo_vlm.py --plant none --compare false --max_steps 200
+    python recipes/grpo_vlm.py --preset balanced --learning_rate 5e-3
+    accelerate launch recipes/grpo_vlm.py --compare false
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from datasets import Dataset
+from trl import GRPOTrainer
+
+from hf_nanguard import GuardedGRPOConfig, GuardedGRPOTrainer
+from hf_nanguard.hf import picture
+from hf_nanguard.hf.bundled.grpo import measure
+from hf_nanguard.hf.comparison import compare_runs
+from hf_nanguard.hf.flag import one_sentence, parse_arguments
+
+BAD_ROW = 5
+DEFAULTS = {
+    "output_dir": "runs/grpo_vlm",
+    "max_steps": 40,
+    "per_device_train_batch_size": 16,
+    "num_generations": 8,
+    "max_completion_length": 4,
+    "learning_rate": 5e-3,
+    "lr_scheduler_type": "constant",
+    "logging_steps": 2,
+    "save_strategy": "no",
+    "bf16": False,
+    "use_cpu": not torch.accelerator.is_available(),  # without it the host refuses a preset's bfloat16
+    "gradient_checkpointing": False,
+    "dataloader_pin_memory": False,
+    # An image token in a completion would ask for an image.
+    "generation_kwargs": {"suppress_tokens": [picture.WORDS.index(picture.IMAGE)]},
+}
+PLANTED = {
+    "none": "Nothing is planted.",
+    "picture": f"Planted: a pixel of the picture in row {BAD_ROW} is NaN, so every score of a completion about it is.",
+}
+
+
+@dataclass
+class ScriptArguments:
+    """What this recipe takes beside the guarded arguments of GRPO."""
+
+    plant: Literal["picture", "none"] = field(default="picture", metadata={"help": "The failure to plant, or none."})
+    compare: bool = field(default=True, metadata={"help": "Run stock and guarded; false trains guarded only."})
+    num_rows: int = field(default=64, metadata={"help": f"Rows of training data, more than {BAD_ROW}."})
+
+    def __post_init__(self) -> None:
+        if self.num_rows <= BAD_ROW:
+            raise ValueError(f"--num_rows must be more than {BAD_ROW}, got {self.num_rows}.")
+
+
+def build_data(script: ScriptArguments, seed: int) -> Any:
+    """Returns pictures with questions, one of them broken if that was asked for."""
+    rows = picture.build_rows(script.num_rows, seed).to_list()
+    if script.plant == "picture":
+        rows[BAD_ROW]["images"][0][0][0][0] = float("nan")
+    return Dataset.from_list(rows)
+
+
+def measure_rewards(trainer: Any) -> dict[str, float | str]:
+    """Returns the mean reward at both ends of a run."""
+    return {f"reward, {end}": value for end, value in measure(trainer).items()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the recipe and returns the exit code: 0 if the guarded run is sound."""
+    with one_sentence():
+        script, args = parse_arguments([ScriptArguments, GuardedGRPOConfig], argv, DEFAULTS, __doc__, "grpo")
+
+        def build_trainer(args: Any, guard: bool) -> Any:
+            return (GuardedGRPOTrainer if guard else GRPOTrainer)(
+                picture.build_model(args.seed), reward_funcs=picture.reward_answer, args=args,
+                train_dataset=build_data(script, args.seed), processing_class=picture.build_processor(),
+            )  # fmt: skip
+
+        outcomes = compare_runs(build_trainer, args, PLANTED[script.plant], measure_rewards, script.compare)
+    return 0 if outcomes[-1].is_sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""`nanguard verify` as a user runs it: a verdict, an exit code, nothing of theirs touched."""
+
+import json
+import re
+
+import pytest
+import yaml
+
+from hf_nanguard.cli.main import main
+from hf_nanguard.cli.verify import split
+
+CHECKS = (
+    "completion", "logits", "gradients", "gradient norms", "clipping", "success rate", "held-out loss", "memory peak", "events",
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path, monkeypatch):
+    """Temporary folders go below the test's own, where what stays can be seen."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def stays(folder):
+    return list(folder.glob("nanguard-verify-*"))
+
+
+def test_the_embedded_task(temporary, capsys):
+    assert main(["verify", "--steps", "6", "--use_cpu"]) == 0
+    output = capsys.readouterr().out
+    assert "\x1b" not in output
+    assert re.search(r"^verdict: best$", output, flags=re.MULTILINE)
+    shown = [
+        line for line in output.splitlines() if re.match(r".{16} (best|acceptable|failed|not measured|measured) ", line)
+    ]
+    assert tuple(line[:16].strip() for line in shown) == CHECKS
+    assert stays(temporary) == []
+
+
+def test_json_of_grpo_and_nothing_else(tmp_path, temporary, capsys):
+    words = [
+        "--task",
+        "grpo",
+        "--steps=3",
+        "--json",
+        "--use_cpu",
+        "--per_device_train_batch_size",
+        "16",
+        "--num_generations",
+        "8",
+    ]
+    code = main(["verify", *words, "--output_dir", str(tmp_path / "trial")])
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert (found["num_done"], found["num_steps"], found["measure"]) == (3, 3, "reward")
+    assert found["verdict"] in ("best", "acceptable")
+    assert found["output_dir"] == str(tmp_path / "trial")
+    assert {check["name"] for check in found["checks"]} == {*CHECKS, "held-out reward"} - {"held-out loss"}
+
+
+def test_a_configuration_that_fails(tmp_path, temporary, capsys):
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "model.safetensors").write_text("precious")
+    config = {"output_dir": str(own), "learning_rate": 5.0, "max_steps": 1000, "max_grad_norm": 0.3, "save_steps": 1,
+              "nanguard_skip_grad_norm": 1e-9, "nanguard_max_bad_steps": 4, "use_cpu": True}  # fmt: skip
+    file = tmp_path / "my.yaml"
+    file.write_text(yaml.safe_dump(config))
+    assert main(["verify", "--config", str(file), "--steps", "6"]) == 1
+    output = capsys.readouterr().out
+    assert "verdict: failed" in output
+    assert re.search(r"^  completion: 3 of 6 steps, then NonFiniteError", output, flags=re.MULTILINE)
+    assert re.search(r"^  success rate: 0.0%", output, flags=re.MULTILINE)
+    [folder] = stays(temporary)  # there are events to look at
+    assert f"events and autopsies: {folder / 'nanguard'}" in output
+    assert [path.name for path in own.iterdir()] == ["model.safetensors"]
+    assert (own / "model.safetensors").read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--steps", "1"], ["--steps", "'1'", "2"]),
+        (["--steps"], ["--steps"]),
+        (["--task", "dpo"], ["--task", "dpo", "sft", "grpo"]),
+        (["--json=yes"], ["--json"]),
+        (["--learning_rated", "1"], ["--learning_rated", "--learning_rate"]),
+        (["--config", "missing.yaml"], ["--config", "missing.yaml"]),
+        (["--compare"], ["--compare", "nanguard sft --compare"]),
+        (["--preset", "bold"], ["--preset", "bold", "balanced"]),
+        (["--dataset_name", "data"], ["--model_name_or_path", "data"]),
+    ],
+    ids=lambda value: " ".join(value),
+)
+def test_bad_arguments(words, told, temporary, capsys):
+    assert main(["verify", *words]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1
+    assert [part for part in told if part not in output.err] == []
+    assert stays(temporary) == []
+
+
+def test_a_folder_that_cannot_be(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["verify", "--output_dir", str(tmp_path / "file")]) == 2
+    assert (
+        f"--output_dir must be a folder that can be made and written, got {str(tmp_path / 'file')!r}"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "others"),
+    [
+        (["--steps", "5", "--lora_r", "8"], ["--steps", "5"], ["--lora_r", "8"]),
+        (["--config", "a.yaml", "--json"], ["--json"], ["--config", "a.yaml"]),
+        (["--task=grpo", "--max_steps", "7"], ["--task=grpo"], ["--max_steps", "7"]),
+        (["--output-dir", "x", "--output_dir=y"], ["--output-dir", "x", "--output_dir=y"], []),
+        (["--lora_r", "8", "--help"], ["--help"], []),
+    ],
+    ids=str,
+)
+def test_words_go_where_they_belong(words, own, others):
+    assert split(["verify", *words]) == (["verify", *own], others)

@@ -1,0 +1,59 @@
+"""`nanguard grpo` and recipes/grpo.py: the reward rises, rewards are found by name, a planted failure is survived."""
+
+import re
+
+import pytest
+
+from hf_nanguard.cli.main import main
+
+from .test_sft import QUIET, save_model, save_rows, sections
+
+
+def test_the_reward_rises(tmp_path, capsys):
+    assert main(["grpo", "--max_steps", "60", "--output_dir", str(tmp_path), *QUIET]) == 0
+    told = capsys.readouterr().out
+    [(first, last)] = re.findall(r"^mean reward: first ([\d.]+), last ([\d.]+)$", told, flags=re.MULTILINE)
+    assert float(last) > 2 * float(first)
+    assert "events: none" in told
+
+
+def test_stock_and_guarded_when_scores_are_nan(tmp_path, capsys):
+    assert main(["grpo", "--compare", "--max_steps", "12", "--output_dir", str(tmp_path), *QUIET]) == 0
+    stock, guarded = sections(capsys.readouterr().out)
+    assert "ENDED by RuntimeError: probability tensor" in stock["run"]
+    assert "4 steps" in stock["run"]
+    assert "ENDED" not in guarded["run"]
+    assert "12 steps" in guarded["run"]
+    assert guarded["weights"] == "all finite"
+    assert guarded["events"] == "1 logits_nonfinite dropped"
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_model_prompts_and_a_reward_of_the_user(lora, tmp_path, capsys, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(
+        "def score(completions, **kwargs):\n    return [float(len(text)) for text in completions]\n", encoding="utf-8"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model = save_model(tmp_path / "model")
+    data = save_rows(tmp_path / "data", [{"prompt": f"{i % 5}+1="} for i in range(16)])
+    words = [
+        "--model_name_or_path", model, "--dataset_name", data, "--reward_funcs", "my_rewards.score", "--max_steps", "2",
+        "--max_completion_length", "3", "--dataloader_pin_memory", "false", "--logging_steps", "1", *QUIET,
+    ]  # fmt: skip
+    assert main(["grpo", *words, *(["--use_peft"] if lora else []), "--output_dir", str(tmp_path / "out")]) == 0
+    assert "mean reward: first " in capsys.readouterr().out
+    assert (tmp_path / "out" / ("adapter_model.safetensors" if lora else "model.safetensors")).is_file()
+
+
+def test_rewards_need_data_and_data_need_rewards(tmp_path, capsys):
+    data = save_rows(tmp_path / "data", [{"prompt": "1+1="}] * 8)
+    model = save_model(tmp_path / "model")
+    out = ["--output_dir", str(tmp_path / "out")]
+    assert main(["grpo", "--model_name_or_path", model, "--dataset_name", data, *out]) == 2
+    assert "--reward_funcs must be given with a dataset" in capsys.readouterr().err
+    assert main(["grpo", "--reward_funcs", "think_format_reward", *out]) == 2
+    assert "--reward_funcs must come with --dataset_name" in capsys.readouterr().err
+    words = ["--model_name_or_path", model, "--dataset_name", data, "--reward_funcs", "no_such.score", *out]
+    assert main(["grpo", *words]) == 2
+    assert "'no_such.score'" in capsys.readouterr().err

@@ -1,0 +1,63 @@
+"""The recipe of two terms: the planted row's term is blamed, the stable losses are not harmed, healthy data is silent."""
+
+import pytest
+
+from recipes import latent
+
+ROWS = ("--num_rows", "24", "--max_steps", "4")  # an epoch is 3 steps
+TENSORS = 41
+
+
+def run(tmp_path, *words: str):
+    return latent.run([*ROWS, "--output_dir", str(tmp_path), "--logging_steps", "1", *words])
+
+
+@pytest.mark.parametrize(("plant", "term"), [("empty_mask", "text"), ("zero_latent", "latent")])
+def test_the_term_of_the_planted_row_is_blamed(tmp_path, plant, term):
+    stock, guarded = run(tmp_path, "--plant", plant)
+    assert len(stock.bad_weights) == stock.num_weights == TENSORS
+    assert guarded.is_sound
+    event = guarded.events[0]
+    assert (event["signal"], event["action"], event["cause"]) == ("loss_nonfinite", "dropped", "div_by_zero")
+    assert (event["culprit"]["term"], event["culprit"]["rows"]) == (term, [latent.BAD_ROW])
+    assert event["culprit"]["source"].startswith("latent.py:")
+    assert event["values"]["terms"][term] == "nan"
+    assert guarded.figures["terms, last logged"].startswith("text ")
+
+
+def test_only_the_term_is_lost_if_it_may_be(tmp_path):
+    _, guarded = run(tmp_path, "--on_bad_term", "drop")
+    assert guarded.is_sound
+    assert guarded.events[0]["culprit"]["term"] == "text"
+    assert "only the term was dropped" in guarded.events[0]["message"]
+
+
+@pytest.mark.parametrize("plant", ["empty_mask", "zero_latent"])
+def test_stable_losses_take_the_planted_row(tmp_path, plant):
+    stock, guarded = run(tmp_path, "--plant", plant, "--stable_losses", "true")
+    assert stock.is_sound
+    assert guarded.is_sound
+    assert guarded.events == []
+    assert guarded.losses == stock.losses
+
+
+def test_healthy_data_is_silent(tmp_path):
+    stock, guarded = run(tmp_path, "--plant", "none")
+    assert guarded.losses == stock.losses
+    assert (guarded.events, guarded.bad_weights) == ([], {})
+
+
+def test_a_bad_flag_is_one_sentence(capsys):
+    with pytest.raises(SystemExit) as ended:
+        latent.main(["--num_rows", "3"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "--num_rows must be more than 21, got 3.\n"
+
+
+@pytest.mark.slow
+def test_the_recipe_as_it_comes(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert latent.main([]) == 0
+    printed = capsys.readouterr().out
+    assert f"NOT FINITE: {TENSORS} of {TENSORS} tensors" in printed
+    assert "events of the guarded run: runs/latent/guarded/nanguard/events.jsonl" in printed

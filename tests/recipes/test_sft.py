@@ -1,0 +1,99 @@
+"""`nanguard sft` and recipes/sft.py: sums are learned, a user's model and data load, a planted failure is survived."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from hf_nanguard.cli.main import main
+from hf_nanguard.core.finite import find_nonfinite
+from hf_nanguard.hf import arithmetic
+
+QUIET = ["--disable_tqdm", "true"]
+
+
+def save_model(folder: Path) -> str:
+    """A model and its tokenizer, as a user has them on disk."""
+    arithmetic.build_model().save_pretrained(folder)
+    arithmetic.build_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def save_rows(folder: Path, rows: list[dict]) -> str:
+    folder.mkdir()
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(folder)
+
+
+def read_section(text: str, name: str) -> dict[str, str]:
+    """Returns what was printed about one run of a comparison."""
+    lines = text.splitlines()
+    start = lines.index(name)
+    return dict(re.split(r"  +", line.strip(), maxsplit=1) for line in lines[start + 1 :] if line.startswith("  "))
+
+
+def sections(text: str) -> tuple[dict[str, str], dict[str, str]]:
+    before, _, after = text.partition("\nguarded\n")
+    return read_section(before, "stock"), read_section("guarded\n" + after, "guarded")
+
+
+def test_sums_are_learned(tmp_path, capsys):
+    assert main(["sft", "--max_steps", "120", "--output_dir", str(tmp_path), *QUIET]) == 0
+    told = capsys.readouterr().out
+    [(accuracy, rate)] = re.findall(r"^accuracy ([\d.]+), answer rate ([\d.]+) on 200 sums$", told, flags=re.MULTILINE)
+    assert float(accuracy) > 0.5
+    assert float(rate) > 0.9
+    assert "events: none" in told
+    assert not (tmp_path / "nanguard" / "events.jsonl").exists()
+
+
+def test_an_untrained_model_knows_nothing(tmp_path, capsys):
+    """So that the accuracy above is the training's doing."""
+    assert main(["sft", "--max_steps", "1", "--learning_rate", "0", "--output_dir", str(tmp_path), *QUIET]) == 0
+    [accuracy] = re.findall(r"^accuracy ([\d.]+)", capsys.readouterr().out, flags=re.MULTILINE)
+    assert float(accuracy) < 0.2
+
+
+def test_stock_and_guarded_on_a_missing_answer(tmp_path, capsys):
+    assert main(["sft", "--compare", "--max_steps", "90", "--output_dir", str(tmp_path), *QUIET]) == 0
+    stock, guarded = sections(capsys.readouterr().out)
+    assert stock["weights"] == "NOT FINITE: 21 of 21 tensors"
+    assert stock["logged losses"].endswith(" 0 0 0")
+    assert (stock["last gradient norm"], stock["accuracy"], stock["answer rate"]) == ("nan", "0", "0")
+    assert guarded["weights"] == "all finite"
+    assert float(guarded["last gradient norm"]) > 0
+    assert float(guarded["accuracy"]) > 0.3
+    assert float(guarded["answer rate"]) > 0.9
+    assert guarded["events"] == "1 loss_nonfinite skipped"
+    assert "step 30" in guarded["first blamed"]
+    assert "div_by_zero" in guarded["first blamed"]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_a_model_and_data_of_the_user(lora, tmp_path, capsys):
+    model = save_model(tmp_path / "model")
+    data = save_rows(tmp_path / "data", [{"prompt": f"{i % 5}+1=", "completion": str(i % 5 + 1)} for i in range(16)])
+    out = tmp_path / "out"
+    words = ["--model_name_or_path", model, "--dataset_name", data, "--output_dir", str(out), "--max_steps", "3"]
+    more = ["--use_peft", "--lora_r", "4", "--lora_target_modules", "q_proj", "v_proj"] if lora else []
+    # TRL's own defaults, a warning of torch about memory that cannot be pinned aside
+    assert main(["sft", *words, *more, *QUIET, "--dataloader_pin_memory", "false", "--learning_rate", "1e-3"]) == 0
+    told = capsys.readouterr().out
+    assert "answer rate" not in told
+    weights = load_file(out / ("adapter_model.safetensors" if lora else "model.safetensors"))
+    assert find_nonfinite(weights.items()) == {}
+    if lora:
+        assert {name.split(".")[-2] for name in weights} == {"lora_A", "lora_B"}
+        assert next(value for name, value in weights.items() if "lora_A" in name).shape[0] == 4
+    else:
+        before = load_file(Path(model) / "model.safetensors")
+        assert any(not value.equal(before[name]) for name, value in weights.items())
+
+
+def test_a_model_of_the_user_learns_sums(tmp_path, capsys):
+    model = save_model(tmp_path / "model")
+    words = ["--model_name_or_path", model, "--output_dir", str(tmp_path / "out"), "--max_steps", "2", *QUIET]
+    assert main(["sft", *words]) == 0
+    assert re.search(r"^accuracy [\d.]+, answer rate", capsys.readouterr().out, flags=re.MULTILINE)
