@@ -14,7 +14,6 @@ from .mixin import GuardedTrainerMixin
 from .ratio import RatioBound
 from .rollout import Rollout
 from .row import ROWS
-from .stall import StallWatch
 
 logger = logging.getLogger("hf_nanguard")
 
@@ -35,7 +34,6 @@ class ReinforcementMixin(GuardedTrainerMixin):
         super().begin_guarding(guard)
         session = self.nanguard
         session.rollout = Rollout(self, session.guard, session.policy)
-        session.stall = StallWatch(session.policy.stall_steps)
         bound = session.policy.ratio_bound
         session.ratio = RatioBound(bound) if bound is not None and session.acts else None
         lowest = session.policy.min_temperature

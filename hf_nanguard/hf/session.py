@@ -27,14 +27,13 @@ from .ending import Ending
 from .evaluation import Evaluation
 from .fact import find_limits
 from .generation import can_generate, guard_generation
-from .lesson import LessonWatch
+from .learning import LearningWatch
 from .patrol import build_monitors
 from .ratio import RatioBound
 from .record import RunRecord
 from .rollout import Rollout
 from .row import ROWS, RowRecord
 from .runner import Prepared, Share, TrainerRunner
-from .stall import StallWatch
 
 logger = logging.getLogger("hf_nanguard")
 
@@ -74,10 +73,9 @@ class Session:
         self.loss_before: Tensor | None = None
         self.bypassed = False
         self.labelled = False
-        self.rollout: Rollout | None = None  # of an online trainer, as the two below
+        self.rollout: Rollout | None = None  # of an online trainer, as the next
         self.ratio: RatioBound | None = None
-        self.stall: StallWatch | None = None
-        self.lessons = LessonWatch(self.policy.stall_steps)
+        self.learning = LearningWatch(trainer, self.guard)
         self.guarding_generation = False
         self.ending = Ending(trainer, self.guard)
         self.is_ending = False  # the run stops with the step in the making, which must not be taken
@@ -356,7 +354,7 @@ class Session:
         given = torch.as_tensor(norm, device=trainer.args.device) if clipped else None
         settlement = guard.settle(guard.group, runner, trainer.state.global_step, given, self.labelled)
         self._keep_log_true(settlement)
-        self._watch_stall()
+        self.learning.observe([note.lesson for note in self.notes], self.rollout)
         if settlement.steps:
             norm = self._clip(settlement, max_norm, host_clip if clipped else None)
             if settlement.redone is None and self.policy.on_loss_error == "drop" and guard.ranks.size > 1:
@@ -435,30 +433,6 @@ class Session:
         total.copy_(self.loss_before)
         for loss in losses:
             total += torch.where(torch.isfinite(loss), loss, 0.0).to(total.device)
-
-    def _watch_stall(self) -> None:
-        """Says when there has been nothing to learn from for long."""
-        names = vars(self.trainer).get("reward_func_names")
-        step = self.trainer.state.global_step
-        if self.rollout is None:
-            self._watch_lessons(step)
-        if self.stall is None or self.rollout is None or not names:
-            return
-        message = self.stall.observe(step, self.rollout.all_equal, self.guard.last_norm, names)
-        self.rollout.all_equal = None
-        if message is not None:
-            event = Event(step, Signal.NO_LEARNING_SIGNAL, Action.OBSERVED, message, culprit=Culprit(phase="reward"))
-            self.guard.journal.write_once(event)
-
-    def _watch_lessons(self, step: int) -> None:
-        lessons = [note.lesson for note in self.notes]
-        message = self.lessons.observe(step, lessons, self.guard.last_norm)
-        if message is not None:
-            rank, values = self.guard.ranks.rank, {"grad_norm": self.guard.last_norm}
-            culprit = Culprit(phase="input" if any(lessons) else "backward")
-            self.guard.journal.write(
-                Event(step, Signal.NO_LEARNING_SIGNAL, Action.OBSERVED, message, None, rank, values, culprit)
-            )
 
     def rollout_metrics(self) -> dict[str, float]:
         """Returns what an online trainer adds to a row of the log: how many log-ratios had to be bounded, if any."""

@@ -1,0 +1,183 @@
+"""What people use today, on the same two planted failures, beside hf_nanguard: every cell is the outcome of a run.
+
+    python benchmarks/peers.py            # a minute or two; --markdown for the table of the README
+
+One row of 64 makes a loss of 0/0, or a finite loss whose gradient is NaN. Told is what somebody finds in the log or in the
+error: the place (the planted line of code), parameters or modules by name, the data (the row's number).
+"""
+
+import argparse
+import io
+import logging
+import re
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from hf_nanguard import NanGuardCallback, guarded
+from hf_nanguard.core.finite import find_nonfinite
+from tests.counting import counting
+
+BAD_ROW, STEPS, VOCAB = 21, 16, 64
+FAULTS = ("none", "loss", "gradient")
+
+
+class PlantedTrainer(Trainer):
+    """A masked mean and a distance, as a user writes them; `fault` says which of them meets its bad row."""
+
+    fault = "none"
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        rows = inputs.pop("row")
+        logits = model(**inputs).logits
+        bad = (rows == BAD_ROW)[:, None] & (self.fault == "loss")
+        mask = torch.where(bad, 0.0, 1.0).expand(-1, logits.shape[1] - 1)
+        labels = inputs["input_ids"][:, 1:]
+        losses = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels, reduction="none")
+        mean = (losses * mask).sum(1) / mask.sum(1)  # planted: 0/0
+        same = (rows == BAD_ROW) & (self.fault == "gradient")
+        spread = torch.where(same[:, None], logits[:, 0] * 0.0, logits[:, 0])
+        distance = spread.square().sum(1).sqrt()  # planted: the root of zero has no slope
+        return (mean + 1e-3 * distance).mean()
+
+
+class WithoutNan(PlantedTrainer):
+    """Replaces a bad loss by zero."""
+
+    def compute_loss(self, *args, **kwargs):
+        return torch.nan_to_num(super().compute_loss(*args, **kwargs))
+
+
+class SkipsNan(PlantedTrainer):
+    """Leaves a micro-batch out if its loss is bad."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        if not torch.isfinite(loss):
+            return torch.zeros_like(loss)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class LooksAfterStep(TrainerCallback):
+    """Looks at every gradient when the step is over, and stops."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None and not torch.isfinite(parameter.grad).all():
+                print(f"bad gradient in {name}")
+                control.should_training_stop = True
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to guard a run."""
+
+    name: str
+    trainer: type = PlantedTrainer
+    around: Callable[[], AbstractContextManager] = nullcontext
+    arguments: tuple[tuple[str, Any], ...] = ()
+    callback: type | None = None
+
+
+CONTENDERS = (
+    Contender("`Trainer` as it comes"),
+    Contender("`nan_to_num` of the loss", WithoutNan),
+    Contender("skip a NaN loss in `training_step`", SkipsNan),
+    Contender("gradients checked in `on_step_end`", callback=LooksAfterStep),
+    Contender("`torch.autograd.detect_anomaly`", around=torch.autograd.detect_anomaly),
+    Contender('`debug="underflow_overflow"`', arguments=(("debug", "underflow_overflow"),)),
+    Contender("`NanGuardCallback`", callback=NanGuardCallback),
+    Contender("guarded trainer", guarded(PlantedTrainer)),
+)
+
+
+def build(contender: Contender, fault: str, steps: int = STEPS) -> Trainer:
+    """Builds the run."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+    )  # fmt: skip
+    ids = torch.randint(3, VOCAB, (64, 8), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [{"input_ids": row, "row": index} for index, row in enumerate(ids)]
+    args = TrainingArguments(
+        tempfile.mkdtemp(), max_steps=steps, per_device_train_batch_size=4, report_to=[], save_strategy="no",
+        logging_steps=1, disable_tqdm=True, use_cpu=True, remove_unused_columns=False, dataloader_pin_memory=False,
+        train_sampling_strategy="sequential", **dict(contender.arguments),
+    )  # fmt: skip
+    callbacks = [] if contender.callback is None else [contender.callback()]
+    trainer = contender.trainer(LlamaForCausalLM(config), args, train_dataset=rows, callbacks=callbacks)
+    trainer.fault = fault
+    return trainer
+
+
+def play(contender: Contender, fault: str) -> str:
+    """Runs a fault and returns how it ended, and what was told."""
+    trainer = build(contender, fault)
+    heard = io.StringIO()
+    handler = logging.StreamHandler(heard)
+    logging.getLogger("hf_nanguard").addHandler(handler)
+    error = None
+    try:
+        with redirect_stdout(heard), redirect_stderr(heard), contender.around():
+            trainer.train()
+    except Exception as raised:  # whatever a contender raises is its outcome
+        error = type(raised).__name__
+        heard.write(str(raised))
+    finally:
+        logging.getLogger("hf_nanguard").removeHandler(handler)
+    sound = not find_nonfinite(trainer.model.named_parameters())
+    done = trainer.state.global_step
+    ending = f"{error} at step {done}" if error else "runs on" if done == STEPS else f"stops at step {done}"
+    text = heard.getvalue()
+    told = [
+        name
+        for name, found in (
+            ("place", re.search(r"planted: |mask\.sum\(1\)  #|\.sum\(1\)\.sqrt\(\)|peers\.py", text)),
+            ("parameters", re.search(r"(lm_head|model\.norm|embed_tokens)\.weight|model\.layers\.\d", text)),
+            ("data", re.search(rf"rows? {BAD_ROW}\b", text)),
+        )
+        if found
+    ]
+    return f"{ending}, weights {'sound' if sound else 'NaN'}, told: {', '.join(told) or 'nothing'}"
+
+
+def count(contender: Contender) -> tuple[float, float]:
+    """Returns host reads and operations of a healthy step."""
+    totals = []
+    for steps in (3, 5):
+        trainer = build(contender, "none", steps)
+        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), contender.around(), counting() as counted:
+            trainer.train()
+        totals.append((counted.reads, counted.num_ops))
+    reads, ops = ((after - before) / 2 for before, after in zip(*totals, strict=True))
+    return reads, ops
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--markdown", action="store_true", help="print a table for a README")
+    options = parser.parse_args()
+    logging.getLogger("hf_nanguard").propagate = False
+    stock = count(CONTENDERS[0])
+    if options.markdown:
+        print("| | loss is 0/0 | finite loss, NaN gradient | healthy: host reads | operations |\n|---|---|---|---|---|")
+    for contender in CONTENDERS:
+        reads, ops = (mine - theirs for mine, theirs in zip(count(contender), stock, strict=True))
+        cells = [contender.name, play(contender, "loss"), play(contender, "gradient"), f"{reads:+.0f}", f"{ops:+.0f}"]
+        print(f"| {' | '.join(cells)} |" if options.markdown else "\n    ".join(cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()
