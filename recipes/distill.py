@@ -308,10 +308,15 @@ def measure(trainer: Any) -> dict[str, float | str]:
     }
 
 
+def name_own_rates(given: Any) -> tuple[str, ...]:
+    """Returns what a preset does not set: a model that starts from nothing has larger gradients and a longer way to go."""
+    return () if given.model_name_or_path else ("student_lr", "router_lr", "nanguard_skip_grad_norm")
+
+
 def run(argv: Sequence[str] | None = None) -> list[Outcome]:
     """Runs the recipe and returns what became of its runs, the guarded one last."""
     types = [ScriptArguments, GuardedTrainingArguments]
-    script, args = parse_arguments(types, argv, DEFAULTS, __doc__, kind="distill")
+    script, args = parse_arguments(types, argv, DEFAULTS, __doc__, "distill", name_own_rates)
     if args.learning_rate != TrainingArguments.learning_rate:
         raise ArgumentError(f"learning_rate must be given as --student_lr here, got {args.learning_rate}.")
     args.learning_rate = script.student_lr

@@ -82,7 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         script, args = parse_arguments([ScriptArguments, GuardedGRPOConfig], argv, DEFAULTS, __doc__, "grpo")
 
         def build_trainer(args: Any, guard: bool) -> Any:
-            return (GuardedGRPOTrainer if guard else GRPOTrainer)(
+            trainer_class: Any = GuardedGRPOTrainer if guard else GRPOTrainer
+            return trainer_class(
                 picture.build_model(args.seed), reward_funcs=picture.reward_answer, args=args,
                 train_dataset=build_data(script, args.seed), processing_class=picture.build_processor(),
             )  # fmt: skip

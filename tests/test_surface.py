@@ -118,7 +118,7 @@ SIGNATURES = [
     (replay, "(path, checkpoint=None, factory=None, remedies=False)"),
 ]
 
-COMMANDS = ["run", "demo", "replay", "completion"]
+COMMANDS = ["run", "sft", "grpo", "verify", "demo", "replay", "completion"]
 
 
 def bare_signature(function) -> str:

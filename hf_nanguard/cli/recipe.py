@@ -60,7 +60,9 @@ def add_recipe(
     parser.add_argument("--preset", choices=PRESETS, help="arguments that were found to hold for this kind of training")
     parser.add_argument("--config", metavar="FILE", help="a YAML file with any of the arguments, one a line")
     parser.add_argument(
-        "--compare", action="store_true", help="plant a failure, run stock and guarded on it and print what became of both"
+        "--compare",
+        action="store_true",
+        help="plant a failure, run stock and guarded on it and print what became of both",
     )
     parser.add_argument("--help_all", action="store_true", help="list every flag, with those of TRL, and exit")
     group = parser.add_argument_group("often used, of TRL")
@@ -88,7 +90,9 @@ def run(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ArgumentError(f"nanguard {name} needs {error.name}. Run pip install 'hf-nanguard[trl]'.") from error
     if "--help_all" in arguments.words:
-        recipe.build_parser(recipe.KIND).print_help()
+        from ..hf.bundled.dialect import build_parser
+
+        build_parser(recipe.KIND).print_help()
         return 0
     try:
         return recipe.run(arguments.words)

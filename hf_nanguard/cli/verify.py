@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -92,6 +93,10 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the trial and returns the exit code."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ArgumentError(
+            f"nanguard verify must run in one process, got WORLD_SIZE={os.environ['WORLD_SIZE']}. Start it without a launcher."
+        )
     try:
         recipe, trainer_class = _find_recipe(arguments.task)
     except ModuleNotFoundError as error:
@@ -150,7 +155,7 @@ def _open_folder(given: str | None) -> Iterator[Path]:
 
 def show(console: Console, found: Verification) -> None:
     """Prints what was found: a table on a terminal, lines in a pipe."""
-    from rich.markup import escape
+    from rich.text import Text
 
     console.print()
     if console.is_terminal:
@@ -158,15 +163,14 @@ def show(console: Console, found: Verification) -> None:
 
         table = Table("check", "verdict", "what was seen")
         for check in found.checks:
-            style = STYLES[check.verdict]
-            table.add_row(check.name, f"[{style}]{check.verdict}[/]", escape(check.text))
+            table.add_row(check.name, Text(check.verdict, STYLES[check.verdict]), Text(check.text))
         console.print(table)
     else:
         for check in found.checks:
             console.print(
                 f"{check.name:<16} {check.verdict:<13} {check.text}", markup=False, highlight=False, soft_wrap=True
             )
-    console.print(f"verdict: [{STYLES[found.verdict]}]{found.verdict}[/]", highlight=False)
+    console.print(Text.assemble("verdict: ", (found.verdict, STYLES[found.verdict])))
     for reason in found.reasons:
         console.print(f"  {reason}", markup=False, highlight=False, soft_wrap=True)
     if found.events:

@@ -6,7 +6,7 @@ Which value holds: a flag, else the file of `--config`, else the preset, else th
 import argparse
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -23,13 +23,18 @@ class _Parser(HfArgumentParser):
         raise ArgumentError(f"{message}. Run `python {self.prog} --help` for what it takes.")
 
 
+def _speaks() -> bool:
+    """Returns whether this is not one of a launcher's other ranks, which would say the same."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
 @contextmanager
 def one_sentence() -> Iterator[None]:
     """Ends the process with exit code 2 and one sentence if a setting cannot work; a launcher's first rank says it."""
     try:
         yield
     except ArgumentError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if _speaks():
             print(error, file=sys.stderr)
         sys.exit(2)
 
@@ -40,6 +45,7 @@ def parse_arguments(
     defaults: Mapping[str, Any],
     description: str | None = None,
     kind: str | None = None,
+    leave_alone: Callable[[argparse.Namespace], Sequence[str]] = lambda given: (),
 ) -> tuple[Any, ...]:
     """Parses a command line into dataclasses.
 
@@ -54,6 +60,9 @@ def parse_arguments(
             What `--help` begins with.
         kind (`str`, *optional*):
             Whose presets `--preset` takes; there is none without it.
+        leave_alone (`Callable`, *optional*):
+            Given the flags, returns the names of what a preset does not set, e.g. rates of a model that starts from
+            nothing; that is said.
 
     Returns:
         `tuple`: one object for each dataclass.
@@ -78,7 +87,11 @@ def parse_arguments(
         parser.error(f"{unknown[0]} is no argument of this recipe")
     _set_defaults(parser, defaults, "defaults")
     if kind is not None and given.preset is not None:
-        _set_defaults(parser, read_preset(kind, given.preset), f"--preset {given.preset}")
+        values = read_preset(kind, given.preset)
+        kept = [name for name in leave_alone(given) if values.pop(name, None) is not None]
+        if kept and _speaks():
+            print(f"The preset is for pretrained models; the one made here keeps its own {', '.join(kept)}.")
+        _set_defaults(parser, values, f"--preset {given.preset}")
     if given.config is not None:
         _set_defaults(parser, read_yaml(given.config), f"--config {given.config}")
     try:

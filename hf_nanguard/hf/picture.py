@@ -57,7 +57,9 @@ class PictureProcessor(ProcessorMixin):
             data["pixel_values"] = torch.tensor(flat)
         return BatchFeature(data, tensor_type=return_tensors)
 
-    def apply_chat_template(self, conversation, chat_template=None, tokenize=False, return_dict=False, **kwargs: Any):
+    def apply_chat_template(  # type: ignore[override] # as much of it as an online trainer asks for
+        self, conversation, chat_template=None, tokenize=False, return_dict=False, **kwargs: Any
+    ):
         """Returns conversations as texts, or as model inputs with their pictures."""
         texts = self.tokenizer.apply_chat_template(
             conversation, chat_template=chat_template or CHAT_TEMPLATE, tokenize=False, image_token=self.image_token, **kwargs
@@ -82,14 +84,19 @@ def build_processor() -> PictureProcessor:
 
 def build_model(seed: int = 0) -> LlavaForConditionalGeneration:
     """Returns a LLaVA of some ten thousand parameters that knows nothing yet."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     text = LlamaConfig(
         **sizes, vocab_size=len(WORDS), num_key_value_heads=2, max_position_embeddings=64,
         pad_token_id=WORDS.index(PAD), bos_token_id=None, eos_token_id=WORDS.index(EOS),
     )  # fmt: skip
     config = LlavaConfig(
-        vision_config=CLIPVisionConfig(**sizes, image_size=SIZE, patch_size=PATCH), text_config=text,
-        image_token_id=WORDS.index(IMAGE), vision_feature_select_strategy="default", vision_feature_layer=-1,
+        image_token_index=WORDS.index(IMAGE), vision_config=CLIPVisionConfig(**sizes, image_size=SIZE, patch_size=PATCH), text_config=text,
+        vision_feature_select_strategy="default", vision_feature_layer=-1,
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -8,10 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset, IterableDataset, Subset
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
@@ -21,6 +19,7 @@ from ..core.runner import same_on_all_ranks
 from ..errors import ArgumentError
 from ..report.jsonl import events_path, read_jsonl
 from .arguments import find_guard_arguments
+from .holdout import hold_out
 from .mixin import GuardedTrainerMixin
 from .trainer import attach
 from .verification import Verification
@@ -28,7 +27,6 @@ from .verification import Verification
 # How a training may end before its time, which is a finding; what is no error of a run goes through.
 FAILURES = (ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 HELD_OUT = 32
-HELD_OUT_SHARE = 0.2
 HELD_OUT_PROMPTS = 8
 
 # Called with the number of steps done and the newest logged loss.
@@ -118,44 +116,6 @@ def _set_arguments(trainer: Trainer, steps: int, output_dir: str | Path | None) 
         args.eval_on_start = True
         if num_generations:  # completions of a prompt must come in one batch
             args.per_device_eval_batch_size = num_generations
-
-
-def hold_out(trainer: Any, num_rows: int) -> bool:
-    """Gives the trainer a few rows to evaluate on, of its own evaluation data or else of what it trains on; returns
-    whether that could be."""
-    test, train = trainer.eval_dataset, trainer.train_dataset
-    if isinstance(test, Mapping):
-        test = next(iter(test.values()), None)
-    if test is not None:
-        trainer.eval_dataset = test if (parts := _split(test, num_rows)) is None else parts[0]
-        return True
-    share = num_rows if isinstance(train, datasets.IterableDataset) else int(HELD_OUT_SHARE * _length(train))
-    parts = _split(train, min(num_rows, share))
-    if parts is None:
-        return False
-    trainer.eval_dataset, trainer.train_dataset = parts
-    return True
-
-
-def _length(dataset: Any) -> int:
-    return len(dataset) if isinstance(dataset, datasets.Dataset | list) or _is_map(dataset) else 0
-
-
-def _is_map(dataset: Any) -> bool:
-    return isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset)
-
-
-def _split(dataset: Any, num_rows: int) -> tuple[Any, Any] | None:
-    """Returns the first rows and the others; `None` if it cannot be cut there."""
-    if isinstance(dataset, datasets.IterableDataset):
-        return dataset.take(num_rows), dataset.skip(num_rows)
-    total = _length(dataset)
-    if not 0 < num_rows < total:
-        return None
-    first, others = range(num_rows), range(num_rows, total)
-    if isinstance(dataset, datasets.Dataset):
-        return dataset.select(first), dataset.select(others)
-    return Subset(dataset, list(first)), Subset(dataset, list(others))
 
 
 class Watch(TrainerCallback):

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from hf_nanguard.cli.main import main
 
@@ -146,6 +147,11 @@ def test_ctrl_c(tmp_path):
     told = (tmp_path / "log").read_text()
     assert "Traceback" not in told
     assert "stopped by Ctrl-C" in told
+    checkpoints = list((tmp_path / "out").glob("checkpoint-*"))
+    assert checkpoints
+    for folder in checkpoints:
+        assert load_file(folder / "model.safetensors")
+        assert json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["global_step"] % 20 == 0
     for file in (tmp_path / "out" / "nanguard").rglob("*.jsonl"):
         for line in file.read_text(encoding="utf-8").splitlines():
             json.loads(line)

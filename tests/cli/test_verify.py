@@ -1,13 +1,16 @@
 """`nanguard verify` as a user runs it: a verdict, an exit code, nothing of theirs touched."""
 
+import io
 import json
 import re
 
 import pytest
 import yaml
+from rich.console import Console
 
 from hf_nanguard.cli.main import main
-from hf_nanguard.cli.verify import split
+from hf_nanguard.cli.verify import show, split
+from hf_nanguard.hf.verification import Verification
 
 CHECKS = (
     "completion", "logits", "gradients", "gradient norms", "clipping", "success rate", "held-out loss", "memory peak", "events",
@@ -102,6 +105,24 @@ def test_bad_arguments(words, told, temporary, capsys):
     assert output.err.count("\n") == 1
     assert [part for part in told if part not in output.err] == []
     assert stays(temporary) == []
+
+
+@pytest.mark.parametrize("error", [None, "ValueError: [/] is no tag [bold]"])
+def test_a_terminal_gets_a_table(error):
+    found = Verification(4, 4, error, num_seen=4, num_used=4)
+    console = Console(file=io.StringIO(), force_terminal=True, width=120)
+    show(console, found)
+    output = console.file.getvalue()
+    assert "\x1b[" in output
+    plain = re.sub(r"\x1b\[[\d;]*m", "", output)
+    assert all(check.name in plain and check.text in plain for check in found.checks)
+    assert f"verdict: {'best' if error is None else 'failed'}" in plain
+
+
+def test_several_processes(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["verify"]) == 2
+    assert "must run in one process, got WORLD_SIZE=2" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be(tmp_path, capsys):

@@ -40,6 +40,16 @@ def test_which_value_holds(tmp_path, monkeypatch):
     assert (script.weight, args.seed, args.nanguard_mode, script.plant) == (3.0, 3, "off", "this")
 
 
+def test_a_preset_leaves_alone_what_it_should_and_says_so(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "careful.yaml").write_text("max_steps: 8\nweight: 2.0\n")
+    monkeypatch.setattr(preset, "find_configs", lambda: tmp_path)
+    words = ["--preset", "careful"]
+    script, args = parse_arguments(TYPES, words, {}, None, "mine", lambda given: ("weight", "seed"))
+    assert (script.weight, args.max_steps) == (1.0, 8)
+    assert "keeps its own weight." in capsys.readouterr().out
+
+
 def test_defaults_of_the_recipe():
     script, args = parse()
     assert (script, args.max_steps, args.learning_rate) == (Script(), 7, 5e-5)

@@ -2,15 +2,15 @@
 
 import pytest
 import torch
-from datasets import Dataset, IterableDataset
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from datasets import Dataset
+from transformers import TrainerCallback
 
 from hf_nanguard import ArgumentError, GuardArguments
-from hf_nanguard.hf.trial import hold_out, measure_memory, verify
+from hf_nanguard.hf.trial import measure_memory, verify
 
 from ..faults import NAN, Fault, plant
-from ..models import text_rows, tiny_llama, token_dataset, token_rows
-from ..trainers import build, common_arguments
+from ..models import text_rows, token_dataset, token_rows
+from ..trainers import build
 
 STEPS = 6
 
@@ -151,44 +151,6 @@ def test_a_guard_that_is_off_is_turned_on(tmp_path):
 def test_steps_that_cannot_be(steps, tmp_path):
     with pytest.raises(ArgumentError, match="steps must be an integer of at least 2"):
         verify(build("plain", tmp_path), steps)
-
-
-# ---- held-out data ----
-
-
-def make(train, test=None):
-    args = TrainingArguments(**common_arguments("unused"))
-    return Trainer(tiny_llama(), args, train_dataset=train, eval_dataset=test)
-
-
-def first_tokens(rows):
-    return [row["input_ids"][0] for row in rows]
-
-
-@pytest.mark.parametrize("form", ["dataset", "list", "stream"])
-def test_rows_are_held_out_of_the_training_data(form):
-    rows = token_rows(20)
-    stream = IterableDataset.from_generator(lambda: iter(rows))
-    data = {"dataset": Dataset.from_list(rows), "list": rows, "stream": stream}[form]
-    trainer = make(data)
-    assert hold_out(trainer, 3)
-    held, left = first_tokens(trainer.eval_dataset), first_tokens(trainer.train_dataset)
-    assert len(held) == 3
-    assert held + left == first_tokens(rows)
-
-
-def test_no_more_than_a_fifth_is_held_out():
-    trainer = make(token_dataset(10))
-    assert hold_out(trainer, 32)
-    assert (len(trainer.eval_dataset), len(trainer.train_dataset)) == (2, 8)
-
-
-def test_evaluation_data_of_the_user_comes_first():
-    for test in (token_dataset(9, seed=1), {"a": token_dataset(9, seed=1), "b": token_dataset(9, seed=2)}):
-        trainer = make(token_dataset(20), test)
-        assert hold_out(trainer, 4)
-        assert trainer.eval_dataset[:]["input_ids"] == token_dataset(4, seed=1)[:]["input_ids"]
-        assert len(trainer.train_dataset) == 20
 
 
 def test_too_little_data_to_hold_any_out(tmp_path):

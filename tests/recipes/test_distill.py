@@ -70,7 +70,7 @@ def test_healthy_data_is_silent(tmp_path, capsys):
 
 def test_the_best_model_is_the_one_at_the_end(tmp_path):
     # a higher loss counts as better here, so that the best is not the last
-    trainer = build(tmp_path, "--plant", "none", "--greater_is_better", "true")
+    trainer = build(tmp_path, "--plant", "none", "--greater_is_better", "true", "--save_total_limit", "2")
     trainer.train()
     best = trainer.state.best_model_checkpoint
     assert best == str(tmp_path / "checkpoint-3")
@@ -98,6 +98,20 @@ def test_defaults_are_those_of_the_field_report(tmp_path):
     assert (script.temperature, script.alpha_kd, script.alpha_ce, script.model_dtype) == (2.0, 0.1, 0.9, "float16")
     named = distill.ScriptArguments("none", model_name_or_path="a", teacher_name_or_path="b", train_file="c")
     assert (named.student_lr, named.router_lr) == (1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("preset", ["balanced", "ultra_conservative"])
+def test_a_preset_is_for_pretrained_students(tmp_path, preset):
+    temperature = {"balanced": 2.0, "ultra_conservative": 1.5}[preset]
+    made = build(tmp_path, "--preset", preset)
+    assert (made.script.temperature, made.script.student_lr, made.args.nanguard_skip_grad_norm) == (
+        temperature,
+        5e-3,
+        None,
+    )
+    named = build(tmp_path, "--preset", preset, "--plant", "none", *save_models(tmp_path))
+    assert (named.script.temperature, named.args.nanguard_skip_grad_norm) == (temperature, 2.0)
+    assert named.script.student_lr <= 1e-5
 
 
 def test_terms_are_weighed_over_pairs_and_shared_tokens(tmp_path):

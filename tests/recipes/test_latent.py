@@ -1,5 +1,10 @@
 """The recipe of two terms: the planted row's term is blamed, the stable losses are not harmed, healthy data is silent."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from recipes import latent
@@ -61,3 +66,26 @@ def test_the_recipe_as_it_comes(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert f"NOT FINITE: {TENSORS} of {TENSORS} tensors" in printed
     assert "events of the guarded run: runs/latent/guarded/nanguard/events.jsonl" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_ranks(tmp_path):
+    script = Path(latent.__file__)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "--master_port",
+        "0",
+        str(script),
+    ]
+    words = [*ROWS, "--output_dir", str(tmp_path), "--use_cpu", "true"]
+    environment = {**os.environ, "PYTHONPATH": str(script.parent.parent)}
+    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Planted:") == 1  # one rank speaks
+    assert f"NOT FINITE: {TENSORS} of {TENSORS} tensors" in done.stdout
+    assert "term text" in done.stdout.split("guarded\n")[-1]

@@ -97,7 +97,11 @@ def test_what_wins(tmp_path):
     args = parse_sft(*MODEL, *preset, "--warmup_steps", "3", config=config, folder=tmp_path).training
     assert (args.warmup_steps, args.max_grad_norm, args.learning_rate) == (3, 0.25, 1e-5)
     plain = parse_sft(*MODEL, folder=tmp_path).training
-    assert plain.learning_rate == sft.GuardedSFTConfig(output_dir=str(tmp_path), use_cpu=True).learning_rate != args.learning_rate
+    assert (
+        plain.learning_rate
+        == sft.GuardedSFTConfig(output_dir=str(tmp_path), use_cpu=True).learning_rate
+        != args.learning_rate
+    )
 
 
 def test_a_preset_may_be_named_in_the_file(tmp_path):
@@ -123,6 +127,12 @@ def test_a_device_without_bfloat16(tmp_path, monkeypatch):
     plan = parse_sft(*MODEL, "--preset", "balanced", "--use_cpu", "true", folder=tmp_path)
     assert (plan.training.bf16, plan.training.fp16) == (False, True)
     assert ["float16" in note for note in plan.notes] == [True]
+
+
+@pytest.mark.parametrize("words", [["--fp16", "true"], ["--bf16=false"]])
+def test_a_precision_that_is_given_rules_out_the_preset_s(words, tmp_path):
+    args = parse_sft(*MODEL, "--preset", "balanced", *words, folder=tmp_path).training
+    assert (args.bf16, args.fp16) == (False, words[0] == "--fp16")
 
 
 def test_adapters_have_presets_of_their_own(tmp_path):

@@ -20,6 +20,7 @@ from ...errors import ArgumentError
 from ..preset import read_preset, read_yaml
 
 OWN_OF_EMBEDDED = ("learning_rate",)
+PRECISIONS = ("bf16", "fp16")
 
 
 @dataclass
@@ -78,7 +79,7 @@ class _Parser(TrlParser):
 
 def build_parser(kind: Kind) -> TrlParser:
     """Returns the parser of all flags of a kind."""
-    types = (RecipeArguments, kind.script, kind.training, ModelConfig, DatasetMixtureConfig)
+    types: Any = (RecipeArguments, kind.script, kind.training, ModelConfig, DatasetMixtureConfig)
     return _Parser(types, prog=f"nanguard {kind.name}")
 
 
@@ -114,6 +115,9 @@ def _layer(parser: TrlParser, words: list[str], kind: Kind, given: argparse.Name
     family = "lora" if kind.name == "sft" and given.use_peft else kind.name
     device, notes = find_precision()
     preset = {**({} if given.preset is None else read_preset(family, given.preset)), **device}
+    if any(name in config or _is_given(name, words) for name in PRECISIONS):  # one that is given rules the other out
+        preset = {name: value for name, value in preset.items() if name not in PRECISIONS}
+        notes = []
     base = dict(kind.embedded) if no_model else dict(kind.task) if no_data else {}
     own = {name: base[name] for name in OWN_OF_EMBEDDED if no_model and name in base}
     notes += [
@@ -129,7 +133,8 @@ def _layer(parser: TrlParser, words: list[str], kind: Kind, given: argparse.Name
         raise
     except (ValueError, TypeError) as error:  # how the host's dataclasses complain about their values
         raise ArgumentError(f"the arguments cannot work together: {_first_line(error)}") from error
-    return Plan(*parsed[:5], embedded_model=no_model, embedded_data=no_data, notes=notes)
+    recipe, script, training, model, mixture = parsed[:5]
+    return Plan(recipe, script, training, model, mixture, no_model, no_data, notes)
 
 
 def find_precision() -> tuple[dict[str, Any], list[str]]:
@@ -158,8 +163,7 @@ def _set_defaults(parser: TrlParser, values: Mapping[str, Any], source: str | No
             try:
                 convert(str(value))
             except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
-                kind = getattr(convert, "__name__", "value")
-                raise ArgumentError(f"{source}: {name} must be a valid {kind}, got {value!r}.") from error
+                raise ArgumentError(f"{source}: {name} cannot be {value!r} ({_first_line(error)}).") from error
     parser.set_defaults_with_config(**values)
 
 

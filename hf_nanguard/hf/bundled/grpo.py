@@ -13,7 +13,7 @@ from ...errors import ArgumentError
 from .. import arithmetic
 from ..comparison import compare_runs
 from ..grpo import GuardedGRPOConfig, GuardedGRPOTrainer
-from .dialect import Kind, Plan, build_parser, parse
+from .dialect import Kind, Plan, parse
 from .ending import build, say_notes, train_and_save
 from .plant import blank_scores
 from .sft import find_form, fresh
@@ -143,5 +143,7 @@ def compare(plan: Plan, parts: dict[str, Any]) -> int:
         return trainer
 
     planted = f"Planted: in generation {generation} the scores of one completion are NaN when its tokens are drawn."
-    outcomes = compare_runs(build_trainer, args, planted, lambda trainer: {f"reward, {k}": v for k, v in measure(trainer).items()})
+    outcomes = compare_runs(
+        build_trainer, args, planted, lambda trainer: {f"reward, {k}": v for k, v in measure(trainer).items()}
+    )
     return 0 if outcomes[-1].is_sound else 1

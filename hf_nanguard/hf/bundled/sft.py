@@ -10,7 +10,7 @@ from ..comparison import compare_runs
 from ..sft import GuardedSFTConfig, GuardedSFTTrainer
 from ..showcase import AnswerTrainer
 from ..trainer import guarded
-from .dialect import Kind, Plan, build_parser, parse
+from .dialect import Kind, Plan, parse
 from .ending import build, is_whole, say_notes, train_and_save
 from .plant import cut_off_answer
 from .source import check_model, check_output, load_data, load_tokenizer, name_parts, set_model_options
@@ -42,7 +42,9 @@ def run(words: Sequence[str]) -> int:
     if plan.embedded_data:
         figures = measure(trainer)
         told = ", ".join(f"{name} {value:.2f}" for name, value in figures.items())
-        trainer.accelerator.print(f"{told} on {NUM_ASKED} sums" if told else "accuracy: not measured, the model is in parts")
+        trainer.accelerator.print(
+            f"{told} on {NUM_ASKED} sums" if told else "accuracy: not measured, the model is in parts"
+        )
     trainer.end()
     return 0
 
@@ -63,7 +65,13 @@ def gather_parts(plan: Plan) -> dict[str, Any]:
             **parts, "processing_class": tokenizer,
             "train_dataset": arithmetic.build_examples(NUM_ROWS, seed, form=find_form(tokenizer)),
         }  # fmt: skip
-    forms = ([plan.training.dataset_text_field], ["messages"], ["conversations"], ["prompt", "completion"], ["input_ids"])
+    forms = (
+        [plan.training.dataset_text_field],
+        ["messages"],
+        ["conversations"],
+        ["prompt", "completion"],
+        ["input_ids"],
+    )
     train, test = load_data(plan, forms)
     return {**parts, "train_dataset": train, "eval_dataset": test}
 
@@ -83,7 +91,9 @@ def measure(trainer: Any) -> dict[str, float | str]:
     if not is_whole(trainer):
         return {}
     model = trainer.accelerator.unwrap_model(trainer.model)
-    form = "plain" if len(trainer.processing_class) == len(arithmetic.VOCABULARY) else find_form(trainer.processing_class)
+    form = (
+        "plain" if len(trainer.processing_class) == len(arithmetic.VOCABULARY) else find_form(trainer.processing_class)
+    )
     rows = arithmetic.build_prompts(NUM_ASKED, trainer.args.seed + 1, form=form)
     said = arithmetic.ask(model, trainer.processing_class, rows)
     right = sum(text == answer for text, answer in zip(said, rows["answer"], strict=True))

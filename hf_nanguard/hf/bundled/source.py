@@ -34,7 +34,7 @@ def check_output(plan: Plan) -> None:
 
 def check_model(plan: Plan) -> None:
     """Complains about a model that is not there before anything is built."""
-    name = plan.model.model_name_or_path
+    name = str(plan.model.model_name_or_path)
     options = {"revision": plan.model.model_revision, "trust_remote_code": plan.training.trust_remote_code}
     try:
         AutoConfig.from_pretrained(name, **options)
