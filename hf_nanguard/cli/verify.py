@@ -35,8 +35,9 @@ EPILOG = """what is measured, and the verdict:
   held-out loss    falls: best; rises by less than 2 %: acceptable; else failed
   held-out reward  (grpo) does not fall: best; falls: acceptable, a few samples are noisy
   The verdict is the worst of them. Gradient norms, memory and the guard's events are shown besides. Data to
-  evaluate on is a slice held out of the training data. Every flag and YAML file of `nanguard sft` and `nanguard
-  grpo` is taken; --steps takes the place of max_steps, and nothing is written to the output_dir of the YAML file.
+  evaluate on is a slice of the test split if the configuration evaluates, else held out of the training data. Every
+  flag and YAML file of `nanguard sft` and `nanguard grpo` is taken; --steps takes the place of max_steps, and nothing
+  is written to the output_dir of the YAML file.
 
 examples:
   nanguard verify

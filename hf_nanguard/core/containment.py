@@ -138,9 +138,7 @@ class Containment:
         blamed, told_here = self.explain(incident, runner)
         event = incident.event(Action.HALTED if halts else Action.SKIPPED, message, blamed=blamed)
         known = [
-            BadMicroBatch.of_finding(micro, finding, incident.step).event(
-                Action.SKIPPED, incident.step, self.ranks.rank
-            )
+            BadMicroBatch.of_finding(micro, finding, incident.step).event(Action.SKIPPED, incident)
             for micro in incident.group.micro_batches
             for finding in micro.findings
             if finding.verdict == "drop" or (finding.verdict == "suspect" and incident.suspected)
@@ -158,7 +156,7 @@ class Containment:
             if finding.verdict == "halt"
         ]
         messages = [message for report in self.ranks.gather([bad.message for bad in blamed]) for message in report]
-        self.journal.share([bad.event(Action.HALTED, incident.step, self.ranks.rank) for bad in blamed])
+        self.journal.share([bad.event(Action.HALTED, incident) for bad in blamed])
         settlement = self.skip(incident, runner, None, messages[0])
         settlement.halt = (
             f"Training was halted at step {incident.step}: {messages[0]}. The policy on_bad_input is 'halt'."
@@ -296,7 +294,7 @@ class Containment:
                     verdicts[bad.micro.index] = self.examiner.examine(runner, bad.micro, group.share, incident.step)
         except KeyboardInterrupt:
             for bad in blamed:
-                self.journal.write(bad.event(Action.SKIPPED, incident.step, self.ranks.rank))
+                self.journal.write(bad.event(Action.SKIPPED, incident))
             raise
         finally:
             self.examining = False
@@ -385,8 +383,8 @@ class Containment:
         note = ""
         if runner.lockstep and self.ranks.size > 1:
             note = "; dropped on every rank, as parameters are sharded"
-        events = [bad.event(action, incident.step, self.ranks.rank, note) for bad in blamed]
-        events += [bad.event(action, incident.step, self.ranks.rank, "; only the term was dropped") for bad in spared]
+        events = [bad.event(action, incident, note) for bad in blamed]
+        events += [bad.event(action, incident, "; only the term was dropped") for bad in spared]
         num_spared = sum(self.ranks.gather(len(spared)))
         what = f"{describe(incident.census)} at step {incident.step}"
         if self.ranks.rank == 0 and not any(reports) and not num_spared and settlement is not None:

@@ -306,7 +306,10 @@ class Guard:
         decision = decide(losses, norm_host, self.policy, self.norms)
         if not math.isfinite(norm_host) and group.has_bad_term:  # dropped on the device, yet its gradient leaked
             decision = replace(decision, signal=Signal.LOSS_NONFINITE)
-        incident = Incident(step, group, losses, norm_host, norm_dev, decision, self.ranks.rank, norm is not None)
+        incident = Incident(
+            step, group, losses, norm_host, norm_dev, decision, self.ranks.rank, norm is not None,
+            learning_rate=runner.learning_rate,
+        )  # fmt: skip
         tell_watched(self.journal, group, watched, step)
         if math.isfinite(norm_host):
             tell_bad_terms(self.journal, group, losses, step)
@@ -428,7 +431,7 @@ class Guard:
                 actions = {"repair": Action.REPAIRED, "removed": Action.DROPPED}
                 action = actions.get(finding.verdict, Action.OBSERVED)
                 blamed = BadMicroBatch.of_finding(micro, finding, incident.step)
-                self.journal.write(blamed.event(action, incident.step, incident.rank))
+                self.journal.write(blamed.event(action, incident))
 
     # ---- state ----
 

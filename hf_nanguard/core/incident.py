@@ -70,6 +70,8 @@ class Incident:
             Whether somebody had clipped already, so that the gradients no longer tell who was bad.
         census (`Census`):
             The gradients, parameter by parameter, once that has been looked at.
+        learning_rate (`float`, *optional*):
+            What the optimizer would have stepped with.
     """
 
     step: int
@@ -81,6 +83,13 @@ class Incident:
     rank: int
     clipped: bool = False
     census: Census = field(default_factory=Census)
+    learning_rate: float | None = None
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """What was measured of the step as a whole, for events."""
+        rate = {} if self.learning_rate is None else {"learning_rate": self.learning_rate}
+        return {"grad_norm": self.norm, **rate}
 
     @property
     def bad_loss(self) -> tuple[int, float] | None:
@@ -117,7 +126,7 @@ class Incident:
         shown = self.bad_loss[1] if self.bad_loss is not None else (self.losses[-1] if self.losses else None)
         terms = self.group.micro_batches[-1 if place is None else place].term_values if self.group.terms else {}
         found = {"terms": terms} if terms else {}
-        return {"loss": shown, "grad_norm": self.norm, **found, **self.census.as_values()}
+        return {"loss": shown, **self.measured, **found, **self.census.as_values()}
 
     def event(
         self,
@@ -207,16 +216,16 @@ class BadMicroBatch:
         terms = {"terms": micro.term_values} if micro.terms else {}
         return cls(micro, signal, message, culprit, {"loss": loss, **terms, **census.as_values()}, cure=cure)
 
-    def event(self, action: Action, step: int, rank: int, note: str = "") -> Event:
+    def event(self, action: Action, incident: Incident, note: str = "") -> Event:
         """Returns the event, now that it is known what was done."""
         event = Event(
-            step,
+            incident.step,
             self.signal,
             action,
             self.message + note,
             self.micro.index,
-            rank,
-            self.values,
+            incident.rank,
+            {**self.values, **incident.measured},
             self.culprit,
             self.cause,
         )

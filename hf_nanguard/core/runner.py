@@ -124,6 +124,13 @@ class Runner(ABC):
             if self.scaler is not None:
                 self.scaler._per_optimizer_states.update(unscaled)
 
+    @property
+    def learning_rate(self) -> float | None:
+        """The largest learning rate of the optimizer; `None` without one, or if it lives on a device."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        rates = [group.get("lr") for group in groups]
+        return max((rate for rate in rates if isinstance(rate, float)), default=None)
+
     # ---- isolation ----
 
     def isolated(self) -> AbstractContextManager:

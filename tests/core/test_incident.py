@@ -90,9 +90,8 @@ def _finding(**fields):
 
 def test_a_finding_blames_the_rows_of_its_samples_only():
     micro = _micro(2, rows=[40, 41, 42, 43])
-    event = BadMicroBatch.of_finding(micro, _finding(samples=(1, 3), tokens=((1, 5), (3, 0))), 7).event(
-        Action.DROPPED, 7, 1
-    )
+    bad = BadMicroBatch.of_finding(micro, _finding(samples=(1, 3), tokens=((1, 5), (3, 0))), 7)
+    event = bad.event(Action.DROPPED, _incident([1.0], rank=1))
     assert (event.step, event.micro_step, event.rank) == (7, 2, 1)
     assert (event.signal, event.cause) == (Signal.LABEL_OUT_OF_RANGE, Cause.LABEL_OUT_OF_RANGE)
     culprit = event.culprit
@@ -131,13 +130,16 @@ def test_a_sample_beyond_the_known_rows_is_left_out():
 )
 def test_a_run_blames_loss_or_gradient(loss, bad, signal, phase, parameter, said):
     bad_one = BadMicroBatch.of_run(_micro(1, rows=[8, 9]), loss, judge(NAMES, bad), 7)
-    event = bad_one.event(Action.DROPPED, 7, 0, note="; noted")
+    event = bad_one.event(Action.DROPPED, _incident([1.0], INF, learning_rate=5e-5), note="; noted")
     assert (event.signal, event.micro_step) == (signal, 1)
     assert (event.culprit.phase, event.culprit.parameter, event.culprit.rows) == (phase, parameter, [8, 9])
     assert event.message.startswith(said)
     assert "in micro-batch 1 of step 7" in event.message
     assert event.message.endswith("; noted")
     assert event.values["bad_parameters"] == bad
+    assert (event.values["loss"], event.values["grad_norm"], event.values["learning_rate"]) == (
+        pytest.approx(loss, nan_ok=True), INF, 5e-5,
+    )  # fmt: skip
 
 
 def test_rows_that_travel_as_a_tensor_are_read_when_told():

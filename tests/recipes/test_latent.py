@@ -2,12 +2,12 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from recipes import latent
+from tests.distributed.launch import torchrun
 
 ROWS = ("--num_rows", "24", "--max_steps", "4")  # an epoch is 3 steps
 TENSORS = 41
@@ -72,19 +72,11 @@ def test_the_recipe_as_it_comes(tmp_path, monkeypatch, capsys):
 @pytest.mark.distributed
 def test_two_ranks(tmp_path):
     script = Path(latent.__file__)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        "--master_port",
-        "0",
-        str(script),
-    ]
     words = [*ROWS, "--output_dir", str(tmp_path), "--use_cpu", "true"]
     environment = {**os.environ, "PYTHONPATH": str(script.parent.parent)}
-    done = subprocess.run([*command, *words], capture_output=True, text=True, timeout=200, env=environment)
+    done = subprocess.run(
+        [*torchrun(2), str(script), *words], capture_output=True, text=True, timeout=200, env=environment
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Planted:") == 1  # one rank speaks
     assert f"NOT FINITE: {TENSORS} of {TENSORS} tensors" in done.stdout

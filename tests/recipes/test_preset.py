@@ -76,8 +76,9 @@ def test_a_distillation_preset_runs(name, tmp_path, monkeypatch):
     recipe = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "distill", recipe)  # its dataclasses look their module up
     spec.loader.exec_module(recipe)
-    words = ["--preset", name, "--output_dir", str(tmp_path), "--max_steps", "2", "--compare", "false"]
-    assert recipe.main(words) == 0
+    short = ["--max_steps", "2", "--teacher_steps", "2", "--num_rows", "16", "--disable_tqdm", "true"]
+    words = ["--preset", name, "--output_dir", str(tmp_path), "--plant", "none", "--compare", "false"]
+    assert recipe.main([*words, *short]) == 0
 
 
 def parse_sft(*words: str, config: dict | None = None, folder: Path):
@@ -169,7 +170,7 @@ def test_accelerate_reads_it(path):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("name", "num_ranks"), [("single", 1), ("ddp", 2)])
+@pytest.mark.parametrize(("name", "num_ranks"), [pytest.param("single", 1, marks=pytest.mark.slow), ("ddp", 2)])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="meant for processes on a CPU")
 def test_accelerate_launches_it(name, num_ranks, tmp_path):
     command = [
