@@ -24,7 +24,7 @@ from .block import find_blocks, pick_modules
 from .event import Culprit, Event
 from .headroom import Forecast, Headroom
 from .journal import Journal
-from .monitor import EARLY, Monitor
+from .monitor import EARLY, Hook, Monitor
 from .output import CAUSES, NAMES, NEAR_BITS, Activation, Look, find_tensor, measure, tabulate
 from .signal import Action, Signal
 
@@ -90,6 +90,7 @@ class ActivationMonitor(Monitor):
         self._looks: list[Look] = []
         self._order: dict[int, None] = {}
         self._in_forward: set[int] = set()
+        self._failed: set[int] = set()  # modules that cannot be measured
 
     def is_due(self, step: int) -> bool:
         """Returns whether the monitor looks at this step; the same on every rank."""
@@ -104,9 +105,14 @@ class ActivationMonitor(Monitor):
         if self.compiled:
             self._turn_off(step, "the model runs under torch.compile, which ignores hooks on its modules")
             return
+        if not self.modules:
+            self._turn_off(step, "the model has no blocks, embeddings, projections or heads that are modules")
+            return
         self._step = step
         self._handles = [
-            module.register_forward_hook(partial(self._look, index)) for index, module in enumerate(self.modules)
+            module.register_forward_hook(Hook(partial(self._look, index)))
+            for index, module in enumerate(self.modules)
+            if index not in self._failed
         ]
 
     def end_backward(self, step: int) -> None:
@@ -180,13 +186,25 @@ class ActivationMonitor(Monitor):
         elif index in self._in_forward:
             return
         tensor = find_tensor(output)
-        if tensor is not None:
-            near = self.bits.get(self.names[index], math.inf) < NEAR_BITS + 1
+        if tensor is None or index in self._failed:
+            return
+        near = self.bits.get(self.names[index], math.inf) < NEAR_BITS + 1
+        try:
             self._looks.append(measure(index, tensor, near))
+        except Exception as error:  # a tensor of another kind may raise anything, and the forward must go on
+            self._tell_failed(index, error)
 
     def _near(self, name: str) -> float | None:
         seen = self.seen[name]
         return 0.0 if seen.largest < seen.limit * 2.0**-NEAR_BITS else seen.near_limit
+
+    def _tell_failed(self, index: int, error: Exception) -> None:
+        """Says that a module cannot be measured, on the rank where that is so, and leaves it out from here on."""
+        self._failed.add(index)
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        message = f"the output of {self.names[index]} is not monitored: it could not be measured ({reason})"
+        step, rank = self._step or 0, self.ranks.rank
+        self.journal.write(Event(step, Signal.GUARD_FAILED, Action.OBSERVED, message, rank=rank))
 
     def _turn_off(self, step: int, why: str) -> None:
         self.is_off = True
@@ -222,7 +240,7 @@ class ActivationMonitor(Monitor):
             if seen.is_finite and seen.largest > 0 and not seen.is_masked
         }
         forecast = self.headroom.find_danger(list(self.bits))
-        self.next_look = self.headroom.next_look(self.every_n_steps)
+        self.next_look = self.headroom.next_look(self.every_n_steps, list(self.bits))
         if forecast is None:
             return
         limit = self.seen[forecast.module].limit

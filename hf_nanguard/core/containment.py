@@ -22,6 +22,7 @@ from .group import MicroBatch
 from .incident import BadMicroBatch, Incident, Settlement
 from .journal import Journal
 from .policy import Course, Ladder, Policy
+from .rng import RngState
 from .runner import Runner
 from .signal import Action, Cause, Signal
 
@@ -50,6 +51,8 @@ class Containment:
         self.examining = False
         self.runner: Runner | None = None  # while it runs micro-batches again
         self.shown: dict[str, str] = {}  # the bad gradients that were logged last
+        self.drawn: RngState | None = None  # the random state after the group has run, before anything is run again
+        self.untouched: RngState | None = None  # the random state before the first of the bad steps in a row
 
     @property
     def cut(self) -> frozenset[str]:
@@ -59,6 +62,7 @@ class Containment:
 
     def contain(self, incident: Incident, runner: Runner) -> Settlement:
         """Contains a step whose norm is not finite."""
+        self.drawn = RngState.capture(runner.device_type)
         group = incident.group
         gradients = runner.named_gradients()
         facts = self.ranks.gather(
@@ -431,12 +435,21 @@ class Containment:
         runner.clear()
         runner.buffers.restore()
         runner.sync_buffers(True)
-        incident.group.micro_batches[0].rng.restore()
+        before = incident.group.micro_batches[0].rng
+        self.untouched = before if not self.ladder.bad_in_a_row else self.untouched
+        # As if the step had never been. But a bad number may be one that the loss has drawn itself (a noise level, say):
+        # from the same state it would draw it for ever, so half-way to the halt the random state goes on.
+        (self.drawn if self.drawn is not None and self.ladder.is_half_way else before).restore()
+        self.drawn = None
         size = len(incident.group.micro_batches)
         self.counter.skipped_steps += 1
         self.count(incident, size * self.ranks.size)
         settlement = Settlement(steps=False, redone=[], num_dropped=size)
-        return settlement if signal is None else self.climb(settlement, incident, signal, message)
+        if signal is not None:
+            settlement = self.climb(settlement, incident, signal, message)
+        if settlement.halt is not None and self.untouched is not None:
+            self.untouched.restore()
+        return settlement
 
     def climb(self, settlement: Settlement, incident: Incident, signal: Signal, message: str) -> Settlement:
         """Counts a bad step; too many in a row and the run has to end."""

@@ -114,7 +114,7 @@ def take_look(model: nn.Module, optimizer: Any) -> Look:
             for pieces in heaps.values()
         ],
         sizes=dict(zip(gradients, _measure(list(gradients.values())), strict=True)),
-        rates=[_take_rate(group["lr"]) for group in optimizer.param_groups],
+        rates=[_take_rate(group.get("lr")) for group in optimizer.param_groups],
         idle={name for name, _, group in named if name not in gradients or group is None},
         is_sharded=any(local(parameter) is not parameter for _, parameter, _ in named),
     )

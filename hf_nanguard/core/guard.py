@@ -110,7 +110,7 @@ class Guard:
         self.deferred = Deferred(
             self.policy, self.ranks, self.journal, self.counter, self.ladder, self.norms, read_every_n_steps
         )
-        self.patrol = Patrol()
+        self.patrol = Patrol(journal=self.journal)
         if model is not None and self.runner is not None:
             self.patrol.begin(build_monitors(self.policy, model, optimizer, self.journal, self.ranks))
         self.group = Group()

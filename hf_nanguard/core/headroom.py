@@ -11,7 +11,8 @@ the samples reach back. Besides, a module is told that has less than a bit left 
 but is not certain yet is looked at more often.
 
 It cannot tell growth that will stop all of a sudden, with the learning rate's warm-up say, from growth that goes on: if that
-happens inside the reserve, it warns. Nor does it see an overflow come that takes fewer steps than a few samples.
+happens inside the reserve, it warns. Nor does it see an overflow come that takes fewer steps than a few samples; and at a bit in six steps or
+faster it speaks less than twenty steps ahead, for to speak earlier it would have to speak outside of the reserve.
 """
 
 import math
@@ -32,8 +33,11 @@ MIN_LOSS = 2.0  # bits over the window
 MIN_SIGMAS = 4.0
 MARGIN = 1.5  # how often what is left must go into what growth that levels off has still to take
 MAX_REACH = 2.0  # how far ahead a forecast may look, in spans of the window
+MIN_SPAN = 100  # steps that a full window reaches back, however often there is a look
 FEW_BITS = 1.0
-CLOSE_STEPS = 10  # how often to look at a module that may be in danger, at most
+CLOSE_STEPS = 10  # how often to look at a module that may be in danger, at least
+FAR = 3.0  # reserves beyond which no module may be in danger
+CLOSE_LOOKS = 8  # how often to look before the bits are gone at the latest pace
 RECOVERY = 2.0  # bits that a module must regain before it is spoken of again
 
 Sample = tuple[int, float]
@@ -95,7 +99,7 @@ class Trend:
 
     def __init__(self, reserve: float):
         self.reserve = reserve
-        self.samples: deque[Sample] = deque(maxlen=WINDOW)
+        self.samples: deque[Sample] = deque()
         self.told_at: float | None = None  # the bits that were left when it was spoken of
         self.told_step: float = math.inf  # the overflow that was foretold
 
@@ -103,15 +107,24 @@ class Trend:
         """Takes a sample in; one that is not later than the last replaces what it overtakes, as after a rewind."""
         while self.samples and self.samples[-1][0] >= step:
             self.samples.pop()
+        if len(self.samples) == WINDOW:
+            self._make_room(step)
         self.samples.append((step, bits))
         level = median(bits for _, bits in list(self.samples)[-3:])
         if self.told_at is not None and len(self.samples) >= 3 and level >= self.told_at + RECOVERY:
             self.told_at, self.told_step = None, math.inf
 
+    def _make_room(self, step: int) -> None:
+        """Lets the oldest sample go, or one in a crowd while all of them together reach back a few steps only."""
+        place, samples = 0, list(self.samples)
+        if step - samples[0][0] < MIN_SPAN:
+            place = min(range(1, WINDOW - RECENT), key=lambda at: samples[at + 1][0] - samples[at - 1][0])
+        del self.samples[place]
+
     def steps_left(self) -> float:
         """Returns how long the bits last at the latest pace, however uncertain that is; inf if they do not shrink."""
         slope, height, _ = fit_line(list(self.samples)[-RECENT:])
-        return max(height, 0.0) / -slope if len(self.samples) >= 3 and slope < 0 else math.inf
+        return max(height, 0.0) / -slope if slope < 0 else math.inf
 
     def next_look(self, every_n_steps: int) -> int | None:
         """Returns a step before the next regular one at which to look again, if that could decide something."""
@@ -120,8 +133,10 @@ class Trend:
             return None
         if bits < FEW_BITS:
             return step + 1
-        soon = bits < 2 * self.reserve and self.steps_left() < 4 * every_n_steps
-        return step + max(1, min(CLOSE_STEPS, every_n_steps // 5)) if soon else None
+        left = self.steps_left()
+        if bits >= FAR * self.reserve or left >= 4 * max(every_n_steps, 25):
+            return None
+        return step + max(1, min(CLOSE_STEPS, every_n_steps // 5, int(left / CLOSE_LOOKS)))
 
     def forecast(self, module: str) -> Forecast | None:
         """Returns what is going to happen, if that is bad and certain enough to be told."""
@@ -176,9 +191,13 @@ class Headroom:
             return None
         return Forecast(worst.module, worst.bits, worst.bits_per_100_steps, worst.overflow_step, len(found))
 
-    def next_look(self, every_n_steps: int) -> int | None:
-        """Returns a step before the next regular one at which to look again, `None` if there is no need to."""
-        looks = [trend.next_look(every_n_steps) for trend in self.trends.values()]
+    def next_look(self, every_n_steps: int, modules: Sequence[str] | None = None) -> int | None:
+        """Returns a step before the next regular one at which to look again, `None` if there is no need to.
+
+        Modules are those that have a new sample, all by default: an old one, of a module that overflowed or runs now and
+        then, would ask for a look at every step."""
+        trends = self.trends if modules is None else modules
+        looks = [self.trends[name].next_look(every_n_steps) for name in trends]
         return min((look for look in looks if look is not None), default=None)
 
     def state_dict(self) -> dict[str, Any]:

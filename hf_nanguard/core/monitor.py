@@ -9,9 +9,30 @@
 between `end_backward` and `before_update`, where no hook is left.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 EARLY = (10, 20, 40)  # most failures are there from the beginning, and short runs want to hear of them too
+
+
+class Hook:
+    """A hook of a monitor on a module. A copy of the module, or a pickle, has one in its place that does nothing."""
+
+    def __init__(self, function: Callable[..., None]):
+        self.function = function
+
+    def __call__(self, *args: Any) -> None:
+        self.function(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Hook":
+        return Hook(_look_away)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Hook, (_look_away,)
+
+
+def _look_away(*args: Any) -> None:
+    return
 
 
 class Monitor:

@@ -33,7 +33,8 @@ def find_tensor(output: Any) -> Tensor | None:
     """Returns the first float tensor with a dimension in what a module returned; `None` if there is none."""
     if isinstance(output, Tensor):
         part = local(output)
-        return part if part.dtype in DTYPES and part.ndim and part.numel() else None
+        dense = part.layout is torch.strided and not part.is_nested and not part.is_meta  # else there are no kernels
+        return part if dense and part.dtype in DTYPES and part.ndim and part.numel() else None
     parts: Any = ()
     if isinstance(output, Mapping):
         parts = output.values()

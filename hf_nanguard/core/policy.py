@@ -236,6 +236,11 @@ class Ladder:
         """A step went through: the count starts again."""
         self.bad_in_a_row = 0
 
+    @property
+    def is_half_way(self) -> bool:
+        """Whether half of the bad steps in a row that are allowed have come."""
+        return self.bad_in_a_row >= max(1, self.max_bad_steps // 2)
+
     def bad(self) -> bool:
         """Counts a bad step; returns whether the run has to halt."""
         self.bad_in_a_row += 1

@@ -7,7 +7,7 @@ well: so what it finds is confirmed by a second, exact look, which names the ten
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from .agreement import Ranks
 from .autopsy.update import UpdateFinding, examine_state, examine_update, try_update_remedies
 from .event import Culprit, Event, strict
-from .finite import magnitudes, read_host
-from .inventory import Watched, list_watched, name_saved_buffers
+from .finite import find_nonfinite, local, magnitudes, read_host
+from .inventory import Watched, is_plain, list_watched, name_saved_buffers
 from .journal import Journal
 from .monitor import Monitor
 from .signal import Action, Cause, Signal
@@ -99,9 +99,17 @@ def check_state(
     return None if finding is None else _explain(finding, named, optimizer)
 
 
-def find_unsound(model: nn.Module, optimizer: Any = None) -> StateFinding | None:
-    """Looks for a bad number in a model and its optimizer, as [`check_state`] does."""
-    return check_state(model.named_parameters(), optimizer, name_saved_buffers(model))
+def find_unsound(model: nn.Module, optimizer: Any = None, excused: Collection[str] = ()) -> StateFinding | None:
+    """Looks for a bad number in a model and its optimizer, as [`check_state`] does, but for buffers that are `excused`."""
+    buffers = ((name, buffer) for name, buffer in name_saved_buffers(model) if name not in excused)
+    return check_state(model.named_parameters(), optimizer, buffers)
+
+
+def find_bad_weights(model: nn.Module) -> dict[str, str]:
+    """Names the parameters, frozen ones too, that hold a bad number; an infinity in a frozen one is a mask."""
+    named = {name: p for name, p in model.named_parameters() if not p.is_meta and is_plain(local(p))}
+    bad = find_nonfinite(named.items())
+    return {name: kind for name, kind in bad.items() if kind == "nan" or named[name].requires_grad}
 
 
 @torch.no_grad()
@@ -218,6 +226,12 @@ class SoundnessMonitor(Monitor):
         self.ranks = ranks
         self.acts = acts
         self.told: set[str] = set()
+        # A buffer that held NaN before the first update is not this run's doing. On the device, until one is found bad.
+        watched = list(list_watched([], None, name_saved_buffers(model)))
+        with torch.no_grad():
+            norms = torch._foreach_norm([each.tensor for each in watched], 2) if watched else ()
+        self.at_first = dict(zip((each.name for each in watched), norms, strict=True))
+        self.excused: set[str] | None = None
 
     def after_update(self, step: int) -> str | None:
         """Looks, if the step is due."""
@@ -227,9 +241,18 @@ class SoundnessMonitor(Monitor):
         """Looks at what is about to be saved; returns a reason not to, the same on every rank."""
         return self.check(step)
 
+    def find(self) -> StateFinding | None:
+        """Looks at the part of this rank, due or not, and leaves alone what was NaN before the run began."""
+        finding = find_unsound(self.model, self.optimizer, self.excused or ())
+        if finding is None or not finding.is_buffer or self.excused is not None:
+            return finding
+        read = read_host(list(self.at_first.values()))
+        self.excused = {name for name, norm in zip(self.at_first, read, strict=True) if math.isnan(norm)}
+        return find_unsound(self.model, self.optimizer, self.excused)
+
     def check(self, step: int) -> str | None:
         """Looks now, due or not. Every rank must call it."""
-        finding = find_unsound(self.model, self.optimizer)
+        finding = self.find()
         if not self.ranks.any(finding is not None):
             return None
         report = None if finding is None else (strict(asdict(finding)), tell(finding, self.ranks.rank))

@@ -119,7 +119,7 @@ def check_batch(batch: MutableMapping, limits: Limits, verdict: str) -> list[Fin
         verdict (`str`):
             As in [`CheckedCollator`].
     """
-    certain = verdict == "drop_samples"  # a sample that is suspected costs no more than itself
+    certain = verdict == "drop_samples"  # a sample that is suspected costs no more than itself; a target may be missing
     verdict = "drop" if certain else verdict
     findings: list[Finding] = []
     empty = check_length(batch, verdict)
@@ -143,7 +143,7 @@ def check_batch(batch: MutableMapping, limits: Limits, verdict: str) -> list[Fin
             found = check_mask(value, verdict)
         if found is None:
             continue
-        if certain and found.verdict == "suspect":
+        if certain and found.verdict == "suspect" and name != "labels":
             found = replace(found, verdict="drop")
         findings.append(found)
         if bad is not None and found.verdict not in ("observe", "suspect"):

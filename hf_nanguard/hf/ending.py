@@ -7,11 +7,9 @@ from typing import Any
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..core.finite import find_nonfinite
 from ..core.guard import Guard
-from ..core.soundness import SoundnessMonitor, find_unsound
+from ..core.soundness import find_bad_weights
 from ..errors import NonFiniteError
-from . import compat
 
 logger = logging.getLogger("hf_nanguard")
 
@@ -34,21 +32,18 @@ class Ending:
     def may_save(self, model: nn.Module) -> bool:
         """Looks at weights and optimizer state before a checkpoint is made of them; returns whether one may be. The run
         ends if not."""
-        step = self.trainer.state.global_step
-        reasons = [m.check_before_save(step) for m in self.guard.patrol.monitors if isinstance(m, SoundnessMonitor)]
-        for reason in filter(None, reasons):
+        reason = self.guard.patrol.check_before_save(self.trainer.state.global_step)
+        if reason is not None:
             self.halt(model, reason)
-            return False
-        return True
+        return reason is None
 
     def halt(self, model: nn.Module, message: str) -> None:
         """Ends the run in order: the last good state saved, then an error or a clean stop. Every rank must call it."""
         trainer, ranks = self.trainer, self.guard.ranks
         folder = Path(str(trainer.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-        optimizer = compat.bare_optimizer(trainer.optimizer) if trainer.is_in_train else None
-        bad_weights = ranks.any(bool(find_nonfinite(trainer.model.named_parameters())))  # frozen ones too
-        if bad_weights or ranks.any(find_unsound(trainer.model, optimizer) is not None):
-            what = "weights themselves are" if bad_weights else "state of the optimizer is"
+        bad_weights = ranks.any(bool(find_bad_weights(trainer.model)))
+        if bad_weights or ranks.any(not self.guard.patrol.is_sound()):
+            what = "weights themselves are" if bad_weights else "state of the optimizer, or a buffer, is"
             message += f" Nothing was saved, for the {what} not finite."
             if self.last_good is not None:
                 message += f" The last good checkpoint is {self.last_good}."

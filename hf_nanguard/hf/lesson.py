@@ -59,16 +59,21 @@ def judge_lesson(batch: Mapping, limits: Limits) -> Dull | None:
         targets = ~np.isin(labels[:, 1:] if limits.shifted else labels, limits.ignored)
         mask = _array(batch.get("attention_mask"))
         num_tokens = labels.size if mask is None or mask.shape != labels.shape else np.count_nonzero(mask)
-        if targets.any() and (
-            np.mean(~targets.any(axis=1)) >= MAX_EMPTY or np.count_nonzero(targets) < MIN_TARGETS * num_tokens
-        ):
+        num_targets = np.count_nonzero(targets)
+        # Long texts with an answer of a few tokens each are healthy.
+        few = num_targets <= len(labels) and num_targets < MIN_TARGETS * num_tokens
+        if num_targets and (few or np.mean(~targets.any(axis=1)) >= MAX_EMPTY):
             return Dull.MASKED
-    inputs = _array(next((batch[name] for name in INPUTS if name in batch), None))
-    if inputs is None or inputs.ndim < 2:
+    inputs = [_array(batch[name]) for name in INPUTS if name in batch]
+    first = inputs[0] if inputs else None
+    if first is None or first.ndim < 2:
         return None
-    if inputs.ndim == 2 and _is_one_token(inputs, _array(batch.get("attention_mask"))):
+    if len(inputs) == 1 and first.ndim == 2 and _is_one_token(first, _array(batch.get("attention_mask"))):
         return Dull.CONSTANT
-    return Dull.CONSTANT if labels is not None and _all_same(inputs) and not _all_same(labels) else None
+    # One prompt goes with all kinds of images, and a field that is not known here may hold the input proper.
+    fields = [_array(value) for name, value in batch.items() if name != "labels" and isinstance(value, Tensor)]
+    same = all(array is not None and array.ndim and _all_same(array) for array in fields)
+    return Dull.CONSTANT if labels is not None and same and not _all_same(labels) else None
 
 
 def _is_one_token(inputs: np.ndarray, mask: np.ndarray | None) -> bool:

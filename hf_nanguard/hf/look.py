@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..core.entropy import ABSENT, SAMPLES, measure_attention, measure_logsumexp, measure_router, pick_positions
+from ..core.monitor import Hook
 from .compat_attention import find_routers, implies_causality, observed_attention
 
 SHOWN = ("eager", "sdpa")  # implementations whose masks are plain tensors
@@ -56,13 +57,13 @@ class Look:
         self._begin(model, inner)
 
     def _begin(self, model: nn.Module, inner: PreTrainedModel | None) -> None:
-        hooks = [model.register_forward_pre_hook(self._see_inputs, with_kwargs=True)]
+        hooks = [model.register_forward_pre_hook(Hook(self._see_inputs), with_kwargs=True)]
         for i, (_, router, place) in enumerate(self.routers):
-            hooks.append(router.register_forward_hook(self._see_router(2 * len(self.layers) + 4 * i, place)))
+            hooks.append(router.register_forward_hook(Hook(self._see_router(2 * len(self.layers) + 4 * i, place))))
         if inner is not None and isinstance(self.head, nn.Module):
-            hooks.append(self.head.register_forward_hook(self._see_head))
+            hooks.append(self.head.register_forward_hook(Hook(self._see_head)))
             if inner.base_model is not inner:
-                hooks.append(inner.base_model.register_forward_hook(self._see_backbone))
+                hooks.append(inner.base_model.register_forward_hook(Hook(self._see_backbone)))
         for hook in hooks:
             self.stack.callback(hook.remove)
         self.stack.enter_context(observed_attention(self._see_attention))

@@ -209,9 +209,7 @@ class Rollout:
         if not samples:
             return
         rows = None if self.rows is None else sorted({self.rows[sample] for sample in samples})
-        message = (
-            f"advantages of {len(samples)} completions were no sane numbers {self.when} and are taken as 0"
-        )
+        message = f"advantages of {len(samples)} completions were no sane numbers {self.when} and are taken as 0"
         culprit = Culprit(phase="reward", samples=samples, rows=rows)
         self.events.append(
             Event(self.step, Signal.ADVANTAGE_NONFINITE, Action.REPAIRED, message, None, self.rank, {}, culprit)

@@ -9,7 +9,7 @@ from torch import Tensor
 def remove_samples(batch: MutableMapping, bad: Collection[int], num_samples: int) -> tuple[int, ...] | None:
     """Takes samples out of a batch in place, before anything has been counted in it.
 
-    A batch can be taken apart if every tensor and list in it has one entry a sample. Packed sequences and the patches of
+    A batch can be taken apart if every tensor and list in it has one entry a sample, and all else are single values. Packed sequences and the patches of
     several images in one tensor do not.
 
     Args:
@@ -38,4 +38,8 @@ def remove_samples(batch: MutableMapping, bad: Collection[int], num_samples: int
 def _has_samples(value: Any, num_samples: int) -> bool:
     if isinstance(value, Tensor):
         return value.ndim > 0 and len(value) == num_samples
-    return not isinstance(value, (list, tuple)) or (type(value) in (list, tuple) and len(value) == num_samples)
+    if type(value) in (list, tuple):
+        return len(value) == num_samples
+    return value is None or isinstance(
+        value, (str, bool, int, float)
+    )  # of anything else nobody knows what it is made of

@@ -63,6 +63,7 @@ class Session:
         self.evaluation = Evaluation(trainer, self.guard)
         self.rows = RowRecord()
         self.runner: TrainerRunner | None = None
+        self.watched_optimizer: Any = None  # a second run may have another one
         self.notes: list[BatchNote] = []
         self.batch_rows: list[list[int] | None] = []
         self.prepared: tuple[Prepared, RngState] | None = None
@@ -232,7 +233,9 @@ class Session:
         return compat.poisoned_backward(self.trainer.accelerator, self.runner.parameters[0])
 
     def _open_group(self, model: nn.Module, num_items: Tensor | int | None) -> None:
-        if self.runner is None or self.runner.model is not model:
+        same = self.watched_optimizer is self.trainer.optimizer
+        if self.runner is None or self.runner.model is not model or not same:
+            self.watched_optimizer = self.trainer.optimizer
             self.runner = TrainerRunner(self.trainer, model, self.guard.ranks)
             bare = self.trainer.accelerator.unwrap_model(model)
             optimizer = None if self.deepspeed else self.trainer.optimizer

@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_nanguard.core.activation import ActivationMonitor
 from hf_nanguard.core.agreement import Ranks
+from hf_nanguard.core.headroom import Trend
 from hf_nanguard.core.journal import Journal
 from tests.architectures import ARCHITECTURES, BY_NAME
 from tests.counting import counting
@@ -351,3 +352,76 @@ def test_the_state_survives_a_checkpoint():
     assert other.next_look == monitor.next_look
     assert len(saved["layers.2"]["samples"]) > 5
     assert events == []
+
+
+def test_a_model_without_anything_to_watch_is_told_of(recwarn):
+    model = nn.LSTM(4, 4)
+    monitor, events = _watch(model)
+    monitor.begin_step(0)
+    model(torch.ones(2, 4))[0].sum().backward()
+    monitor.end_backward(0)
+    [event] = events
+    assert (event["signal"], event["action"]) == ("guard_failed", "observed")
+    assert "no blocks" in event["message"]
+    assert not monitor.is_due(1)
+
+
+class Odd(nn.Module):
+    """Returns what has no kernel for its extremes."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, hidden):
+        if self.kind == "csr":
+            return hidden.detach().to_sparse_csr()
+        if self.kind == "jagged":
+            return torch.nested.nested_tensor([hidden[:1].detach(), hidden.detach()], layout=torch.jagged)
+        if self.kind == "meta":
+            return hidden.detach().to("meta")
+        return Unwilling(hidden.detach())
+
+
+class Unwilling(torch.Tensor):
+    """Can be made and nothing else."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.aminmax:
+            raise NotImplementedError("nothing of that kind")
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")  # pytorch/pytorch#44634
+@pytest.mark.parametrize("kind", ["csr", "jagged", "meta", "unwilling"])
+def test_outputs_that_cannot_be_measured_end_no_run(kind):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.layers = nn.ModuleList([Odd(kind)])
+
+        def forward(self, x):
+            hidden = self.first(x)
+            self.layers[0](hidden)
+            return hidden.sum()
+
+    monitor, events = _watch(model := Model())
+    for step in range(2):
+        monitor.begin_step(step)
+        model(torch.ones(2, 4)).backward()
+        monitor.end_backward(step)
+        assert list(monitor.seen) == ["first"]
+    told = [(event["signal"], event["step"]) for event in events]
+    assert told == ([("guard_failed", 0)] if kind == "unwilling" else [])
+
+
+def test_a_module_that_runs_no_more_does_not_ask_for_a_look_at_every_step():
+    model = Stack().half()
+    monitor, _ = _watch(model, every_n_steps=50)
+    _run(monitor, model, step=9)
+    monitor.headroom.trends["gone"] = trend = Trend(3.2)
+    trend.add(9, 0.5)
+    _run(monitor, model, step=19)
+    assert monitor.next_look is None

@@ -701,3 +701,42 @@ def test_isnan_of_the_norm_alone_misses_inf():
     expected = Loop().run(without(2, 1, {(0, 0)})).everything()
     faults = {(0, 0): {"fault": "gradient", "value": INF}}
     assert_same(Loop().guarded().run(make_groups(2, 1, faults)).everything(), expected)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_bad_number_that_the_loss_draws_itself_does_not_come_for_ever(size):
+    """A skipped step restores the random state; from there the same draw would follow, step after step."""
+    torch.manual_seed(0)
+    network = nn.Linear(2, 1)
+    guard = Guard(network, torch.optim.SGD(network.parameters(), lr=0.1), Policy(max_bad_steps=20, autopsy=False))
+
+    def loss_fn(batch):
+        level = torch.rand(())
+        weight = torch.where(level < 0.3, INF, 1.0)  # a signal-to-noise ratio at one end
+        return (network(batch).square() * weight).mean()
+
+    settlements = [guard.step(loss_fn, [torch.ones(4, 2)] * size) for _ in range(60)]
+    assert any(not settlement.steps or settlement.num_dropped for settlement in settlements)
+    assert all(torch.isfinite(parameter).all() for parameter in network.parameters())
+
+
+def test_skipped_steps_leave_the_random_state_until_half_of_those_allowed_have_come():
+    network = nn.Linear(2, 1)
+    policy = Policy(autopsy=False, max_bad_steps=4, on_halt="stop")
+    guard = Guard(network, torch.optim.SGD(network.parameters(), lr=0.1), policy)
+    draws = []
+
+    def loss_fn(batch):
+        draws.append(float(torch.rand(())))
+        return (network(batch) * NAN).mean()
+
+    torch.manual_seed(0)
+    expected = torch.rand(3).tolist()
+    torch.manual_seed(0)
+    first = []
+    for _ in range(4):
+        del draws[:]
+        guard.step(loss_fn, [torch.ones(4, 2)])
+        first.append(draws[0])
+    assert first == [expected[0], expected[0], expected[0], expected[1]]
+    assert float(torch.rand(())) == expected[0]  # it has come to a halt, with everything as before the first of them

@@ -13,7 +13,17 @@ import random
 
 import pytest
 
-from hf_nanguard.core.headroom import FEW_BITS, RECOVERY, Headroom, Trend, fit_line, foresee_loss
+from hf_nanguard.core.headroom import (
+    FEW_BITS,
+    MIN_SPAN,
+    RECENT,
+    RECOVERY,
+    WINDOW,
+    Headroom,
+    Trend,
+    fit_line,
+    foresee_loss,
+)
 
 LIMIT = 65504.0
 TOTAL = 1000
@@ -191,7 +201,10 @@ def test_what_may_be_danger_is_looked_at_more_often():
     _feed(headroom, [9.0, 9.0, 9.0])
     assert headroom.next_look(50) is None
     _feed(headroom, [6.0, 5.0, 4.5], start=3)
-    assert headroom.next_look(50) == 50 + 10
+    assert 50 < headroom.next_look(50) < 50 + 10  # at this pace the bits last for less than 50 steps
+    slow = Headroom()
+    _feed(slow, [6.0, 5.7, 5.4])
+    assert slow.next_look(50) == 20 + 10
     headroom.add(60, "block.0", _largest(FEW_BITS / 2), LIMIT)
     assert headroom.next_look(50) == 61
     told = Headroom()
@@ -228,3 +241,31 @@ def test_the_state_survives_a_checkpoint(cut):
     second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
     assert told | _feed(second, FALL[cut:], start=cut) == expected
     assert second.state_dict() == whole.state_dict()
+
+
+@pytest.mark.parametrize(("period", "steps_per_bit"), [(1, 12), (1, 20), (1, 35), (5, 12), (10, 12), (50, 20)])
+def test_growth_is_announced_in_time_however_often_one_looks(period, steps_per_bit):
+    """A window of the last few steps alone would never see two bits go."""
+    rng = random.Random(period * steps_per_bit)
+    ahead = []
+    for _ in range(20):
+        start, onset, scatter = rng.uniform(6, 13), rng.uniform(0, 200), rng.uniform(0, 0.2)
+
+        def series(step, start=start, onset=onset, scatter=scatter):
+            bits = start - max(0.0, step - onset) / steps_per_bit
+            return bits + rng.gauss(0, scatter) if bits > 0 else bits
+
+        told, end = _follow(series, period)
+        ahead.append(end - told if told is not None else -1)
+    assert sum(steps >= 20 for steps in ahead) >= 0.8 * len(ahead)
+
+
+def test_a_window_of_every_step_reaches_back():
+    trend = Trend(3.2)
+    for step in range(400):
+        trend.add(step, 9.0)
+        assert len(trend.samples) <= WINDOW
+    steps = [step for step, _ in trend.samples]
+    assert steps == sorted(steps)
+    assert MIN_SPAN * 0.8 <= steps[-1] - steps[0] <= MIN_SPAN
+    assert steps[-RECENT:] == [395, 396, 397, 398, 399]

@@ -12,7 +12,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from hf_nanguard.core.agreement import Ranks
 from hf_nanguard.core.journal import Journal
-from hf_nanguard.core.soundness import SoundnessMonitor, check_state, find_unsound, tell
+from hf_nanguard.core.soundness import SoundnessMonitor, check_state, find_bad_weights, find_unsound, tell
 from tests.core.counting import Counting
 from tests.faults import INF, NAN
 
@@ -404,3 +404,24 @@ def test_a_tensor_made_of_others_is_taken_apart():
     finding = find_unsound(model, optimizer)
     assert finding is not None
     assert (finding.parameter, finding.state, finding.rows) == ("head.bias", "exp_avg.b", (5,))
+
+
+def test_a_buffer_that_was_nan_before_the_run_is_left_alone():
+    model = Net()
+    model.register_buffer("unused", torch.tensor([NAN, 1.0]))
+    optimizer = torch.optim.AdamW(model.parameters())
+    events = []
+    monitor = SoundnessMonitor(model, optimizer, Journal(Ranks(), events.append), Ranks(), 1)
+    assert train(model, optimizer, 3, monitor) is None
+    assert events == []
+    model.norm.running_var[2] = NAN
+    assert "buffer norm.running_var holds NaN" in train(model, optimizer, 3, monitor)
+
+
+def test_weights_that_make_a_model_useless_and_masks_that_do_not():
+    model = Net()
+    assert find_bad_weights(model) == {}
+    model.scale = nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False)  # there is no norm for it
+    model.head.bias.data[0] = INF
+    model.mask.data[1] = NAN
+    assert find_bad_weights(model) == {"mask": "nan", "head.bias": "inf"}

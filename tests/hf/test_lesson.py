@@ -43,6 +43,8 @@ def test_a_few_labels_in_a_sea_of_tokens():
     assert judge_lesson(batch, LM) is Dull.MASKED
     batch["attention_mask"][:, 100:] = 0  # padding does not count
     assert judge_lesson(batch, LM) is None
+    answers = [(sample, position) for sample in (0, 1) for position in (2998, 2999)]
+    assert judge_lesson(lm_batch(2, 6000, answers), LM) is None  # a short answer to a long text each
 
 
 def test_a_label_that_is_never_a_target_does_not_count():
@@ -66,6 +68,17 @@ def test_one_token_all_over():
     assert judge_lesson({"input_ids": ids, "labels": ids, "attention_mask": mask}, LM) is Dull.CONSTANT
     ids[0, 2] = 4
     assert judge_lesson({"input_ids": ids, "labels": ids, "attention_mask": mask}, LM) is None
+
+
+@pytest.mark.parametrize("ids", [[5, 6, 7], [5, 5, 5]], ids=["a prompt", "a placeholder"])
+@pytest.mark.parametrize("name", ["pixel_values", "bbox"])
+def test_one_prompt_with_different_images(ids, name):
+    other = torch.randn(3, 2, 4, 4)
+    batch = {"input_ids": torch.tensor([ids] * 3), name: other, "labels": torch.arange(6).reshape(3, 2)}
+    dull = ids == [5, 5, 5] and name == "bbox"  # a field that is not known as an input
+    assert judge_lesson(batch, LM) is (Dull.CONSTANT if dull else None)
+    batch[name] = other[:1].expand(3, -1, -1, -1)
+    assert judge_lesson(batch, LM) is Dull.CONSTANT
 
 
 def test_a_repeated_example_teaches_that_example():

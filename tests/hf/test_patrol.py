@@ -1,5 +1,6 @@
 """What the log does not show, planted in real runs: each is caught at the right step with the right name."""
 
+import copy
 import math
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from hf_nanguard import Guard, GuardArguments, NanGuardCallback, NonFiniteError, Policy, guarded
 
 from ..faults import NAN, Fault, plant
-from ..models import tiny_llama, token_rows
+from ..models import tiny_llama, token_dataset, token_rows
 from ..trainers import build, common_arguments, events_of
 
 CHECKED = GuardArguments(nanguard_weight_check_steps=2)
@@ -235,3 +236,88 @@ def test_a_fault_in_the_weights_of_a_step_is_not_a_matter_of_its_batch(tmp_path)
     trainer.train()
     assert [event["signal"] for event in events_of(trainer)] == ["grad_nonfinite"]
     assert all(math.isfinite(row["loss"]) for row in trainer.state.log_history if "loss" in row)
+
+
+# ---- what must not end a run, or be saved ----
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_a_callback_that_stops_a_run_lets_nothing_bad_be_saved(strategy, tmp_path):
+    spoil = SpoilMoment("embed_tokens.weight", 2, after_step=3)
+    callback = NanGuardCallback(GuardArguments(nanguard_weight_check_steps=1, nanguard_on_halt="stop"))
+    trainer = build("plain", tmp_path, guard=False, max_steps=8, gradient_accumulation_steps=1, save_steps=2,
+                    save_strategy=strategy, eval_strategy=strategy, eval_steps=2, load_best_model_at_end=True,
+                    per_device_train_batch_size=8,
+                    extra={"callbacks": [callback, spoil], "eval_dataset": token_dataset(4)})  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 4
+    saved = ["checkpoint-2"] if strategy == "steps" else []
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == saved
+    assert str(trainer.state.best_model_checkpoint).endswith("checkpoint-2") == bool(saved)
+
+
+def test_a_callback_looks_before_a_save(tmp_path):
+    """No look is due before it."""
+    spoil = SpoilMoment("embed_tokens.weight", 2, after_step=3)
+    callback = NanGuardCallback(GuardArguments(nanguard_weight_check_steps=0))
+    trainer = build("plain", tmp_path, guard=False, max_steps=8, save_strategy="steps", save_steps=2,
+                    extra={"callbacks": [callback, spoil]})  # fmt: skip
+    with pytest.raises(NonFiniteError, match=r"The last good checkpoint is .*checkpoint-2\."):
+        trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_a_mask_in_a_frozen_weight_does_not_keep_a_good_state_from_being_saved(tmp_path):
+    trainer = build("plain", tmp_path, max_steps=4, extra={"guard": GuardArguments(nanguard_on_nonfinite="halt")})
+    trainer.model.register_parameter("mask", torch.nn.Parameter(torch.full((3,), -math.inf), requires_grad=False))
+    plant(trainer, Fault("gradient", 1, 0, parameter="model.norm.weight"))
+    with pytest.raises(NonFiniteError, match="The last good state is in"):
+        trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-1"]
+
+
+def test_a_second_run_with_another_optimizer_is_watched(tmp_path):
+    trainer = build("plain", tmp_path, max_steps=2, extra={"guard": CHECKED})
+    trainer.train()
+    trainer.optimizer = trainer.lr_scheduler = None
+    trainer.add_callback(SpoilMoment("embed_tokens.weight", 2, after_step=1))
+    with pytest.raises(NonFiniteError, match="embed_tokens"):
+        trainer.train()
+
+
+class Copying(Trainer):
+    """A trainer that keeps a copy of its model, as those with a moving average do."""
+
+    def compute_loss(self, *args, **kwargs):
+        loss = super().compute_loss(*args, **kwargs)
+        self.copy = copy.deepcopy(self.model)
+        return loss
+
+
+def test_a_model_may_be_copied_at_a_step_that_is_looked_at(tmp_path):
+    guard = GuardArguments(nanguard_activation_steps=1, nanguard_attention_steps=1, nanguard_weight_check_steps=1)
+    trainer = build("plain", tmp_path, Copying, max_steps=2, extra={"guard": guard})
+    trainer.train()
+    assert events_of(trainer) == []
+    trainer.copy(input_ids=torch.tensor([[5, 6, 7]]))
+
+
+def test_missing_targets_cost_no_sample(tmp_path):
+    """A loss may leave NaN out; which samples are bad is then not for a collator to say."""
+
+    class Regression(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 2)
+
+        def forward(self, x, labels):
+            known = ~labels.isnan()
+            return {"loss": ((self.linear(x) - labels.nan_to_num()) ** 2)[known].mean()}
+
+    rows = [{"x": torch.randn(4), "labels": torch.tensor([float(index), NAN])} for index in range(24)]
+    trainer = guarded(Trainer)(
+        Regression(), TrainingArguments(**common_arguments(tmp_path)), train_dataset=rows,
+        guard=GuardArguments(nanguard_on_bad_input="drop_samples"),
+    )  # fmt: skip
+    trainer.train()
+    assert {event["action"] for event in events_of(trainer)} == {"observed"}

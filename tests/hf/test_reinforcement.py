@@ -332,7 +332,9 @@ def test_an_event_of_an_evaluation_says_so(tmp_path):
         return [NAN, *reward_length(completions)[1:]]
 
     rows = Dataset.from_list([{"prompt": row["text"]} for row in text_rows(2)])
-    trainer = build("grpo", tmp_path, extra={"reward_funcs": reward, "eval_dataset": rows}, per_device_eval_batch_size=2)
+    trainer = build(
+        "grpo", tmp_path, extra={"reward_funcs": reward, "eval_dataset": rows}, per_device_eval_batch_size=2
+    )
     trainer.evaluate()
     events = told(trainer, "reward_nonfinite")
     assert events

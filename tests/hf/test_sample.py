@@ -1,5 +1,6 @@
 """Taking single samples out of a batch."""
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
@@ -30,7 +31,9 @@ def test_every_field_loses_the_sample():
 
 
 @pytest.mark.parametrize(
-    "field", [torch.ones(5, 3), torch.tensor(1.0), ["a"], (1, 2)], ids=["patches", "scalar", "list", "tuple"]
+    "field",
+    [torch.ones(5, 3), torch.tensor(1.0), ["a"], (1, 2), {"x": torch.ones(3, 2)}, np.ones((3, 2))],
+    ids=["patches", "scalar", "list", "tuple", "mapping", "array"],
 )
 def test_a_batch_that_cannot_be_taken_apart_stays_whole(field):
     batch = batch_of_three() | {"other": field}

@@ -5,6 +5,8 @@ import re
 import pytest
 
 from hf_nanguard.cli.main import main
+from hf_nanguard.hf.arithmetic import build_tokenizer
+from hf_nanguard.hf.bundled.grpo import build_reward
 
 from .test_sft import QUIET, save_model, save_rows, sections
 
@@ -44,6 +46,16 @@ def test_a_model_prompts_and_a_reward_of_the_user(lora, tmp_path, capsys, monkey
     assert main(["grpo", *words, *(["--use_peft"] if lora else []), "--output_dir", str(tmp_path / "out")]) == 0
     assert "mean reward: first " in capsys.readouterr().out
     assert (tmp_path / "out" / ("adapter_model.safetensors" if lora else "model.safetensors")).is_file()
+
+
+def test_a_model_that_says_more_than_a_number_is_scored_by_its_last():
+    tokenizer = build_tokenizer()
+    said = ["7", "3+4=7", "3+4=8", "+", "7"]
+    ids = [[tokenizer.eos_token_id]] * 4 + [[tokenizer.pad_token_id]]
+    rewards = build_reward(tokenizer)(completions=said, completion_ids=ids, answer=["7"] * 5)
+    assert rewards[:2] == [1.0, 1.0]
+    assert rewards[3] == 0.0
+    assert 1.0 > rewards[4] > rewards[2] > 0.0
 
 
 def test_rewards_need_data_and_data_need_rewards(tmp_path, capsys):

@@ -1,6 +1,7 @@
 """Reinforcement learning as a recipe: a model, prompts and rewards of the user's, or sums and a small Llama."""
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -91,11 +92,11 @@ def gather_parts(plan: Plan) -> dict[str, Any]:
 
 
 def build_reward(tokenizer: Any) -> Callable[..., list[float]]:
-    """Returns the reward of the sums for a model with another tokenizer."""
+    """Returns the reward of the sums for a model that may say more than a number: its last one counts."""
 
     def reward_sum(completions: list, completion_ids: list[list[int]], answer: list[str], **kwargs: Any) -> list[float]:
         ended = [tokenizer.eos_token_id in ids for ids in completion_ids]
-        told = map(arithmetic.read_answer, completions)
+        told = [(re.findall(r"\d+", arithmetic.read_answer(said)) or [""])[-1] for said in completions]
         return [arithmetic.grade(said, right, end) for said, right, end in zip(told, answer, ended, strict=True)]
 
     return reward_sum

@@ -12,12 +12,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...core.agreement import Ranks
 from ...core.event import Culprit, Event
-from ...core.finite import find_nonfinite, local, read_host
+from ...core.finite import local, read_host
 from ...core.group import Group, MicroBatch
 from ...core.guard import Guard
 from ...core.rng import RngState
 from ...core.signal import Action, Signal
-from ...core.soundness import find_unsound
+from ...core.soundness import find_bad_weights
 from ...errors import NonFiniteError
 from ...report.jsonl import JsonlWriter, events_path
 from ..arguments import GuardArguments, find_guard_arguments
@@ -60,6 +60,8 @@ class NanGuardCallback(TrainerCallback):
         self.runner: CallbackRunner | None = None
         self.writer: JsonlWriter | None = None
         self.halting: str | None = None
+        self.is_spoiled = False  # weights or moments are bad: nothing is saved any more
+        self.last_good: Path | None = None
         self.num_substeps = 0
         self.steps_since_log = 0
         self.skips_since_log = 0
@@ -84,7 +86,7 @@ class NanGuardCallback(TrainerCallback):
         self.guard = Guard(policy=policy, ranks=Ranks(args.device), on_event=self.writer, folder=folder)
         self.runner = CallbackRunner(model, GradientTap(model, holds_calls=policy.autopsy), processing_class)
         self.guard.patrol.begin(build_monitors(args, model, optimizer, self.guard))
-        self.halting = None
+        self.halting, self.is_spoiled, self.last_good = None, False, None
         if state.global_step:
             self._load_state(args, state)
 
@@ -147,8 +149,20 @@ class NanGuardCallback(TrainerCallback):
             self._halt(args, state, control, model, settlement.halt)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
-        reason = None if self.guard is None else self.guard.patrol.after_update()
+        if self.guard is None:
+            return
+        reason = self.guard.patrol.after_update()
+        if reason is None and control.should_save:
+            reason = self.guard.patrol.check_before_save(state.global_step)
         if reason is not None:
+            self._halt(args, state, control, model, reason)
+
+    def on_epoch_end(self, args, state, control, model=None, **kwargs):
+        if self.guard is None or self.halting is not None:
+            return
+        if self.is_spoiled:  # told, and the run is about to stop
+            control.should_save = control.should_evaluate = False
+        elif control.should_save and (reason := self.guard.patrol.check_before_save(state.global_step)) is not None:
             self._halt(args, state, control, model, reason)
 
     def _leave_to_scaler(self, args: Any, state: Any, guard: Guard, tap: GradientTap) -> None:
@@ -169,10 +183,13 @@ class NanGuardCallback(TrainerCallback):
     def _halt(self, args: Any, state: Any, control: Any, model: nn.Module, message: str) -> None:
         assert self.guard is not None
         control.should_training_stop = True
-        bad_weights = bool(find_nonfinite(model.named_parameters()))
-        optimizer = None if self.runner is None else self.runner.optimizer
-        if self.guard.ranks.any(bad_weights or find_unsound(model, optimizer) is not None):
+        bad_weights = bool(find_bad_weights(model))
+        if self.guard.ranks.any(bad_weights or not self.guard.patrol.is_sound()):
+            self.is_spoiled = True
+            control.should_save = control.should_evaluate = False  # an evaluation may ask for a save as well
             message += " Nothing was saved, for the weights or the state of the optimizer are not finite."
+            if self.last_good is not None:
+                message += f" The last good checkpoint is {self.last_good}."
             logger.error("hf_nanguard: %s", message)
             if self.guard.policy.on_halt == "raise":
                 self._close()
@@ -212,6 +229,8 @@ class NanGuardCallback(TrainerCallback):
         row.update(metrics)
 
     def on_save(self, args, state, control, **kwargs):
+        if self.guard is not None and not self.is_spoiled:
+            self.last_good = self._checkpoint(args, state)
         if self.guard is not None and args.should_save:
             save_guard(self.guard, self._checkpoint(args, state))
         if self.halting is not None and self.guard is not None and self.guard.policy.on_halt == "raise":

@@ -1,0 +1,93 @@
+"""A monitor that fails says so and ends nobody's run."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from hf_nanguard.core.agreement import Ranks
+from hf_nanguard.core.journal import Journal
+from hf_nanguard.core.monitor import Hook, Monitor
+from hf_nanguard.core.patrol import Patrol
+
+CALLS = ("begin_step", "end_backward", "before_update", "after_update", "metrics", "state_dict")
+
+
+class Broken(Monitor):
+    """Raises in one of its calls."""
+
+    def __init__(self, call):
+        super().__init__(1)
+        self.is_closed = False
+        setattr(self, call, self.fail)
+
+    def fail(self, *args):
+        raise RuntimeError("no kernel for that")
+
+    def close(self):
+        self.is_closed = True
+
+
+class Sound(Monitor):
+    def after_update(self, step):
+        return "a reason"
+
+    def metrics(self):
+        return {"nanguard/sound": 1.0}
+
+
+def _walk(patrol):
+    """Takes a patrol through a step; returns its reason to halt, its metrics and its state."""
+    patrol.begin_step(3)
+    patrol.end_backward()
+    patrol.before_update()
+    return patrol.after_update(), patrol.metrics(), patrol.state_dict()
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_monitor_that_fails_is_off_and_the_others_go_on(call):
+    events = []
+    broken = Broken(call)
+    patrol = Patrol((broken, Sound(1)), Journal(Ranks(), events.append))
+    _walk(patrol)  # here it fails
+    assert _walk(patrol) == ("a reason", {"nanguard/sound": 1.0}, {"Sound": {}})
+    [event] = events
+    assert (event["signal"], event["action"], event["step"]) == ("guard_failed", "observed", 3)
+    assert "Broken failed" in event["message"]
+    assert "no kernel for that" in event["message"]
+    assert broken.is_closed
+
+
+def test_among_several_ranks_it_is_raised():
+    """Others may wait for the message that was not sent."""
+    ranks = Ranks()
+    ranks.size = 2
+    patrol = Patrol((Broken("end_backward"),), Journal(ranks))
+    patrol.begin_step(0)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        patrol.end_backward()
+
+
+def test_a_state_of_another_version_starts_anew(caplog):
+    class Strict(Monitor):
+        def load_state_dict(self, state):
+            state["count"]
+
+    patrol = Patrol()
+    patrol.load_state_dict({"Strict": {}})
+    patrol.begin((Strict(1),))
+    assert "the state of Strict was not readable" in caplog.text
+    assert len(patrol.monitors) == 1
+
+
+def test_copies_of_a_watched_module_are_not_watched():
+    seen = []
+    module = nn.Linear(2, 2)
+    handle = module.register_forward_hook(Hook(lambda *args: seen.append(args)))
+    copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+    handle.remove()
+    for each in copies:
+        each(torch.ones(1, 2))
+    assert seen == []
