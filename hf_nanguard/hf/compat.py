@@ -154,13 +154,19 @@ def bare_optimizer(optimizer: Any) -> Any:
 
 def clips_in_one_piece(trainer: Trainer, model: torch.nn.Module) -> bool:
     """Returns whether the host clips by torch's own `get_total_norm` and `clip_grads_with_norm_`, so that we can look
-    between the two.
+    between the two; a subclass may clip in its own way.
 
     Can go when the Trainer measures and clips in two calls.
     """
     accelerator = trainer.accelerator
+    own = [
+        cls
+        for cls in type(trainer).__mro__
+        if "_clip_grad_norm" in vars(cls) and cls.__module__.split(".")[0] != "hf_nanguard"
+    ]
     sharded = accelerator.distributed_type == DistributedType.FSDP and accelerator.is_fsdp2
-    return (sharded or accelerator.distributed_type in ONE_NORM) and not trainer._has_mixed_mesh_grads(model)
+    one_norm = sharded or accelerator.distributed_type in ONE_NORM
+    return own[0] is Trainer and one_norm and not trainer._has_mixed_mesh_grads(model)
 
 
 def dispatches_batches(trainer: Trainer) -> bool:

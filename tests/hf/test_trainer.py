@@ -302,14 +302,18 @@ def test_a_custom_loss_function_and_label_smoothing_are_redone(tmp_path):
     assert_same(tensors_of(trainer), expected)
 
 
-def test_a_subclass_that_clips_by_itself_is_redone_and_clipped_again(tmp_path):
+@pytest.mark.parametrize("place", ["above", "below"])
+def test_a_subclass_that_clips_by_itself_is_redone_and_clipped_again(place, tmp_path):
+    """Whether the guard was derived from, or put on top."""
+
     class Clipper(Trainer):
         def _clip_grad_norm(self, model):
             return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
 
-    class Mine(GuardedTrainer):
+    class Above(GuardedTrainer):
         _clip_grad_norm = Clipper._clip_grad_norm
 
+    Mine = Above if place == "above" else guarded(Clipper)  # noqa: N806
     reference = build("plain", tmp_path / "reference", without(Clipper, (1, 1), (2, 0), (2, 1), (2, 2)), guard=False)
     reference.train()
     expected = tensors_of(reference)
