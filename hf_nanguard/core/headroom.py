@@ -11,8 +11,9 @@ the samples reach back. Besides, a module is told that has less than a bit left 
 but is not certain yet is looked at more often.
 
 It cannot tell growth that will stop all of a sudden, with the learning rate's warm-up say, from growth that goes on: if that
-happens inside the reserve, it warns. Nor does it see an overflow come that takes fewer steps than a few samples; and at a bit in six steps or
-faster it speaks less than twenty steps ahead, for to speak earlier it would have to speak outside of the reserve.
+happens inside the reserve, it warns. Nor does it see an overflow come that takes fewer steps than a few samples; and at a bit
+in eight steps or faster it mostly speaks less than twenty steps ahead, for to speak earlier it would have to speak outside of
+the reserve.
 """
 
 import math

@@ -36,7 +36,8 @@ class GuardArguments:
             An exception inside the loss: `"raise"` it, or `"drop"` the micro-batch on its rank, in lockstep.
         nanguard_on_bad_input (`str`, *optional*, defaults to `"drop"`):
             Labels all masked or out of the vocabulary, ids out of the embedding, non-finite inputs: `"drop"` the
-            micro-batch, `"repair"` (fill) or `"halt"`.
+            micro-batch, `"drop_samples"` (only the bad ones, where the batch can be taken apart), `"repair"` (fill) or
+            `"halt"`.
         nanguard_skip_grad_norm (`float`, *optional*):
             Pre-clip gradient norm above which a step is skipped.
         nanguard_on_spike (`str`, *optional*, defaults to `"observe"`):
