@@ -20,7 +20,8 @@ class _Parser(HfArgumentParser):
     """The host's parser, which complains in one sentence."""
 
     def error(self, message: str) -> NoReturn:
-        raise ArgumentError(f"{message}. Run `python {self.prog} --help` for what it takes.")
+        end = "" if message.endswith("?") else "."
+        raise ArgumentError(f"{message}{end} Run `python {self.prog} --help` for what it takes.")
 
 
 def _speaks() -> bool:

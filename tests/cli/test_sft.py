@@ -51,7 +51,8 @@ def test_help_shows_flags_that_are(capsys):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--learning_rte", "1"], ["--learning_rte", "did you mean --learning_rate?"]),
+        (["--learning_rte", "1"], ["--learning_rte", "did you mean --learning_rate? Run"]),
+        (["--learning_rat", "1"], ["--learning_rat", "did you mean --learning_rate? Run"]),
         (["--learning_rate", "fast"], ["--learning_rate", "'fast'"]),
         (["--learning_rate"], ["--learning_rate"]),
         (["--preset", "bold"], ["--preset", "'bold'", "balanced"]),

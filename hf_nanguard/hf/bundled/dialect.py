@@ -74,13 +74,14 @@ class _Parser(TrlParser):
     """TRL's parser, which complains in one sentence."""
 
     def error(self, message: str) -> NoReturn:
-        raise ArgumentError(f"{message}. Run `{self.prog} --help_all` for what it takes.")
+        end = "" if message.endswith("?") else "."
+        raise ArgumentError(f"{message}{end} Run `{self.prog} --help_all` for what it takes.")
 
 
 def build_parser(kind: Kind) -> TrlParser:
     """Returns the parser of all flags of a kind."""
     types: Any = (RecipeArguments, kind.script, kind.training, ModelConfig, DatasetMixtureConfig)
-    return _Parser(types, prog=f"nanguard {kind.name}")
+    return _Parser(types, prog=f"nanguard {kind.name}", allow_abbrev=False)
 
 
 def parse(words: Sequence[str], kind: Kind) -> Plan:
