@@ -10,6 +10,11 @@ from ..models import tiny_llama, token_dataset, token_rows
 from ..trainers import common_arguments
 
 
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
 def make(train, test=None):
     args = TrainingArguments(**common_arguments("unused"))
     return Trainer(tiny_llama(), args, train_dataset=train, eval_dataset=test)
