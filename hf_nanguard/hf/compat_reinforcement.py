@@ -38,7 +38,10 @@ def replaced_scoring(trainer: Any, score: Callable[..., Any]) -> Iterator[None]:
 
     Can go together with `find_own_scoring`.
     """
-    before, calculate = vars(trainer).get(SCORING), getattr(trainer, SCORING)
+    before, calculate = vars(trainer).get(SCORING), getattr(trainer, SCORING, None)
+    if calculate is None:  # it learns from completions without scoring them, as in distillation
+        yield
+        return
     vars(trainer)[SCORING] = partial(score, calculate)
     try:
         yield

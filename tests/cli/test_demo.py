@@ -145,12 +145,9 @@ def press_ctrl_c(process):
     return process.communicate(timeout=10)[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (["--steps", "300"], "stock, healthy data"),
-        pytest.param(["--steps", "6"], "guarded float16", marks=pytest.mark.slow),
-    ],
+    ("options", "line"), [(["--steps", "300"], "stock, healthy data"), (["--steps", "6"], "guarded float16")]
 )
 def test_ctrl_c_ends_a_run(options, line, tmp_path):
     command = [*COMMAND, *options, "--output-dir", str(tmp_path)]

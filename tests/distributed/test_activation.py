@@ -10,10 +10,10 @@ import pytest
 from .launch import find_free_port
 
 WORKER = Path(__file__).with_name("activation_worker.py")
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("distributed")]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_ranks_see_the_same(kind, tmp_path):
     launch = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(find_free_port())]
     done = subprocess.run(

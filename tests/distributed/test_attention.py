@@ -7,7 +7,9 @@ import pytest
 from .attention_worker import CASES
 from .launch import Played, play_suite
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600), pytest.mark.xdist_group("distributed")]
+pytestmark = [
+    pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.xdist_group("distributed"),
+]  # fmt: skip
 WORKER = Path(__file__).with_name("attention_worker.py")
 
 

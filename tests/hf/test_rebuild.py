@@ -218,6 +218,7 @@ def test_a_frozen_model_stays_frozen(tmp_path):
 # ---- the verdict, in a process of its own ----
 
 
+@pytest.mark.slow  # its twin in tests/cli/test_replay.py is not
 def test_the_same_origin_in_a_fresh_process(tmp_path):
     planted = {
         "plain": {"plant": bad_row},

@@ -62,8 +62,14 @@ EVERY_STEP = {
 } | {"nanguard_full_metrics": True}  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("variant", ["default", "lora", "checkpointing", "bf16"])
+@pytest.mark.parametrize(
+    ("kind", "variant"),
+    [
+        pytest.param(kind, variant, marks=() if variant == "default" or kind == "grpo" else pytest.mark.slow)
+        for kind in KINDS
+        for variant in ("default", "lora", "checkpointing", "bf16")
+    ],
+)
 def test_every_monitor_at_every_step_changes_nothing(kind, variant, tmp_path):
     ours = _compare(kind, tmp_path, monitors=GuardArguments(**EVERY_STEP), **VARIANTS[variant])
     rows = [row for row in ours.state.log_history if "loss" in row]

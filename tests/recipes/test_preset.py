@@ -169,8 +169,8 @@ def test_accelerate_reads_it(path):
         assert plugin.reshard_after_forward is True
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize(("name", "num_ranks"), [pytest.param("single", 1, marks=pytest.mark.slow), ("ddp", 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "num_ranks"), [("single", 1), ("ddp", 2)])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="meant for processes on a CPU")
 def test_accelerate_launches_it(name, num_ranks, tmp_path):
     command = [

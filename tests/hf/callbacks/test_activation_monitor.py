@@ -166,7 +166,7 @@ def _count(kind, tmp_path, step, *callbacks, **settings):
 
 
 @pytest.mark.parametrize("kind", ["plain", "sft", "grpo"])
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_step_that_is_not_looked_at_costs_nothing_and_one_that_is_one_read(kind, lora, tmp_path):
     stock = _count(kind, tmp_path / "stock", 2, lora=lora)
     off = _count(kind, tmp_path / "off", 2, ActivationMonitorCallback(5), lora=lora)
@@ -178,7 +178,7 @@ def test_a_step_that_is_not_looked_at_costs_nothing_and_one_that_is_one_read(kin
 
 
 @pytest.mark.parametrize("kind", ["plain", "sft", "grpo"])
-@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_looking_at_every_step_changes_nothing(kind, lora, tmp_path):
     stock = _train(kind, tmp_path / "stock", max_steps=3, lora=lora)
     expected = tensors_of(stock)
