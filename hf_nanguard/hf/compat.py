@@ -39,6 +39,38 @@ def poisoned_backward(accelerator: Accelerator, parameter: torch.Tensor) -> Iter
             accelerator.backward = before
 
 
+class BackwardCount:
+    """Counts the backward passes of one `training_step`; under DDP each of them is an exchange that all ranks take part in.
+
+    Can go when accelerate counts them.
+    """
+
+    def __init__(self, accelerator: Accelerator):
+        self.accelerator = accelerator
+        self.number = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        """Counts inside the block."""
+        accelerator, backward, before = (
+            self.accelerator,
+            self.accelerator.backward,
+            vars(self.accelerator).get("backward"),
+        )
+
+        def count(*args: Any, **kwargs: Any) -> None:
+            self.number += 1
+            backward(*args, **kwargs)
+
+        accelerator.backward = count
+        try:
+            yield
+        finally:
+            del accelerator.backward
+            if before is not None:
+                accelerator.backward = before
+
+
 @contextmanager
 def local_collectives(active: bool) -> Iterator[None]:
     """Makes accelerate's gathers and reductions local, so that one rank can run a loss that the others do not run.

@@ -105,6 +105,7 @@ class TrainerRunner(Runner):
         self.ranks = ranks
         self.replayed: Prepared | None = None
         self.metric_lengths: dict[str, int] = {}
+        self.num_backwards = 0  # of a training_step, where several ranks run it
 
     def why_not(self, group: Group) -> str | None:
         trainer = self.trainer
@@ -112,6 +113,8 @@ class TrainerRunner(Runner):
             return "DeepSpeed steps its engine inside the backward"
         if trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1:
             return "ranks that share a batch cannot redo it apart"
+        if self.num_backwards > 1:  # a rank with nothing left would join one reduction and leave the others waiting
+            return "its training_step runs more than one backward pass, and ranks must run equally many"
         if any(not isinstance(micro.payload, Prepared) for micro in group.micro_batches):
             return "the trainer did not prepare its inputs through _prepare_inputs"
         if any(micro.payload.written for micro in group.micro_batches):

@@ -200,7 +200,11 @@ class Session:
         self.prepared, self.recording = None, True
         rows = None
         try:
-            with self._poisoned() if must_go else nullcontext(), self._counted_exchange(model):
+            with (
+                self._poisoned() if must_go else nullcontext(),
+                self._counted_exchange(model),
+                self._counted_backward(),
+            ):
                 loss = training_step(model, inputs, num_items)
         except NonFiniteError:  # a halt that was decided on the way, on every rank
             raise
@@ -224,6 +228,18 @@ class Session:
         together = self.policy.on_loss_error == "drop" and self.guard.ranks.size > 1
         self.exchange = compat.Exchange(self.trainer.accelerator, model) if together else None
         return nullcontext() if self.exchange is None else self.exchange.counted()
+
+    @contextmanager
+    def _counted_backward(self) -> Iterator[None]:
+        """Takes note of a `training_step` that runs several backward passes, if there are ranks that have to keep up."""
+        if self.guard.ranks.size == 1:
+            yield
+            return
+        assert self.runner is not None
+        count = compat.BackwardCount(self.trainer.accelerator)
+        with count.counted():
+            yield
+        self.runner.num_backwards = max(self.runner.num_backwards, count.number)
 
     def _poisoned(self) -> AbstractContextManager:
         """Returns a context whose backward tells all ranks that this micro-batch must go. Shards are told in `settle`."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -348,6 +349,25 @@ def test_two_ranks(tmp_path):
 
     done = launch([*torchrun(2), "-m", "hf_nanguard.run"], write(tmp_path, BOTH), tmp_path)
     check_two_ranks(done, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+@pytest.mark.xdist_group("distributed")
+def test_the_other_scripts_on_two_ranks(tmp_path):
+    from ..distributed.launch import torchrun
+
+    names = ("answers", "transcripts", "adversarial")
+    play = f"for name, words in {[(name, [f'{tmp_path}/{name}']) for name in names]}:"
+    script = re.sub(r"^for name, words in .*$", lambda _: play, BOTH, flags=re.MULTILINE)
+    done = launch([*torchrun(2), "-m", "hf_nanguard.run"], write(tmp_path, script), tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, _, sign, row in [planted for planted in PLANTED if planted[0] in names]:
+        assert is_sound(tmp_path / name)
+        events = list(read_jsonl(tmp_path / name / "nanguard" / "events.jsonl"))
+        assert {event["signal"] for event in events} == {sign}
+        assert any(row in (event["culprit"]["rows"] or []) for event in events)
 
 
 @pytest.mark.slow

@@ -666,3 +666,20 @@ def test_routers_are_those_whose_logits_the_host_returns():
     expected = model(**batch, output_router_logits=True).router_logits
     assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
     assert compat_attention.find_routers(tiny_llama()) == []
+
+
+def test_backward_passes_are_counted_and_the_accelerator_is_left_as_it_was(trainer):
+    accelerator = trainer.accelerator
+    weight = nn.Parameter(torch.ones(2))
+    count = compat.BackwardCount(accelerator)
+    with count.counted():
+        for _ in range(2):
+            accelerator.backward((weight * 3).sum())
+    assert count.number == 2
+    assert weight.grad.tolist() == [6.0, 6.0]
+    assert "backward" not in vars(accelerator)
+    with compat.poisoned_backward(accelerator, weight):
+        poisoned = accelerator.backward
+        with count.counted():
+            pass
+        assert accelerator.backward is poisoned
