@@ -24,24 +24,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import Trainer, TrainingArguments
 
-from hf_nanguard import GuardedTrainerMixin, GuardedTrainingArguments, clamp_weight, guarded
+from hf_nanguard import GuardedTrainingArguments, clamp_weight, guarded
+from hf_nanguard.hf.case import COMMON, CaseArguments, check_rows, exit_code
 from hf_nanguard.hf.comparison import Outcome, compare_runs
-from hf_nanguard.hf.flag import one_sentence, parse_arguments
+from hf_nanguard.hf.flag import parse_arguments
+from hf_nanguard.hf.term import watch_tensor, weigh_term
 
 SIDE, BAD_ROW = 12, 33
 MAX_PREDICTION = 1e6
 DEFAULTS = {
+    **COMMON,
     "output_dir": "runs/diffusion",
     "max_steps": 80,
     "per_device_train_batch_size": 8,
     "gradient_accumulation_steps": 2,
     "learning_rate": 3e-3,
-    "max_grad_norm": 0.5,
     "logging_steps": 10,
-    "save_strategy": "no",
-    "report_to": ["none"],
-    "remove_unused_columns": False,
-    "dataloader_pin_memory": False,
 }
 PLANTED = {
     "none": "Nothing is planted.",
@@ -51,13 +49,12 @@ PLANTED = {
 
 
 @dataclass
-class ScriptArguments:
+class ScriptArguments(CaseArguments):
     """What this recipe takes beside the guarded training arguments."""
 
     plant: Literal["snr_weight", "input", "none"] = field(
         default="snr_weight", metadata={"help": "The failure to plant, or none."}
     )
-    compare: bool = field(default=True, metadata={"help": "Run stock and guarded; false trains guarded only."})
     max_weight: float | None = field(
         default=None,
         metadata={"help": "Largest loss weight. By default 100, or no bound with --plant snr_weight."},
@@ -66,8 +63,7 @@ class ScriptArguments:
     num_rows: int = field(default=256, metadata={"help": f"Rows of training data, more than {BAD_ROW}."})
 
     def __post_init__(self) -> None:
-        if self.num_rows <= BAD_ROW:
-            raise ValueError(f"--num_rows must be more than {BAD_ROW}, got {self.num_rows}.")
+        check_rows(self.num_rows, BAD_ROW)
         if self.num_levels < 2:
             raise ValueError(f"--num_levels must be at least 2, got {self.num_levels}.")
         if self.max_weight is None and self.plant != "snr_weight":
@@ -152,15 +148,6 @@ class DenoisingTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.script = script
 
-    def watch(self, name: str, tensor: Tensor, bound: float | None = None) -> None:
-        """Has a tensor watched by the guard, if there is one."""
-        if isinstance(self, GuardedTrainerMixin):
-            self.nanguard.guard.watch(name, tensor, bound)
-
-    def add_term(self, name: str, value: Tensor) -> Tensor:
-        """Has a term of the loss named to the guard, if there is one."""
-        return self.nanguard.guard.term(name, value) if isinstance(self, GuardedTrainerMixin) else value
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         signal, level = inputs["signal"], inputs["level"]
         noise = torch.randn_like(signal)
@@ -168,11 +155,11 @@ class DenoisingTrainer(Trainer):
         weight = weigh(level)
         if self.script.max_weight is not None:
             weight = clamp_weight(weight, max=self.script.max_weight)
-        self.watch("loss weight", weight)
-        self.watch("prediction", predicted, bound=MAX_PREDICTION)
+        watch_tensor(self, "loss weight", weight)
+        watch_tensor(self, "prediction", predicted, bound=MAX_PREDICTION)
         error = (predicted - signal).square().mean((1, 2))
-        loss = self.add_term("signal", (weight * error).mean())
-        loss = loss + self.add_term("noise", F.mse_loss(predicted_noise, noise))
+        loss = weigh_term(self, "signal", (weight * error).mean())
+        loss = loss + weigh_term(self, "noise", F.mse_loss(predicted_noise, noise))
         return (loss, {"signal": predicted, "noise": predicted_noise}) if return_outputs else loss
 
 
@@ -203,9 +190,7 @@ def run(argv: Sequence[str] | None = None) -> list[Outcome]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the recipe and returns the exit code: 0 if the guarded run is sound."""
-    with one_sentence():
-        outcomes = run(argv)
-    return 0 if outcomes[-1].is_sound else 1
+    return exit_code(run, argv)
 
 
 if __name__ == "__main__":

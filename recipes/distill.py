@@ -33,7 +33,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCa
 
 from hf_nanguard import (
     ArgumentError,
-    GuardedTrainerMixin,
     GuardedTrainingArguments,
     bounded_loss,
     distillation_loss,
@@ -43,29 +42,28 @@ from hf_nanguard import (
 )
 from hf_nanguard.hf.alignment import align_positions, share_vocabulary
 from hf_nanguard.hf.calendar import BAD_WORD, build_student, build_teacher, build_texts, build_tokenizers, spoil_word
+from hf_nanguard.hf.case import COMMON, CaseArguments, exit_code
 from hf_nanguard.hf.comparison import Outcome, compare_runs
-from hf_nanguard.hf.flag import one_sentence, parse_arguments
+from hf_nanguard.hf.flag import parse_arguments
+from hf_nanguard.hf.term import weigh_term
 
 MASKED = -100
 NUM_VALIDATION = 48
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 DEFAULTS = {
+    **COMMON,
     "output_dir": "runs/distill",
     "num_train_epochs": 4,
     "per_device_train_batch_size": 8,
     "per_device_eval_batch_size": 16,
     "optim": "adamw_torch_fused",
     "adam_epsilon": 1e-4,
-    "max_grad_norm": 0.5,
     "logging_steps": 5,
     "eval_strategy": "epoch",
     "save_strategy": "epoch",
     "save_total_limit": 1,
     "load_best_model_at_end": True,
     "metric_for_best_model": "eval_loss",
-    "report_to": ["none"],
-    "remove_unused_columns": False,
-    "dataloader_pin_memory": False,
 }
 PLANTED = {
     "none": "Nothing is planted.",
@@ -75,13 +73,12 @@ PLANTED = {
 
 
 @dataclass
-class ScriptArguments:
+class ScriptArguments(CaseArguments):
     """What this recipe takes beside the guarded training arguments."""
 
     plant: Literal["teacher_row", "eps", "none"] = field(
         default="teacher_row", metadata={"help": "The failure to plant, or none."}
     )
-    compare: bool = field(default=True, metadata={"help": "Run stock and guarded; false trains guarded only."})
     student_lr: float | None = field(
         default=None,
         metadata={"help": "Learning rate. By default 1e-5 for a named student, 5e-3 for the one made here."},
@@ -214,12 +211,6 @@ class DistillationTrainer(Trainer):
         self.shared = tuple(ids.to(self.args.device) for ids in shared)
         self.model_accepts_loss_kwargs = False  # both terms are means over the micro-batch
 
-    def add_term(self, name: str, value: Tensor, weight: float, on_nonfinite: str) -> Tensor:
-        """Weighs a term; under the guard it is watched, logged and blamed by its name."""
-        if isinstance(self, GuardedTrainerMixin):
-            return self.nanguard.guard.term(name, value, weight, on_nonfinite)
-        return weight * value
-
     def ask_teacher(self, inputs: dict[str, Tensor]) -> Tensor:
         """Returns the teacher's logits of shared tokens, where the student's positions have a partner, 0 elsewhere."""
         with torch.no_grad():
@@ -237,10 +228,10 @@ class DistillationTrainer(Trainer):
         if not model.training:  # what perplexity is of
             return (ce, {"logits": logits}) if return_outputs else ce
         ce = ce if script.loss_bound is None else bounded_loss(ce, script.loss_bound)
-        loss = self.add_term("ce", ce, script.alpha_ce, "keep")
+        loss = weigh_term(self, "ce", ce, script.alpha_ce, "keep")
         paired = inputs["teacher_positions"] >= 0
         kd = distillation_loss(logits[..., self.shared[0]], self.ask_teacher(inputs), script.temperature, paired)
-        loss = loss + self.add_term("kd", kd, script.alpha_kd, "drop")
+        loss = loss + weigh_term(self, "kd", kd, script.alpha_kd, "drop")
         return (loss, outputs) if return_outputs else loss
 
     def create_optimizer(self, *args, **kwargs):
@@ -349,9 +340,7 @@ def run(argv: Sequence[str] | None = None) -> list[Outcome]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the recipe and returns the exit code: 0 if the guarded run is sound."""
-    with one_sentence():
-        outcomes = run(argv)
-    return 0 if outcomes[-1].is_sound else 1
+    return exit_code(run, argv)
 
 
 if __name__ == "__main__":

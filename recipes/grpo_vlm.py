@@ -23,8 +23,9 @@ from trl import GRPOTrainer
 from hf_nanguard import GuardedGRPOConfig, GuardedGRPOTrainer
 from hf_nanguard.hf import picture
 from hf_nanguard.hf.bundled.grpo import measure
-from hf_nanguard.hf.comparison import compare_runs
-from hf_nanguard.hf.flag import one_sentence, parse_arguments
+from hf_nanguard.hf.case import CaseArguments, check_rows, exit_code
+from hf_nanguard.hf.comparison import Outcome, compare_runs
+from hf_nanguard.hf.flag import parse_arguments
 
 BAD_ROW = 5
 DEFAULTS = {
@@ -51,16 +52,14 @@ PLANTED = {
 
 
 @dataclass
-class ScriptArguments:
+class ScriptArguments(CaseArguments):
     """What this recipe takes beside the guarded arguments of GRPO."""
 
     plant: Literal["picture", "none"] = field(default="picture", metadata={"help": "The failure to plant, or none."})
-    compare: bool = field(default=True, metadata={"help": "Run stock and guarded; false trains guarded only."})
     num_rows: int = field(default=64, metadata={"help": f"Rows of training data, more than {BAD_ROW}."})
 
     def __post_init__(self) -> None:
-        if self.num_rows <= BAD_ROW:
-            raise ValueError(f"--num_rows must be more than {BAD_ROW}, got {self.num_rows}.")
+        check_rows(self.num_rows, BAD_ROW)
 
 
 def build_data(script: ScriptArguments, seed: int) -> Any:
@@ -76,20 +75,23 @@ def measure_rewards(trainer: Any) -> dict[str, float | str]:
     return {f"reward, {end}": value for end, value in measure(trainer).items()}
 
 
+def run(argv: Sequence[str] | None = None) -> list[Outcome]:
+    """Runs the recipe and returns what became of its runs, the guarded one last."""
+    script, args = parse_arguments([ScriptArguments, GuardedGRPOConfig], argv, DEFAULTS, __doc__, "grpo")
+
+    def build_trainer(args: Any, guard: bool) -> Any:
+        trainer_class: Any = GuardedGRPOTrainer if guard else GRPOTrainer
+        return trainer_class(
+            picture.build_model(args.seed), reward_funcs=picture.reward_answer, args=args,
+            train_dataset=build_data(script, args.seed), processing_class=picture.build_processor(),
+        )  # fmt: skip
+
+    return compare_runs(build_trainer, args, PLANTED[script.plant], measure_rewards, script.compare)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the recipe and returns the exit code: 0 if the guarded run is sound."""
-    with one_sentence():
-        script, args = parse_arguments([ScriptArguments, GuardedGRPOConfig], argv, DEFAULTS, __doc__, "grpo")
-
-        def build_trainer(args: Any, guard: bool) -> Any:
-            trainer_class: Any = GuardedGRPOTrainer if guard else GRPOTrainer
-            return trainer_class(
-                picture.build_model(args.seed), reward_funcs=picture.reward_answer, args=args,
-                train_dataset=build_data(script, args.seed), processing_class=picture.build_processor(),
-            )  # fmt: skip
-
-        outcomes = compare_runs(build_trainer, args, PLANTED[script.plant], measure_rewards, script.compare)
-    return 0 if outcomes[-1].is_sound else 1
+    return exit_code(run, argv)
 
 
 if __name__ == "__main__":

@@ -23,26 +23,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import BertConfig, BertModel, Trainer, TrainingArguments
 
-from hf_nanguard import GuardedTrainerMixin, GuardedTrainingArguments, guarded, masked_cross_entropy, normalized_mse
+from hf_nanguard import GuardedTrainingArguments, guarded, masked_cross_entropy, normalized_mse
+from hf_nanguard.hf.case import COMMON, CaseArguments, check_rows, exit_code
 from hf_nanguard.hf.comparison import Outcome, compare_runs
-from hf_nanguard.hf.flag import one_sentence, parse_arguments
+from hf_nanguard.hf.flag import parse_arguments
+from hf_nanguard.hf.term import weigh_term
 
 PAD, BLANK, FIRST, NUM_TOKENS = 0, 1, 2, 50
 LENGTH, NUM_LATENTS = 16, 8
 BAD_ROW = 21
 MASKED = -100
 DEFAULTS = {
+    **COMMON,
     "output_dir": "runs/latent",
     "max_steps": 100,
     "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 2,
     "learning_rate": 5e-3,
-    "max_grad_norm": 0.5,
     "logging_steps": 5,
-    "save_strategy": "no",
-    "report_to": ["none"],
-    "remove_unused_columns": False,
-    "dataloader_pin_memory": False,
 }
 PLANTED = {
     "none": "Nothing is planted.",
@@ -52,13 +50,12 @@ PLANTED = {
 
 
 @dataclass
-class ScriptArguments:
+class ScriptArguments(CaseArguments):
     """What this recipe takes beside the guarded training arguments."""
 
     plant: Literal["empty_mask", "zero_latent", "none"] = field(
         default="empty_mask", metadata={"help": "The failure to plant, or none."}
     )
-    compare: bool = field(default=True, metadata={"help": "Run stock and guarded; false trains guarded only."})
     stable_losses: bool | None = field(
         default=None,
         metadata={"help": "The losses of hf_nanguard in place of plain ones. By default only if nothing is planted."},
@@ -71,8 +68,7 @@ class ScriptArguments:
     num_rows: int = field(default=256, metadata={"help": f"Rows of training data, more than {BAD_ROW}."})
 
     def __post_init__(self) -> None:
-        if self.num_rows <= BAD_ROW:
-            raise ValueError(f"--num_rows must be more than {BAD_ROW}, got {self.num_rows}.")
+        check_rows(self.num_rows, BAD_ROW)
         if self.stable_losses is None:
             self.stable_losses = self.plant == "none"
 
@@ -145,12 +141,6 @@ class LatentTrainer(Trainer):
         super().__init__(*args, **kwargs)
         self.script = script
 
-    def add_term(self, name: str, value: Tensor, weight: float) -> Tensor:
-        """Weighs a term; under the guard it is watched, logged and blamed by its name."""
-        if isinstance(self, GuardedTrainerMixin):
-            return self.nanguard.guard.term(name, value, weight, self.script.on_bad_term)
-        return weight * value
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         logits, latents = model(inputs["input_ids"])
         text_loss, latent_loss = (
@@ -158,8 +148,9 @@ class LatentTrainer(Trainer):
             if self.script.stable_losses
             else (plain_text_loss, plain_latent_loss)
         )
-        text = self.add_term("text", text_loss(logits, inputs["labels"]), self.script.text_loss_weight)
-        latent = self.add_term("latent", latent_loss(latents, inputs["latents"]), self.script.latent_loss_weight)
+        text, latent = text_loss(logits, inputs["labels"]), latent_loss(latents, inputs["latents"])
+        text = weigh_term(self, "text", text, self.script.text_loss_weight, self.script.on_bad_term)
+        latent = weigh_term(self, "latent", latent, self.script.latent_loss_weight, self.script.on_bad_term)
         loss = text + latent
         return (loss, {"logits": logits, "latents": latents}) if return_outputs else loss
 
@@ -196,9 +187,7 @@ def run(argv: Sequence[str] | None = None) -> list[Outcome]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the recipe and returns the exit code: 0 if the guarded run is sound."""
-    with one_sentence():
-        outcomes = run(argv)
-    return 0 if outcomes[-1].is_sound else 1
+    return exit_code(run, argv)
 
 
 if __name__ == "__main__":

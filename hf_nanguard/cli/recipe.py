@@ -7,12 +7,11 @@ The recipes take every flag of TRL's scripts. Reading those needs the host libra
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from ..errors import ArgumentError, NonFiniteError
+from ..errors import ArgumentError
 from .setting import add_flags
 
 PRESETS = ("balanced", "ultra_conservative")
@@ -29,7 +28,7 @@ OFTEN = {
 }
 SETTINGS = """which value holds:
   A flag wins over the YAML file of --config, that over --preset, and that over TRL's default. The embedded
-  model starts from nothing and keeps its own learning rate under a preset.
+  model knows next to nothing and keeps its own learning rate under a preset.
 """
 EXIT_CODES = "exit codes: 0; 1 if the guard had to halt the run; 2 for bad arguments; 130 for Ctrl-C\n"
 HELP = ("-h", "--help")
@@ -51,7 +50,7 @@ def add_recipe(
     parser = subparsers.add_parser(
         name,
         help=summary,
-        usage=f"nanguard {name} [--preset NAME] [--config FILE] [--compare] [any flag of TRL's {name} script]",
+        usage=f"nanguard {name} [--preset NAME] [--config FILE] [--compare] [--json] [any flag of TRL's {name} script]",
         description=description,
         epilog=f"{SETTINGS}\nexamples:\n{examples}\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -63,6 +62,9 @@ def add_recipe(
         "--compare",
         action="store_true",
         help="plant a failure, run stock and guarded on it and print what became of both",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print what came of it as one JSON object, all else on standard error"
     )
     parser.add_argument("--help_all", action="store_true", help="list every flag, with those of TRL, and exit")
     group = parser.add_argument_group("often used, of TRL")
@@ -86,16 +88,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the recipe and returns its exit code."""
     name = arguments.recipe
     try:
-        recipe = import_module(f"..hf.bundled.{name}", __package__)
+        recipe = import_module(f"..hf.bundled.{name}", __package__).RECIPE
     except ModuleNotFoundError as error:
         raise ArgumentError(f"nanguard {name} needs {error.name}. Run pip install 'hf-nanguard[trl]'.") from error
     if "--help_all" in arguments.words:
         from ..hf.bundled.dialect import build_parser
 
-        build_parser(recipe.KIND).print_help()
+        build_parser(recipe.kind).print_help()
         return 0
-    try:
-        return recipe.run(arguments.words)
-    except NonFiniteError as error:
-        print(f"nanguard: {error}", file=sys.stderr)
-        return 1
+    return recipe.run(arguments.words)

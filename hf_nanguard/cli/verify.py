@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,14 +100,16 @@ def run(arguments: argparse.Namespace) -> int:
             f"nanguard verify must run in one process, got WORLD_SIZE={os.environ['WORLD_SIZE']}. Start it without a launcher."
         )
     try:
-        recipe, trainer_class = _find_recipe(arguments.task)
+        recipe = import_module(f"..hf.bundled.{arguments.task}", __package__).RECIPE
     except ModuleNotFoundError as error:
         raise ArgumentError(f"nanguard verify needs {error.name}. Run pip install 'hf-nanguard[trl]'.") from error
+    from ..hf.bundled.dialect import parse
     from ..hf.bundled.ending import build
+    from ..hf.bundled.recipe import fresh
     from ..hf.showcase import quiet_hosts
     from ..hf.trial import verify
 
-    plan = recipe.parse(arguments.words, recipe.KIND)
+    plan = parse(arguments.words, recipe.kind)
     if plan.recipe.compare:
         raise ArgumentError(f"--compare must not be given here. Run `nanguard {arguments.task} --compare`.")
     console = build_console(stderr=arguments.json)
@@ -116,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
         for note in plan.notes:
             console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
         with quiet_hosts(), guard_log(console), progress(console) as begin:
-            trainer = build(trainer_class, args=plan.training, **recipe.fresh(recipe.gather_parts(plan)))
+            trainer = build(recipe.trainer_class, args=plan.training, **fresh(recipe.gather_parts(plan)))
             report = begin(f"{arguments.task}, guarded", arguments.steps)
             found = verify(
                 trainer, arguments.steps, folder, lambda step, loss: report(step, f"logged loss {loss:.4g}", False)
@@ -126,18 +129,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         show(console, found)
     return 1 if found.verdict == "failed" else 0
-
-
-def _find_recipe(task: str) -> tuple[Any, type]:
-    if task == "sft":
-        from ..hf.bundled import sft
-        from ..hf.sft import GuardedSFTTrainer
-
-        return sft, GuardedSFTTrainer
-    from ..hf.bundled import grpo
-    from ..hf.grpo import GuardedGRPOTrainer
-
-    return grpo, GuardedGRPOTrainer
 
 
 @contextmanager

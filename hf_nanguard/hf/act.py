@@ -94,19 +94,19 @@ def play_bad_sampling(stage: Stage) -> Act:
     """Scores that are NaN when a token is drawn end stock GRPO; the guarded one leaves that completion out."""
     bad_step = SAMPLING_STEPS // 3
     stage.tell(
-        f"GRPO that samples from NaN. A model teaches itself sums by rewards; at step {bad_step} of {SAMPLING_STEPS} the scores of "
+        f"GRPO that samples from NaN. A model that has seen a few sums learns them by rewards; at step {bad_step} of {SAMPLING_STEPS} the scores of "
         "one completion are NaN when its tokens are drawn."
     )
 
     def build(guard: bool, folder: Path, watch: Watch) -> Any:
         args = GRPOConfig(
             output_dir=str(folder), max_steps=SAMPLING_STEPS, per_device_train_batch_size=8 * GROUP, num_generations=GROUP,
-            gradient_accumulation_steps=1, max_completion_length=3, learning_rate=5e-3, lr_scheduler_type="constant",
+            gradient_accumulation_steps=1, max_completion_length=3, learning_rate=3e-3, lr_scheduler_type="constant",
             logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, bf16=False,
             gradient_checkpointing=False, dataloader_pin_memory=False, seed=stage.seed,
         )  # fmt: skip
         trainer = (guarded(GRPOTrainer) if guard else GRPOTrainer)(
-            arithmetic.build_model(stage.seed), reward_funcs=arithmetic.reward_sum, args=args, callbacks=[watch],
+            arithmetic.build_beginner(stage.seed), reward_funcs=arithmetic.reward_sum, args=args, callbacks=[watch],
             train_dataset=arithmetic.build_prompts(512, stage.seed), processing_class=arithmetic.build_tokenizer(),
         )  # fmt: skip
         blank_scores(trainer.model, bad_step)

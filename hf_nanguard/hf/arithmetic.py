@@ -1,4 +1,4 @@
-"""Sums to be learned, with everything made in code: a small Llama, a tokenizer of characters, data, a reward.
+"""Sums to be learned, with everything made in code: a small Llama, a tokenizer of bytes, data, a reward.
 
 "3+4=" is to be answered by "7". A minute on a CPU is enough to see it learned, from examples or from rewards alone, and
 whether an answer is right can be checked, so it stands in for the tasks that people train on.
@@ -9,17 +9,15 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from tokenizers import AddedToken, Regex, Tokenizer
-from tokenizers.decoders import Fuse
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Split
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ..errors import ArgumentError
 
-PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
+PAD, EOS = "<pad>", "<eos>"
 ROLES = ("<system>", "<user>", "<assistant>", "<tool>")
-VOCABULARY = (PAD, EOS, UNKNOWN, *ROLES, *"0123456789+=")
+VOCABULARY = (PAD, EOS, *ROLES, *sorted(pre_tokenizers.ByteLevel.alphabet()))
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>"
     "{% if message['role'] == 'assistant' %}"
@@ -27,25 +25,24 @@ CHAT_TEMPLATE = (
     "{% else %}{{ message['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+MASKED = -100
 FORMS = ("plain", "conversational")
 NEAR = 0.5
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer of characters, with a chat template."""
-    tokenizer = Tokenizer(WordLevel({piece: i for i, piece in enumerate(VOCABULARY)}, unk_token=UNKNOWN))
-    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
-    tokenizer.decoder = Fuse()
+    """Returns a tokenizer of bytes, which knows any text, with a chat template."""
+    tokenizer = Tokenizer(BPE({piece: i for i, piece in enumerate(VOCABULARY)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_tokens([AddedToken(role, normalized=False) for role in ROLES])  # not special, so an answer shows them
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNKNOWN, padding_side="left"
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="left")
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
 
 def build_model(seed: int = 0, hidden_size: int = 32, num_layers: int = 2) -> LlamaForCausalLM:
-    """Returns a Llama of about 20,000 parameters that knows nothing yet.
+    """Returns a Llama of about 40,000 parameters that knows nothing yet.
 
     Args:
         seed (`int`, *optional*, defaults to `0`):
@@ -62,6 +59,33 @@ def build_model(seed: int = 0, hidden_size: int = 32, num_layers: int = 2) -> Ll
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return LlamaForCausalLM(config)
+
+
+def build_beginner(seed: int = 0, form: str = "plain", num_steps: int = 20) -> LlamaForCausalLM:
+    """Returns a model that has seen a few examples, so that it is right now and then: what learning from rewards begins with.
+
+    One that knows nothing would have to hit a digit among all bytes, and then the end, by chance.
+
+    Args:
+        seed (`int`, *optional*, defaults to `0`):
+            Of its weights and its examples.
+        form (`str`, *optional*, defaults to `"plain"`):
+            How it is asked, as in [`build_prompts`].
+        num_steps (`int`, *optional*, defaults to `20`):
+            How many batches of 32 examples it has seen.
+    """
+    model, tokenizer = build_model(seed), build_tokenizer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    for batch in build_prompts(32 * num_steps, seed, form=form).iter(32):
+        questions = [show_prompt(tokenizer, prompt) for prompt in batch["prompt"]]
+        texts = [f"{question}{answer}{EOS}" for question, answer in zip(questions, batch["answer"], strict=True)]
+        ids = tokenizer(texts, return_tensors="pt")["input_ids"]
+        labels = ids.clone()
+        labels[:, :-2] = MASKED  # an answer is a digit and the end
+        model(input_ids=ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
 
 
 def draw_sums(num_rows: int, seed: int = 0, largest: int = 9) -> list[tuple[int, int]]:
@@ -134,14 +158,17 @@ def grade(said: str, right: str, ended: bool) -> float:
     return 1.0 if said == right and ended else NEAR / (1 + off)
 
 
+def show_prompt(tokenizer: PreTrainedTokenizerFast, prompt: Any) -> str:
+    """Returns a question in either form as the text that a model goes on from."""
+    if isinstance(prompt, str):
+        return prompt
+    return str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
+
+
 @torch.no_grad()
 def ask(model: Any, tokenizer: PreTrainedTokenizerFast, rows: Dataset) -> list[str]:
     """Returns what a model answers, by itself and greedily, to questions as [`build_prompts`] gives them."""
-    prompts = [
-        row["prompt"] if isinstance(row["prompt"], str)
-        else tokenizer.apply_chat_template(row["prompt"], tokenize=False, add_generation_prompt=True)
-        for row in rows
-    ]  # fmt: skip
+    prompts = [show_prompt(tokenizer, prompt) for prompt in rows["prompt"]]
     inputs = tokenizer(
         prompts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False
     ).to(model.device)  # fmt: skip

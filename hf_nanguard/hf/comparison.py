@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
@@ -19,7 +19,7 @@ from rich.table import Table
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
 from ..core.finite import find_nonfinite
-from ..report.jsonl import events_path, read_jsonl
+from ..report.jsonl import Tail, events_path
 
 # How a run that has gone bad ends; anything else is a mistake in the recipe and goes through.
 FAILURES = (ArithmeticError, IndexError, RuntimeError, ValueError)
@@ -66,6 +66,10 @@ class Outcome:
         """Whether it ran to its end and left finite weights."""
         return self.error is None and not self.bad_weights
 
+    def as_dict(self) -> dict[str, Any]:
+        """Returns it for a program."""
+        return {**asdict(self), "folder": str(self.folder), "is_sound": self.is_sound}
+
 
 def watch_run(name: str, build_trainer: Callable[[], Trainer], measure: Measure | None = None) -> Outcome:
     """Trains and returns what became of it; an error that numbers gone bad end with is part of that.
@@ -87,8 +91,7 @@ def watch_run(name: str, build_trainer: Callable[[], Trainer], measure: Measure 
     """
     trainer = build_trainer()
     folder = Path(str(trainer.args.output_dir))
-    file = events_path(folder / "nanguard", trainer.args.process_index)
-    num_old = len(list(read_jsonl(file))) if file.is_file() else 0
+    tail = Tail(events_path(folder / "nanguard", trainer.args.process_index))
     outcome = Outcome(name, folder)
     try:
         trainer.train()
@@ -99,7 +102,7 @@ def watch_run(name: str, build_trainer: Callable[[], Trainer], measure: Measure 
     outcome.bad_weights, outcome.num_weights = find_nonfinite(weights.items()), len(weights)
     outcome.steps = trainer.state.global_step
     outcome.losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    outcome.events = list(read_jsonl(file))[num_old:] if file.is_file() else []
+    outcome.events = tail.read()
     return outcome
 
 

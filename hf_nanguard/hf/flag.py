@@ -1,9 +1,10 @@
-"""The command line of a recipe on the plain `Trainer`: dataclasses, `--config`, presets, errors in one sentence.
+"""Command lines of recipes: dataclasses, `--config`, presets, errors in one sentence.
 
 Which value holds: a flag, else the file of `--config`, else the preset, else the recipe's own default, else the host's.
 """
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,15 +17,67 @@ from ..errors import ArgumentError
 from .preset import list_presets, read_preset, read_yaml
 
 
-class _Parser(HfArgumentParser):
-    """The host's parser, which complains in one sentence."""
+class RecipeParser(HfArgumentParser):
+    """The host's parser, which complains in one sentence and takes layers of values below the flags."""
+
+    help_flag = "--help"
 
     def error(self, message: str) -> NoReturn:
         end = "" if message.endswith("?") else "."
-        raise ArgumentError(f"{message}{end} Run `python {self.prog} --help` for what it takes.")
+        raise ArgumentError(f"{message}{end} Run `{self.prog} {self.help_flag}` for what it takes.")
+
+    def read_flags(self, words: Sequence[str]) -> argparse.Namespace:
+        """Returns the flags; one that nobody knows is an error."""
+        given, unknown = self.parse_known_args(list(words))
+        if unknown:
+            self.error(self.name_unknown(unknown[0]))
+        return given
+
+    def set_layer(self, values: Mapping[str, Any], source: str) -> None:
+        """Makes values the defaults, each checked as if it had been a flag.
+
+        Args:
+            values (`Mapping`):
+                By the name of their flag.
+            source (`str`):
+                Where they come from, for a complaint.
+        """
+        actions = {action.dest: action for action in self._actions}
+        for name, value in values.items():
+            if name not in actions:
+                raise ArgumentError(f"{source}: {self.name_unknown(name)}.")
+            convert = actions[name].type
+            if callable(convert) and isinstance(value, int | float | str) and not isinstance(value, bool):
+                try:
+                    convert(str(value))
+                except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+                    raise ArgumentError(f"{source}: {name} cannot be {value!r} ({_in_one_line(error)}).") from error
+        self.set_defaults(**values)
+
+    def parse_all(self, words: Sequence[str]) -> tuple[Any, ...]:
+        """Returns an object for each dataclass, and one of all other flags if there are any."""
+        try:
+            return self.parse_args_into_dataclasses(list(words), look_for_args_file=False)
+        except ArgumentError:
+            raise
+        except (TypeError, ValueError) as error:  # how the host's dataclasses complain about their values
+            raise ArgumentError(_in_one_line(error)) from error
+
+    def name_unknown(self, spelled: str) -> str:
+        """Returns that there is no such argument, and the nearest there is."""
+        word = spelled.split("=")[0]
+        near = difflib.get_close_matches(
+            word.lstrip("-").replace("-", "_"), [action.dest for action in self._actions], 1
+        )
+        dashes = "--" if spelled.startswith("-") else ""
+        return f"{word} is no argument of {self.prog}" + (f", did you mean {dashes}{near[0]}?" if near else "")
 
 
-def _speaks() -> bool:
+def _in_one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def speaks() -> bool:
     """Returns whether this is not one of a launcher's other ranks, which would say the same."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
@@ -35,7 +88,7 @@ def one_sentence() -> Iterator[None]:
     try:
         yield
     except ArgumentError as error:
-        if _speaks():
+        if speaks():
             print(error, file=sys.stderr)
         sys.exit(2)
 
@@ -48,7 +101,7 @@ def parse_arguments(
     kind: str | None = None,
     leave_alone: Callable[[argparse.Namespace], Sequence[str]] = lambda given: (),
 ) -> tuple[Any, ...]:
-    """Parses a command line into dataclasses.
+    """Parses the command line of a recipe on the plain `Trainer` into dataclasses.
 
     Args:
         types (`Sequence[type]`):
@@ -78,35 +131,20 @@ def parse_arguments(
     ```
     """
     style = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(types, description=description, formatter_class=style, allow_abbrev=False)
+    parser = RecipeParser(types, description=description, formatter_class=style, allow_abbrev=False)
     parser.add_argument("--config", help="A YAML file of arguments; flags win over it.")
     if kind is not None:
         parser.add_argument("--preset", help=f"Arguments that hold: {', '.join(list_presets(kind))}.")
     words = list(sys.argv[1:] if argv is None else argv)
-    given, unknown = parser.parse_known_args(words)
-    if unknown:
-        parser.error(f"{unknown[0]} is no argument of this recipe")
-    _set_defaults(parser, defaults, "defaults")
+    given = parser.read_flags(words)
+    parser.set_layer(defaults, "defaults")
     if kind is not None and given.preset is not None:
         values = read_preset(kind, given.preset)
         kept = [name for name in leave_alone(given) if values.pop(name, None) is not None]
-        if kept and _speaks():
+        if kept and speaks():
             print(f"The preset is for pretrained models; the one made here keeps its own {', '.join(kept)}.")
-        _set_defaults(parser, values, f"--preset {given.preset}")
+        parser.set_layer(values, f"--preset {given.preset}")
     if given.config is not None:
-        _set_defaults(parser, read_yaml(given.config), f"--config {given.config}")
-    try:
-        *parsed, _ = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
-    except ArgumentError:
-        raise
-    except (TypeError, ValueError) as error:  # how the host's dataclasses complain about their values
-        raise ArgumentError(" ".join(str(error).split())) from error
+        parser.set_layer(read_yaml(given.config), f"--config {given.config}")
+    *parsed, _ = parser.parse_all(words)
     return tuple(parsed)
-
-
-def _set_defaults(parser: HfArgumentParser, values: Mapping[str, Any], source: str) -> None:
-    known = vars(parser.parse_known_args([])[0])
-    unknown = [name for name in values if name not in known]
-    if unknown:
-        raise ArgumentError(f"{source}: {unknown[0]} is no argument of this recipe. See --help for those there are.")
-    parser.set_defaults(**values)

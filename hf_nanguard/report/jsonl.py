@@ -72,3 +72,23 @@ def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
         except json.JSONDecodeError:
             if number < len(lines) - 1:
                 raise
+
+
+class Tail:
+    """The objects that come to a file from now on; those of earlier runs in the same folder are left out.
+
+    Args:
+        path (`str` or `Path`):
+            The file, which may not be there yet.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._num_old = len(self._read_all())
+
+    def read(self) -> list[dict[str, Any]]:
+        """Returns what has come since."""
+        return self._read_all()[self._num_old :]
+
+    def _read_all(self) -> list[dict[str, Any]]:
+        return list(read_jsonl(self.path)) if self.path.is_file() else []

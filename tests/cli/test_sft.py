@@ -42,7 +42,7 @@ def test_help_shows_flags_that_are(capsys):
     from hf_nanguard.hf.bundled.dialect import build_parser as build_trl_parser
 
     [subparsers] = [action for action in build_parser()._actions if action.dest == "command"]
-    for kind in (sft.KIND, grpo.KIND):
+    for kind in (sft.RECIPE.kind, grpo.RECIPE.kind):
         shown = {name for action in subparsers.choices[kind.name]._actions for name in action.option_strings}
         taken = {name for action in build_trl_parser(kind)._actions for name in action.option_strings}
         assert shown - taken == {"--config", "--help_all"}
@@ -123,7 +123,7 @@ def test_environment_of_the_file(tmp_path, monkeypatch):
 
     monkeypatch.delenv("MY_SETTING", raising=False)
     (tmp_path / "mine.yaml").write_text("env:\n  MY_SETTING: 3\nmax_steps: 4\n", encoding="utf-8")
-    plan = parse(["--config", str(tmp_path / "mine.yaml"), "--output_dir", str(tmp_path)], sft.KIND)
+    plan = parse(["--config", str(tmp_path / "mine.yaml"), "--output_dir", str(tmp_path)], sft.RECIPE.kind)
     assert (plan.training.max_steps, os.environ["MY_SETTING"]) == (4, "3")
     monkeypatch.delenv("MY_SETTING")
 

@@ -10,12 +10,11 @@ from hf_nanguard.hf import arithmetic
 from ..trainers import common_arguments
 
 
-@pytest.mark.parametrize("text", ["3+4=", "12+30=42", "<user>1+2=<eos><assistant>"])
+@pytest.mark.parametrize("text", ["3+4=", "12+30=42", "<user>1+2=<eos><assistant>", "wie heißt 七\n\t 😀?"])
 def test_the_tokenizer_gives_back_what_it_was_given(text):
     tokenizer = arithmetic.build_tokenizer()
     ids = tokenizer(text)["input_ids"]
     assert tokenizer.decode(ids) == text
-    assert tokenizer.unk_token_id not in ids
     assert max(ids) < len(arithmetic.VOCABULARY) == len(tokenizer) == arithmetic.build_model().config.vocab_size
 
 
@@ -81,3 +80,14 @@ def test_supervised_training_learns_it(form, tmp_path):
     assert arithmetic.measure_accuracy(trainer.model, trainer.processing_class, asked) < 0.1
     trainer.train()
     assert arithmetic.measure_accuracy(trainer.model, trainer.processing_class, asked) > 0.5
+
+
+@pytest.mark.parametrize("form", ["plain", "conversational"])
+def test_a_beginner_answers_and_ends_and_is_seldom_right(form):
+    tokenizer, asked = arithmetic.build_tokenizer(), arithmetic.build_prompts(100, seed=1, form=form)
+    state = torch.get_rng_state()
+    beginner = arithmetic.build_beginner(3, form)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert sum(said.isdecimal() for said in arithmetic.ask(beginner, tokenizer, asked)) > 90
+    assert arithmetic.measure_accuracy(beginner, tokenizer, asked) < 0.4
+    assert not any(said.isdecimal() for said in arithmetic.ask(arithmetic.build_model(3), tokenizer, asked))

@@ -9,7 +9,7 @@ import trl
 from transformers import TrainerCallback
 
 from hf_nanguard import NonFiniteError, guarded
-from hf_nanguard.hf.arithmetic import build_model, build_prompts, build_tokenizer, measure_accuracy, reward_sum
+from hf_nanguard.hf.arithmetic import build_beginner, build_prompts, build_tokenizer, measure_accuracy, reward_sum
 
 from ..trainers import common_arguments, events_of
 
@@ -79,13 +79,13 @@ BOUNDED = {"ratio": "nanguard/bounded_ratio", "kl": "nanguard/bounded_kl"}
 
 def make(case, folder, guard, steps, form="plain"):
     trainer_class, reward, options = CASES[case]
-    model = build_model()
+    model = build_beginner(form=form)
     if case == "kl":  # the reference is loaded from where the policy came from
         model.save_pretrained(folder / "base")
         model = str(folder / "base")
     arguments = common_arguments(
         folder, max_steps=steps, gradient_accumulation_steps=1, per_device_train_batch_size=8 * GROUP,
-        learning_rate=5e-3 if steps == STEPS else 3e-3, lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0,
+        learning_rate=3e-3, lr_scheduler_type="constant", warmup_steps=0, weight_decay=0.0,
     )  # fmt: skip
     args = trl.GRPOConfig(num_generations=GROUP, max_completion_length=3, **{**arguments, **options})
     cls = guarded(trainer_class) if guard else trainer_class
@@ -140,8 +140,8 @@ def test_sums_are_learned_under_guard(case, tmp_path):
     check_learned(trainer, case, LONG)
     known = build_prompts(100, seed=1)
     known = known.filter(lambda row: "7" not in row["prompt"])  # nobody can answer those in "logits"
-    assert measure_accuracy(build_model(), trainer.processing_class, known) < 0.05
-    assert measure_accuracy(trainer.model, trainer.processing_class, known) > 0.25
+    assert measure_accuracy(build_beginner(), trainer.processing_class, known) < 0.25
+    assert measure_accuracy(trainer.model, trainer.processing_class, known) > 0.4
 
 
 @pytest.mark.slow

@@ -59,25 +59,3 @@ def test_a_bad_input_is_named(tmp_path, verdict):
     assert event["culprit"]["rows"] == [diffusion.BAD_ROW]
     assert event["action"] == "dropped"
     assert "signal holds NaN" in event["message"]
-
-
-def test_healthy_data_is_silent(tmp_path):
-    stock, guarded = run(tmp_path, "--plant", "none")
-    assert guarded.losses == stock.losses
-    assert (guarded.events, guarded.bad_weights) == ([], {})
-
-
-def test_a_bad_flag_is_one_sentence(capsys):
-    with pytest.raises(SystemExit) as ended:
-        diffusion.main(["--num_levels", "1"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "--num_levels must be at least 2, got 1.\n"
-
-
-@pytest.mark.slow
-def test_the_recipe_as_it_comes(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert diffusion.main([]) == 0
-    printed = capsys.readouterr().out
-    assert f"NOT FINITE: {TENSORS} of {TENSORS} tensors" in printed
-    assert "events of the guarded run: runs/diffusion/guarded/nanguard/events.jsonl" in printed

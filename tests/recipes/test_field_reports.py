@@ -28,7 +28,7 @@ from .markdown import ROOT, find_sections, find_tables, is_said, named_in, read_
 PAGE = read_page("docs/field-reports.md")
 REPORTS = {title: body for title, body in find_sections(PAGE, 2).items() if re.match(r"\d\. ", title)}
 LACKING = "not here"
-TRL = {"sft": sft.KIND, "grpo": grpo.KIND}
+TRL = {"sft": sft.RECIPE.kind, "grpo": grpo.RECIPE.kind}
 CONFIGS = (GuardedTrainingArguments, GuardedSFTConfig, GuardedGRPOConfig)
 # What the reports call their classes, functions, flags and measures.
 NAMES = {

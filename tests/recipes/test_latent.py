@@ -46,28 +46,6 @@ def test_stable_losses_take_the_planted_row(tmp_path, plant):
     assert guarded.losses == stock.losses
 
 
-def test_healthy_data_is_silent(tmp_path):
-    stock, guarded = run(tmp_path, "--plant", "none")
-    assert guarded.losses == stock.losses
-    assert (guarded.events, guarded.bad_weights) == ([], {})
-
-
-def test_a_bad_flag_is_one_sentence(capsys):
-    with pytest.raises(SystemExit) as ended:
-        latent.main(["--num_rows", "3"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "--num_rows must be more than 21, got 3.\n"
-
-
-@pytest.mark.slow
-def test_the_recipe_as_it_comes(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert latent.main([]) == 0
-    printed = capsys.readouterr().out
-    assert f"NOT FINITE: {TENSORS} of {TENSORS} tensors" in printed
-    assert "events of the guarded run: runs/latent/guarded/nanguard/events.jsonl" in printed
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks(tmp_path):

@@ -65,7 +65,8 @@ def test_values_of_the_field_reports(kind, name, values):
 def test_a_preset_runs(kind, name, tmp_path, capsys):
     assert main([*KINDS[kind], "--preset", name, "--output_dir", str(tmp_path), *SHORT]) == 0
     told = capsys.readouterr().out
-    assert "keeps its learning_rate of 0.005" in told
+    recipe = grpo.RECIPE if kind == "grpo" else sft.RECIPE
+    assert f"keeps its learning_rate of {recipe.kind.embedded['learning_rate']};" in told
     assert "events: none" in told
     assert (tmp_path / ("adapter_model.safetensors" if kind == "lora" else "model.safetensors")).is_file()
 
@@ -85,7 +86,7 @@ def parse_sft(*words: str, config: dict | None = None, folder: Path):
     if config is not None:
         (folder / "mine.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
         words = ("--config", str(folder / "mine.yaml"), *words)
-    return parse(["--output_dir", str(folder), *words], sft.KIND)
+    return parse(["--output_dir", str(folder), *words], sft.RECIPE.kind)
 
 
 MODEL = ("--model_name_or_path", "some-model")
@@ -113,7 +114,7 @@ def test_a_preset_may_be_named_in_the_file(tmp_path):
 @pytest.mark.parametrize("spelling", ["--learning_rate=0.25", "--learning-rate=0.25"])
 def test_the_embedded_model_keeps_its_learning_rate_unless_told(spelling, tmp_path):
     kept = parse_sft("--preset", "balanced", folder=tmp_path)
-    assert kept.training.learning_rate == sft.KIND.embedded["learning_rate"]
+    assert kept.training.learning_rate == sft.RECIPE.kind.embedded["learning_rate"]
     assert len(kept.notes) == 1
     told = parse_sft("--preset", "balanced", spelling, folder=tmp_path)
     assert (told.training.learning_rate, told.notes) == (0.25, [])
@@ -139,7 +140,7 @@ def test_a_precision_that_is_given_rules_out_the_preset_s(words, tmp_path):
 def test_adapters_have_presets_of_their_own(tmp_path):
     plan = parse_sft(*MODEL, "--use_peft", "--preset", "balanced", folder=tmp_path)
     assert (plan.training.learning_rate, plan.model.use_peft) == (2e-4, True)
-    plan = parse(["--output_dir", str(tmp_path), *MODEL, "--use_peft", "--preset", "balanced"], grpo.KIND)
+    plan = parse(["--output_dir", str(tmp_path), *MODEL, "--use_peft", "--preset", "balanced"], grpo.RECIPE.kind)
     assert (plan.training.learning_rate, plan.model.use_peft) == (1e-5, True)
 
 

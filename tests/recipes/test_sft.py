@@ -49,6 +49,46 @@ def test_sums_are_learned(tmp_path, capsys):
     assert not (tmp_path / "nanguard" / "events.jsonl").exists()
 
 
+@pytest.mark.parametrize("task", ["sft", "grpo"])
+def test_a_program_reads_one_object(task, tmp_path, capsys):
+    words = ["--json", "--max_steps", "2", "--logging_steps", "1", "--output_dir", str(tmp_path), *QUIET]
+    assert main([task, *words]) == 0
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert (told["task"], told["is_sound"], told["steps"], told["events"]) == (task, True, 2, {})
+    assert set(told["figures"]) == ({"accuracy", "answer rate"} if task == "sft" else {"first", "last"})
+    assert f"model: {tmp_path}" in err
+
+
+def test_a_program_reads_both_runs(tmp_path, capsys):
+    words = ["--json", "--compare", "--max_steps", "6", "--logging_steps", "1", "--output_dir", str(tmp_path), *QUIET]
+    assert main(["sft", *words]) == 0
+    told = json.loads(capsys.readouterr().out)
+    stock, guarded = told["runs"]
+    assert (stock["is_sound"], guarded["is_sound"], told["is_sound"]) == (False, True, True)
+    assert guarded["events"][0]["signal"] == "loss_nonfinite"
+    assert (stock["figures"]["last gradient norm"], len(stock["bad_weights"])) == ("nan", stock["num_weights"])
+
+
+def test_a_halt_is_told_and_ends_with_1(tmp_path, capsys):
+    words = ["--json", "--learning_rate", "1e38", "--max_steps", "20", "--nanguard_max_bad_steps", "2"]
+    assert main(["sft", *words, "--output_dir", str(tmp_path), *QUIET]) == 1
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert not told["is_sound"]
+    assert told["error"] in err
+    assert sum(number for kind, number in told["events"].items() if kind.endswith("halted")) == 1
+    assert Path(told["events_file"]).is_file()
+
+
+def test_events_of_an_earlier_run_are_not_told_again(tmp_path, capsys):
+    old = tmp_path / "nanguard" / "events.jsonl"
+    old.parent.mkdir()
+    old.write_text('{"signal": "loss_nonfinite", "action": "dropped"}\n', encoding="utf-8")
+    assert main(["sft", "--max_steps", "2", "--output_dir", str(tmp_path), *QUIET]) == 0
+    assert "events: none" in capsys.readouterr().out
+
+
 def test_an_untrained_model_knows_nothing(tmp_path, capsys):
     """So that the accuracy above is the training's doing."""
     assert main(["sft", "--max_steps", "1", "--learning_rate", "0", "--output_dir", str(tmp_path), *QUIET]) == 0

@@ -1,22 +1,22 @@
 """The command line of the recipes: TRL's own flags and YAML files, with presets below them.
 
 Which value holds: a flag, else the file of `--config`, else the preset, else what the embedded task needs, else TRL's default.
-One exception: the embedded model starts from nothing, where a preset's learning rate, meant for pretrained models, would
+One exception: the embedded model knows next to nothing, where a preset's learning rate, meant for pretrained models, would
 teach it nothing in a minute; it keeps its own unless a flag or the file says otherwise.
 """
 
 import argparse
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from transformers.utils import is_torch_bf16_gpu_available
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
 
 from ...errors import ArgumentError
+from ..flag import RecipeParser
 from ..preset import read_preset, read_yaml
 
 OWN_OF_EMBEDDED = ("learning_rate",)
@@ -31,6 +31,10 @@ class RecipeArguments:
     compare: bool = field(
         default=False,
         metadata={"help": "Plant a failure, run stock and guarded on it, below --output_dir, and print both."},
+    )
+    json: bool = field(
+        default=False,
+        metadata={"help": "Print what came of it as one JSON object, and everything else on standard error."},
     )
 
 
@@ -70,18 +74,16 @@ class Plan:
     notes: list[str]
 
 
-class _Parser(TrlParser):
-    """TRL's parser, which complains in one sentence."""
+class DialectParser(RecipeParser, TrlParser):
+    """TRL's parser, as strict as that of every recipe."""
 
-    def error(self, message: str) -> NoReturn:
-        end = "" if message.endswith("?") else "."
-        raise ArgumentError(f"{message}{end} Run `{self.prog} --help_all` for what it takes.")
+    help_flag = "--help_all"
 
 
-def build_parser(kind: Kind) -> TrlParser:
+def build_parser(kind: Kind) -> DialectParser:
     """Returns the parser of all flags of a kind."""
     types: Any = (RecipeArguments, kind.script, kind.training, ModelConfig, DatasetMixtureConfig)
-    return _Parser(types, prog=f"nanguard {kind.name}", allow_abbrev=False)
+    return DialectParser(types, prog=f"nanguard {kind.name}", allow_abbrev=False)
 
 
 def parse(words: Sequence[str], kind: Kind) -> Plan:
@@ -97,14 +99,13 @@ def parse(words: Sequence[str], kind: Kind) -> Plan:
     found, rest = before.parse_known_args(list(words))
     config = {} if found.config is None else read_yaml(found.config)
     _set_environment(config.pop("env", {}), found.config)
-    _set_defaults(parser, config, found.config)
-    given, unknown = parser.parse_known_args(rest)
-    if unknown:
-        parser.error(_name_unknown(unknown[0], parser))
-    return _layer(parser, rest, kind, given, config)
+    parser.set_layer(config, f"--config {found.config}")
+    return _layer(parser, rest, kind, parser.read_flags(rest), config)
 
 
-def _layer(parser: TrlParser, words: list[str], kind: Kind, given: argparse.Namespace, config: dict[str, Any]) -> Plan:
+def _layer(
+    parser: DialectParser, words: list[str], kind: Kind, given: argparse.Namespace, config: dict[str, Any]
+) -> Plan:
     """Puts the layers below the flags on top of each other and parses again."""
     no_data = not given.dataset_name and not given.datasets
     no_model = given.model_name_or_path is None
@@ -122,19 +123,13 @@ def _layer(parser: TrlParser, words: list[str], kind: Kind, given: argparse.Name
     base = dict(kind.embedded) if no_model else dict(kind.task) if no_data else {}
     own = {name: base[name] for name in OWN_OF_EMBEDDED if no_model and name in base}
     notes += [
-        f"the embedded model starts from nothing, so it keeps its {name} of {value}; the preset's {preset[name]} is "
+        f"the embedded model knows next to nothing, so it keeps its {name} of {value}; the preset's {preset[name]} is "
         f"for pretrained models. --{name} sets another."
         for name, value in own.items()
         if name in preset and name not in config and not _is_given(name, words)
     ]
-    _set_defaults(parser, {**base, **preset, **own, **config}, "--preset")
-    try:
-        parsed = parser.parse_args_into_dataclasses(words, look_for_args_file=False)
-    except ArgumentError:
-        raise
-    except (ValueError, TypeError) as error:  # how the host's dataclasses complain about their values
-        raise ArgumentError(f"the arguments cannot work together: {_first_line(error)}") from error
-    recipe, script, training, model, mixture = parsed[:5]
+    parser.set_layer({**base, **preset, **own, **config}, f"--preset {given.preset}")
+    recipe, script, training, model, mixture, *_ = parser.parse_all(words)
     return Plan(recipe, script, training, model, mixture, no_model, no_data, notes)
 
 
@@ -153,34 +148,7 @@ def _is_given(name: str, words: Sequence[str]) -> bool:
     return any(word.split("=")[0] in flags for word in words)
 
 
-def _set_defaults(parser: TrlParser, values: Mapping[str, Any], source: str | None) -> None:
-    """Makes values the parser's defaults, each checked as if it had been a flag."""
-    actions = {action.dest: action for action in parser._actions}
-    for name, value in values.items():
-        if name not in actions:
-            raise ArgumentError(f"{source}: {_name_unknown(name, parser)}.")
-        convert = actions[name].type
-        if callable(convert) and isinstance(value, int | float | str) and not isinstance(value, bool):
-            try:
-                convert(str(value))
-            except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
-                raise ArgumentError(f"{source}: {name} cannot be {value!r} ({_first_line(error)}).") from error
-    parser.set_defaults_with_config(**values)
-
-
 def _set_environment(variables: Any, source: str | None) -> None:
     if not isinstance(variables, dict):
         raise ArgumentError(f"{source}: env must be names and values, got {variables!r}.")
     os.environ.update({str(name): str(value) for name, value in variables.items()})
-
-
-def _name_unknown(spelled: str, parser: TrlParser) -> str:
-    name = spelled.split("=")[0].lstrip("-").replace("-", "_")
-    near = difflib.get_close_matches(name, [action.dest for action in parser._actions], 1)
-    dashes = "--" if spelled.startswith("-") else ""
-    hint = f", did you mean {dashes}{near[0]}?" if near else ""
-    return f"{spelled.split('=')[0]} is no argument of {parser.prog}{hint}".rstrip("?") + ("?" if near else "")
-
-
-def _first_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

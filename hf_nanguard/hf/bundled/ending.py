@@ -3,23 +3,14 @@
 import signal
 import sys
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
 from ...errors import ArgumentError
-from ...report.jsonl import events_path, read_jsonl
 from .dialect import Plan
-
-
-def say_notes(plan: Plan, trainer: Any) -> None:
-    """Says what the command line leads to and the user may not expect."""
-    for note in plan.notes:
-        trainer.accelerator.print(f"note: {note}")
 
 
 def build(trainer_class: type, **parts: Any) -> Any:
@@ -68,7 +59,7 @@ class Interruption(TrainerCallback):
 
 
 def train_and_save(trainer: Any, plan: Plan) -> None:
-    """Trains, saves the model as TRL's scripts do, and says what the guard had to do."""
+    """Trains, and saves the model as TRL's scripts do."""
     args = plan.training
     interruption = Interruption()
     trainer.add_callback(interruption)
@@ -79,11 +70,6 @@ def train_and_save(trainer: Any, plan: Plan) -> None:
     trainer.accelerator.print(f"model: {args.output_dir}")
     if args.push_to_hub:
         trainer.push_to_hub(dataset_name=plan.script.dataset_name)
-    file = events_path(Path(args.output_dir) / "nanguard", 0)
-    events = list(read_jsonl(file)) if file.is_file() else []
-    counts = Counter(f"{event['signal']} {event['action']}" for event in events)
-    told = ", ".join(f"{number} {kind}" for kind, number in counts.items())
-    trainer.accelerator.print(f"events: {told}, see {file}" if events else "events: none")
 
 
 def is_whole(trainer: Any) -> bool:

@@ -3,7 +3,8 @@
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -12,27 +13,15 @@ from trl.scripts.grpo import GRPOScriptArguments
 
 from ...errors import ArgumentError
 from .. import arithmetic
-from ..comparison import compare_runs
 from ..grpo import GuardedGRPOConfig, GuardedGRPOTrainer
-from .dialect import Kind, Plan, parse
-from .ending import build, say_notes, train_and_save
+from .dialect import Kind, Plan
 from .plant import blank_scores
-from .sft import find_form, fresh
-from .source import check_model, check_output, load_data, load_tokenizer, name_parts, set_model_options
+from .recipe import Failure, Recipe, find_form
+from .source import load_data
 
 NUM_ROWS = 512
 SHARE = 10  # of the logged rows at each end
 COMMON = {"output_dir": "runs/grpo", "dataloader_pin_memory": False, "gradient_checkpointing": False}
-KIND = Kind(
-    name="grpo",
-    script=GRPOScriptArguments,
-    training=GuardedGRPOConfig,
-    embedded={
-        **COMMON, "max_steps": 250, "learning_rate": 5e-3, "per_device_train_batch_size": 128, "num_generations": 16,
-        "max_completion_length": 3, "lr_scheduler_type": "constant", "logging_steps": 5, "bf16": False,
-    },
-    task={**COMMON, "max_steps": 50, "max_completion_length": 16},
-)  # fmt: skip
 NAMED = {
     "accuracy_reward": rewards.accuracy_reward,
     "reasoning_accuracy_reward": rewards.reasoning_accuracy_reward,
@@ -43,52 +32,68 @@ NAMED = {
 }
 
 
-def run(words: Sequence[str]) -> int:
-    """Runs the recipe with the words of a command line and returns the exit code."""
-    plan = parse(words, KIND)
-    check_output(plan)
-    parts = gather_parts(plan)
-    if plan.recipe.compare:
-        return compare(plan, parts)
-    trainer = build(GuardedGRPOTrainer, args=plan.training, **fresh(parts))
-    say_notes(plan, trainer)
-    train_and_save(trainer, plan)
-    figures = measure(trainer)
-    if figures:
+class GRPORecipe(Recipe):
+    """`nanguard grpo`."""
+
+    kind = Kind(
+        name="grpo",
+        script=GRPOScriptArguments,
+        training=GuardedGRPOConfig,
+        embedded={
+            **COMMON, "max_steps": 250, "learning_rate": 3e-3, "per_device_train_batch_size": 128,
+            "num_generations": 16, "max_completion_length": 3, "lr_scheduler_type": "constant", "logging_steps": 5,
+            "bf16": False,
+        },
+        task={**COMMON, "max_steps": 50, "max_completion_length": 16},
+    )  # fmt: skip
+    trainer_class = GuardedGRPOTrainer
+
+    def make_model(self, seed: int, tokenizer: Any) -> Callable[[], Any]:
+        return partial(arithmetic.build_beginner, seed, find_form(tokenizer))
+
+    def make_task(self, tokenizer: Any, seed: int, plan: Plan) -> dict[str, Any]:
+        if named := find_rewards(plan):
+            raise ArgumentError(
+                f"--reward_funcs must come with --dataset_name, got {named[0]!r} alone. The embedded sums have their own "
+                "reward."
+            )
+        rows = arithmetic.build_prompts(NUM_ROWS, seed, form=find_form(tokenizer))
+        reward = arithmetic.reward_sum if plan.embedded_model else build_reward(tokenizer)
+        return {"train_dataset": rows, "reward_funcs": reward}
+
+    def load_task(self, plan: Plan) -> dict[str, Any]:
+        named = find_rewards(plan)
+        if not named:
+            raise ArgumentError(
+                f"--reward_funcs must be given with a dataset, got --dataset_name {plan.script.dataset_name!r} alone. "
+                "Give my_module.my_reward, or --reward_model_name_or_path."
+            )
+        train, test = load_data(plan, (["prompt"],))
+        return {"train_dataset": train, "eval_dataset": test, "reward_funcs": named}
+
+    def measure(self, trainer: Any, plan: Plan) -> dict[str, float | str]:
+        return measure(trainer)
+
+    def tell(self, figures: dict[str, float | str], plan: Plan) -> str:
         told = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
-        trainer.accelerator.print(f"mean reward: {told}")
-    trainer.end()
-    return 0
+        return f"mean reward: {told}" if told else ""
+
+    def measure_planted(self, trainer: Any, plan: Plan) -> dict[str, float | str]:
+        return {f"reward, {name}": value for name, value in measure(trainer).items()}
+
+    def plan_failure(self, plan: Plan) -> Failure:
+        """Returns a generation in which the scores of one completion are NaN."""
+        args = plan.training
+        generation = max(args.max_steps // 3, 1) if args.max_steps > 0 else 1
+        return Failure(
+            f"Planted: in generation {generation} the scores of one completion are NaN when its tokens are drawn.",
+            GRPOTrainer,
+            GuardedGRPOTrainer,
+            lambda trainer: blank_scores(trainer.accelerator.unwrap_model(trainer.model), generation),
+        )
 
 
-def gather_parts(plan: Plan) -> dict[str, Any]:
-    """Returns what a trainer is built from: functions are called for each trainer anew."""
-    seed, named = plan.training.seed, find_rewards(plan)
-    if plan.embedded_data and named:
-        raise ArgumentError(
-            f"--reward_funcs must come with --dataset_name, got {named[0]!r} alone. The embedded sums have their own reward."
-        )
-    if plan.embedded_model:
-        return {
-            **name_parts(plan), "model": lambda: arithmetic.build_model(seed), "reward_funcs": arithmetic.reward_sum,
-            "processing_class": arithmetic.build_tokenizer(), "train_dataset": arithmetic.build_prompts(NUM_ROWS, seed),
-        }  # fmt: skip
-    check_model(plan)
-    set_model_options(plan)
-    parts = name_parts(plan)
-    if plan.embedded_data:
-        tokenizer = load_tokenizer(plan)
-        return {
-            **parts, "processing_class": tokenizer, "reward_funcs": build_reward(tokenizer),
-            "train_dataset": arithmetic.build_prompts(NUM_ROWS, seed, form=find_form(tokenizer)),
-        }  # fmt: skip
-    if not named:
-        raise ArgumentError(
-            f"--reward_funcs must be given with a dataset, got --dataset_name {plan.script.dataset_name!r} alone. "
-            "Give my_module.my_reward, or --reward_model_name_or_path."
-        )
-    train, test = load_data(plan, (["prompt"],))
-    return {**parts, "train_dataset": train, "eval_dataset": test, "reward_funcs": named}
+RECIPE = GRPORecipe()
 
 
 def build_reward(tokenizer: Any) -> Callable[..., list[float]]:
@@ -131,20 +136,3 @@ def measure(trainer: Any) -> dict[str, float | str]:
         return {}
     num = max(len(told) // SHARE, 1)
     return {"first": sum(told[:num]) / num, "last": sum(told[-num:]) / num}
-
-
-def compare(plan: Plan, parts: dict[str, Any]) -> int:
-    """Runs stock and guarded with a generation in which the scores of one completion are NaN."""
-    args = plan.training
-    generation = max(args.max_steps // 3, 1) if args.max_steps > 0 else 1
-
-    def build_trainer(mine: Any, guard: bool) -> Any:
-        trainer = build(GuardedGRPOTrainer if guard else GRPOTrainer, args=mine, **fresh(parts))
-        blank_scores(trainer.accelerator.unwrap_model(trainer.model), generation)
-        return trainer
-
-    planted = f"Planted: in generation {generation} the scores of one completion are NaN when its tokens are drawn."
-    outcomes = compare_runs(
-        build_trainer, args, planted, lambda trainer: {f"reward, {k}": v for k, v in measure(trainer).items()}
-    )
-    return 0 if outcomes[-1].is_sound else 1
