@@ -21,8 +21,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -32,6 +30,7 @@ from tests.distributed.ending import hang_up
 from tests.distributed.host import make_trainer, rows_of
 from tests.distributed.making import plant_in_making
 from tests.distributed.scenario import SUITES, Scenario
+from tests.distributed.sharding import shard_on_cpu
 from tests.faults import Planted
 from tests.reference import losses_of, tensors_of
 
@@ -60,20 +59,6 @@ class Culprits(Planted):
             if (fault.step, fault.micro_step) == place and fault.kind == "constant":
                 loss = loss + fault.value
         return loss
-
-
-def shard_on_cpu() -> None:
-    """Makes accelerate take FSDP on the CPU, which it never picks by itself."""
-    original = AcceleratorState.__init__
-
-    def __init__(self, *args, fsdp_plugin=None, **kwargs):  # noqa: N807 - it becomes the method of that name
-        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if fsdp_plugin is not None:
-            self.fsdp_plugin = fsdp_plugin
-            for store in (AcceleratorState._shared_state, PartialState._shared_state):
-                store["distributed_type"] = DistributedType.FSDP
-
-    AcceleratorState.__init__ = __init__
 
 
 def gathered(tensor: Tensor) -> Tensor:

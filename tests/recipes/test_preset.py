@@ -10,10 +10,12 @@ import pytest
 import torch
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
+from safetensors.torch import load_file
 
 from hf_nanguard import ArgumentError
 from hf_nanguard.cli.main import main
 from hf_nanguard.cli.recipe import PRESETS
+from hf_nanguard.hf.arithmetic import build_model
 from hf_nanguard.hf.bundled import dialect, grpo, sft
 from hf_nanguard.hf.bundled.dialect import parse
 from hf_nanguard.hf.preset import find_configs, list_presets, read_preset
@@ -171,7 +173,7 @@ def test_accelerate_reads_it(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "num_ranks"), [("single", 1), ("ddp", 2)])
+@pytest.mark.parametrize(("name", "num_ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="meant for processes on a CPU")
 def test_accelerate_launches_it(name, num_ranks, tmp_path):
     command = [
@@ -179,10 +181,17 @@ def test_accelerate_launches_it(name, num_ranks, tmp_path):
         "--main_process_port", str(find_free_port()), str(ROOT / "recipes" / "sft.py"), "--config",
         str(CONFIGS / "sft" / "balanced.yaml"), "--output_dir", str(tmp_path / "run"), *SHORT,
     ]  # fmt: skip
-    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    startup = "from tests.distributed.sharding import shard_on_cpu\n\nshard_on_cpu()\n" if name == "fsdp2" else ""
+    (tmp_path / "sitecustomize.py").write_text(startup, encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("answer rate") == 1
+    assert done.stdout.count("the model is in parts" if name == "fsdp2" else "answer rate") == 1
     assert "events: none" in done.stdout
+    saved = load_file(tmp_path / "run" / "model.safetensors")
+    assert {name: list(each.shape) for name, each in saved.items()} == {
+        name: list(each.shape) for name, each in build_model().state_dict().items()
+    }
     state = torch.load(tmp_path / "run" / "training_args.bin", weights_only=False)
     assert state.world_size == num_ranks
