@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCa
 
 from hf_nanguard import (
     ArgumentError,
+    GuardedTrainerMixin,
     GuardedTrainingArguments,
     bounded_loss,
     distillation_loss,
@@ -287,13 +288,14 @@ def measure(trainer: Any) -> dict[str, float | str]:
     """Returns the averages of the run and its best validation perplexity; the terms are known to the guard only."""
     names = {"loss": "loss", "kd": "nanguard/term/kd", "ce": "nanguard/term/ce"}
     logged = {name: find_logged(trainer, key) for name, key in names.items()}
-    rates, dropped = (find_logged(trainer, f"nanguard/{name}") for name in ("success_rate", "dropped_terms/kd"))
+    rate = "not known"
+    if isinstance(trainer, GuardedTrainerMixin):
+        counter = trainer.nanguard.guard.counter
+        rate = f"{counter.success_rate:.0%}, kd dropped {counter.dropped_terms.get('kd', 0)} times on rank 0"
     best = trainer.state.best_metric
     return {
         **{f"average {name}": sum(v) / len(v) if v else "not known" for name, v in logged.items()},
-        "success rate": f"{rates[-1]:.0%}, kd dropped {dropped[-1] if dropped else 0} times on rank 0"
-        if rates
-        else "not known",
+        "success rate": rate,
         "best perplexity": math.nan if best is None else perplexity(best),
         "best model": trainer.state.best_model_checkpoint or "none",
     }

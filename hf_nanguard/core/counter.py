@@ -24,6 +24,11 @@ class Counter:
         self.terms: dict[str, tuple[float, int]] = {}  # sum and number since the last row
         self.dropped_terms: dict[str, int] = {}
 
+    @property
+    def success_rate(self) -> float:
+        """The share of micro-batches that were trained on."""
+        return 1.0 if not self.seen else (self.seen - self.dropped) / self.seen
+
     def count_microbatches(self, seen: int, dropped: int) -> None:
         """Counts the micro-batches of one step of this rank."""
         self.seen += seen
@@ -54,7 +59,7 @@ class Counter:
         metrics = {
             "nanguard/skipped_steps": self.skipped_steps,
             "nanguard/dropped_microbatches": self.dropped,
-            "nanguard/success_rate": 1.0 if not self.seen else (self.seen - self.dropped) / self.seen,
+            "nanguard/success_rate": self.success_rate,
             "nanguard/success_rate_recent": 1.0 if not self.recent else sum(self.recent) / len(self.recent),
             "nanguard/grad_norm_max": self.grad_norm_max,
         }

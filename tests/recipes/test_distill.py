@@ -42,6 +42,8 @@ def test_a_failing_kd_is_dropped_and_ce_goes_on(tmp_path):
         assert event["culprit"]["term"] == "kd"
         assert event["values"]["terms"]["kd"] == "nan"
         assert math.isfinite(event["values"]["terms"]["ce"])
+        assert event["cause"] == "uninitialised_weight"
+        assert event["culprit"]["parameter"] == "LlamaForCausalLM.model.embed_tokens.weight"
     assert guarded.events[0]["culprit"]["rows"] == [NUM_ROWS // 2]
     assert BAD_WORD in build_texts(NUM_ROWS, 1, NUM_ROWS // 2)[NUM_ROWS // 2]
     assert guarded.figures["success rate"] == "100%, kd dropped 2 times on rank 0"

@@ -16,7 +16,7 @@ from .bound import BOUNDS, bounded
 from .origin import Origin
 from .precision import LOW_PRECISION, in_precision, upcast_module
 from .specimen import Specimen
-from .swap import fill_input, fill_weight
+from .swap import fill_input, fill_weight, name_weights
 from .verdict import Blame, Remedy
 
 NO_TIME = "no time left"
@@ -113,9 +113,10 @@ def find_ideas(specimen: Specimen, origin: Origin, blame: Blame, cause: Cause) -
     if cause is Cause.INPUT_NONFINITE and origin.leaf in specimen.fields:
         field = specimen.fields[origin.leaf]
         yield Idea("fill_input", f"bad entries of {origin.leaf} as 0", lambda s, _: fill_input(s, field))
-    if cause in (Cause.PARAM_NONFINITE, Cause.UNINITIALISED_WEIGHT) and origin.parameter is not None:
-        name = origin.parameter
-        yield Idea("initialise_weight", f"bad entries of {name} as 0", lambda s, _: fill_weight(s, name))
+    weight = origin.parameter
+    is_ours = weight in name_weights(specimen.model)  # not a teacher's
+    if cause in (Cause.PARAM_NONFINITE, Cause.UNINITIALISED_WEIGHT) and weight is not None and is_ours:
+        yield Idea("initialise_weight", f"bad entries of {weight} as 0", lambda s, _: fill_weight(s, weight))
     if blame.scope == "samples" and blame.samples and specimen.num_samples:
         rest = [sample for sample in range(specimen.num_samples) if sample not in blame.samples]
         if rest:

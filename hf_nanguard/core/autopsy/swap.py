@@ -98,7 +98,12 @@ def fill_input(specimen: Specimen, field: Tensor) -> AbstractContextManager:
     return given(specimen, lambda tensor: _as_zero(tensor) if tensor is field else tensor)
 
 
+def name_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Returns parameters and buffers by name."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
 def fill_weight(specimen: Specimen, name: str) -> AbstractContextManager:
     """Takes the bad entries of one parameter or buffer as zero."""
-    named = {**dict(specimen.model.named_parameters()), **dict(specimen.model.named_buffers())}
+    named = name_weights(specimen.model)
     return swapped(specimen, specimen.model, lambda tensor: _as_zero(tensor) if tensor is named[name] else tensor)

@@ -116,9 +116,9 @@ class Trace(TorchDispatchMode):
     def __init__(self, model: nn.Module, inputs: dict[str, Tensor] | None = None):
         super().__init__()
         self.names = {id(module): name for name, module in model.named_modules()}
+        self.strangers: set[int] = set()
         self.leaves: dict[int, list[Leaf]] = {}
-        for leaf in _name_leaves(model, inputs or {}):
-            self.leaves.setdefault(storage_key(leaf.tensor), []).append(leaf)
+        self._add_leaves([*_name_leaves(model), *(Leaf("input", name, each) for name, each in (inputs or {}).items())])
         self.num_ops = 0
         self.stack: list[str | None] = []
         self.memory = Memory()
@@ -142,6 +142,8 @@ class Trace(TorchDispatchMode):
     def _following(self, original: Callable) -> Callable:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             outer = self.stack[-1] if self.stack else None
+            if id(module) not in self.names and id(module) not in self.strangers:
+                self._meet_stranger(module)
             self.stack.append(self.names.get(id(module), outer))
             try:
                 return original(module, *args, **kwargs)
@@ -149,6 +151,17 @@ class Trace(TorchDispatchMode):
                 self.stack.pop()
 
         return call
+
+    def _meet_stranger(self, module: nn.Module) -> None:
+        """Names the weights of a module that the loss calls beside the model, e.g. a teacher; a wrapper's have names already."""
+        inside = {id(each) for each in module.modules()}
+        self.strangers |= inside
+        if self.names.keys().isdisjoint(inside):
+            self._add_leaves(_name_leaves(module, f"{type(module).__name__}."))
+
+    def _add_leaves(self, leaves: Iterable[Leaf]) -> None:
+        for leaf in leaves:
+            self.leaves.setdefault(storage_key(leaf.tensor), []).append(leaf)
 
     # ---- one operator ----
 
@@ -303,18 +316,16 @@ class _Call(NamedTuple):
     kwargs: Any
 
 
-def _name_leaves(model: nn.Module, inputs: dict[str, Tensor]) -> Iterator[Leaf]:
-    """Names all that was there before the pass; a tensor that a module merely holds counts as a buffer."""
+def _name_leaves(model: nn.Module, prefix: str = "") -> Iterator[Leaf]:
+    """Names all that a model holds; a tensor that a module merely has counts as a buffer."""
     for name, parameter in model.named_parameters():
-        yield Leaf("parameter", name, parameter)
+        yield Leaf("parameter", f"{prefix}{name}", parameter)
     for name, buffer in model.named_buffers():
-        yield Leaf("buffer", name, buffer)
-    for prefix, module in model.named_modules():
+        yield Leaf("buffer", f"{prefix}{name}", buffer)
+    for path, module in model.named_modules():
         for name, value in vars(module).items():
             if isinstance(value, Tensor):
-                yield Leaf("buffer", f"{prefix}.{name}" if prefix else name, value)
-    for name, tensor in inputs.items():
-        yield Leaf("input", name, tensor)
+                yield Leaf("buffer", prefix + (f"{path}.{name}" if path else name), value)
 
 
 def _puts_zeros(name: str, output: Tensor, inputs: list[Tensor]) -> bool:

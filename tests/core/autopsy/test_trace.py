@@ -507,6 +507,31 @@ def test_tensor_held_by_a_module_is_a_leaf():
     assert (origin.leaf, origin.num_bad, origin.phase) == ("scale", 1, "parameter")
 
 
+def test_weights_of_a_module_beside_the_model_have_names():
+    """A teacher, a reference, a reward model: the loss calls it, the model does not hold it."""
+    model, teacher = Net(), nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4)).requires_grad_(False)
+    teacher[0].weight[3] = NAN
+    origin = find(model, loss=lambda: (model(torch.ones(3, 4)) - teacher(torch.tensor([0, 3, 1]))).square().sum())
+    assert (origin.parameter, origin.num_bad) == ("Sequential.0.weight", 4)
+    assert (origin.cause, origin.module) == (Cause.UNINITIALISED_WEIGHT, None)
+
+
+def test_a_wrapper_changes_no_name():
+    class Wrapper(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x)
+
+    model = Net()
+    model.scale = nn.Parameter(torch.tensor([1.0, NAN, 1.0, 1.0]))
+    model.middle = lambda h: h * model.scale
+    wrapper = Wrapper(model)
+    assert find(model, loss=lambda: wrapper(torch.ones(3, 4)).sum()).parameter == "scale"
+
+
 def test_leaves_that_share_memory_are_told_apart():
     both = torch.zeros(6, 4)
     both[4, 1] = NAN
