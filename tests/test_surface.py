@@ -105,7 +105,7 @@ SIGNATURES = [
         hf_nanguard.distillation_loss,
         "(student_logits, teacher_logits, temperature=2.0, mask=None, num_items=None, chunk_size=None)",
     ),
-    (hf_nanguard.normalized_mse, "(prediction, target, mask=None, eps=None)"),
+    (hf_nanguard.normalized_mse, "(prediction, target, mask=None, eps=None, directions=False)"),
     (hf_nanguard.bounded_loss, "(loss, bound)"),
     (hf_nanguard.clamp_weight, "(weight, max=100.0)"),
     (hf_nanguard.soft_cap, "(logits, cap)"),

@@ -104,7 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ArgumentError(f"nanguard verify needs {error.name}. Run pip install 'hf-nanguard[trl]'.") from error
     from ..hf.bundled.dialect import parse
-    from ..hf.bundled.ending import build
+    from ..hf.bundled.ending import build, stdout_aside
     from ..hf.bundled.recipe import fresh
     from ..hf.showcase import quiet_hosts
     from ..hf.trial import verify
@@ -115,10 +115,11 @@ def run(arguments: argparse.Namespace) -> int:
     console = build_console(stderr=arguments.json)
     with _open_folder(arguments.output_dir) as folder:
         plan.training.output_dir, plan.training.report_to = str(folder), []
+        plan.training.max_steps = arguments.steps  # a trainer of a stream is not built without
         plan.training.disable_tqdm, plan.training.push_to_hub = True, False
         for note in plan.notes:
             console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
-        with quiet_hosts(), guard_log(console), progress(console) as begin:
+        with stdout_aside(arguments.json), quiet_hosts(), guard_log(console), progress(console) as begin:
             trainer = build(recipe.trainer_class, args=plan.training, **fresh(recipe.gather_parts(plan)))
             report = begin(f"{arguments.task}, guarded", arguments.steps)
             found = verify(

@@ -256,7 +256,8 @@ class Containment:
         optional = frozenset(term.name for term in micro.terms if self.is_optional(micro, term.name))
         bad = frozenset(micro.bad_terms)
         tries = [bad] if bad else [frozenset([name]) for name in dict.fromkeys(term.name for term in micro.terms)]
-        tries += [optional] if not bad and len(optional) > 1 else []
+        # a value that is not finite may hide another term's bad gradient
+        tries += [optional] if len(optional) > 1 and optional != bad else []
         if runner.lockstep or (bad and not bad <= optional):  # it is known what was bad, and it may not be dropped
             return frozenset()
         try:
@@ -388,7 +389,8 @@ class Containment:
         if runner.lockstep and self.ranks.size > 1:
             note = "; dropped on every rank, as parameters are sharded"
         events = [bad.event(action, incident, note) for bad in blamed]
-        events += [bad.event(action, incident, "; only the term was dropped") for bad in spared]
+        for bad in spared:
+            events.append(bad.event(action, incident, f"; only the term was dropped: {', '.join(sorted(bad.cure))}"))
         num_spared = sum(self.ranks.gather(len(spared)))
         what = f"{describe(incident.census)} at step {incident.step}"
         if self.ranks.rank == 0 and not any(reports) and not num_spared and settlement is not None:

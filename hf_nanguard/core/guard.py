@@ -252,7 +252,7 @@ class Guard:
             `Tensor`: the weighted term, to be added to the loss.
 
         Raises:
-            ArgumentError: if it is not a scalar.
+            ArgumentError: if it is not a scalar tensor.
 
         Example:
 
@@ -266,18 +266,20 @@ class Guard:
             raise ArgumentError(
                 f"on_nonfinite of a term must be one of {', '.join(ON_NONFINITE)}, got {on_nonfinite!r}."
             )
+        if not isinstance(value, Tensor):
+            raise ArgumentError(f"term {name!r} must be a tensor, got {value!r}. Leave out a term that is not there.")
         if value.numel() != 1:
             raise ArgumentError(f"term {name!r} must be a scalar, got shape {tuple(value.shape)}. Reduce it first.")
         if self.policy.mode != "off" and torch.is_grad_enabled():
+            if self.replaying and name in self.containment.cut:  # nor is its weight used: that may be what is bad
+                runner = self.containment.runner
+                return cut_term(value, runner.parameters if runner is not None and self.ranks.size > 1 else [])
             value = self._take_term(name, value, drops=on_nonfinite == "drop" and self.policy.acts)
         return value if isinstance(weight, float) and weight == 1.0 else weight * value
 
     def _take_term(self, name: str, value: Tensor, drops: bool) -> Tensor:
         if not self.replaying:
             self.group.add_term(Term(name, value.detach().reshape(()), drops, value.requires_grad))
-        elif name in self.containment.cut:
-            runner = self.containment.runner
-            return cut_term(value, runner.parameters if runner is not None and self.ranks.size > 1 else [])
         return select_finite(value) if drops and not self.containment.examining else value
 
     # ---- one step ----

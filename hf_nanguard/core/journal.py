@@ -97,7 +97,7 @@ def tell_bad_terms(journal: Journal, group: Group, losses: list[float], step: in
     for micro in group.micro_batches:
         told = micro.index < len(losses) and not math.isfinite(losses[micro.index])
         for name in micro.bad_terms:
-            drops = all(term.drops for term in micro.terms if term.name == name)
+            drops = all(term.drops for term in micro.terms if term.name == name and term.is_bad)
             if told and not drops:
                 continue
             action = Action.SKIPPED if skipped else Action.DROPPED if drops else Action.OBSERVED

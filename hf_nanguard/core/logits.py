@@ -80,7 +80,7 @@ def view(values: Tensor) -> list[float]:
     return memory[:]
 
 
-def bound_scores(scores: Tensor, clip_value: float, min_prob: float) -> Tensor:
+def bound_scores(scores: Tensor, clip_value: float, min_prob: float) -> tuple[Tensor, Tensor]:
     """Bounds repaired rows to `[max - 2 * clip_value, max]` and gives no unmasked token less than `min_prob`.
 
     Args:
@@ -92,15 +92,19 @@ def bound_scores(scores: Tensor, clip_value: float, min_prob: float) -> Tensor:
             The least probability of an unmasked token, before all are normalised again.
 
     Returns:
-        `Tensor`: Normalised log-probabilities; masked tokens keep -inf.
+        `tuple[Tensor, Tensor]`: Normalised log-probabilities, of which masked tokens keep -inf, and which rows had a token
+        that was raised.
     """
     wide = scores if scores.dtype == torch.float64 else scores.float()
     masked = wide == -math.inf
     floor = wide.amax(-1, keepdim=True) - 2 * clip_value
+    # of what stands above a floor, the least tells whether any does not
+    raised = wide.masked_fill(masked, math.inf).amin(-1) < floor.squeeze(-1)
     logps = torch.maximum(wide, floor).masked_fill_(masked, -math.inf).log_softmax(-1)
     if min_prob > 0:
+        raised |= logps.masked_fill(masked, math.inf).amin(-1) < math.log(min_prob)
         logps = logps.clamp(min=math.log(min_prob)).masked_fill_(masked, -math.inf).log_softmax(-1)
-    return logps.to(scores.dtype)
+    return logps.to(scores.dtype), raised
 
 
 def judge(top: Tensor, left: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,12 +122,26 @@ class Tally:
     def __init__(self) -> None:
         self.pending: list[tuple[Tensor, Tensor]] = []
         self.counts: Tensor | None = None
+        self.raised: list[Tensor] = []
 
     def add(self, top: Tensor, left: Tensor) -> None:
         """Takes the maxima of one call."""
         self.pending.append((top, left))
         if len(self.pending) >= FOLD_EVERY:
             self._fold()
+
+    def add_bounded(self, raised: Tensor) -> None:
+        """Takes which rows of one call were bounded."""
+        self.raised.append(raised)
+        if len(self.raised) >= FOLD_EVERY:
+            self.raised = [self._count_bounded()]
+
+    def _count_bounded(self) -> Tensor:
+        return torch.stack([raised.sum().to(self.raised[0].device) for raised in self.raised]).sum()
+
+    def read_bounded(self) -> int:
+        """Returns how many rows were bounded: one host read, none if nothing was ever added."""
+        return int(self._count_bounded()) if self.raised else 0
 
     def _fold(self) -> None:
         if self.pending:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..errors import ArgumentError
 from .token_loss import distillation_loss as distillation_loss
@@ -43,13 +42,27 @@ def dtype_eps(dtype: torch.dtype, eps: float = 1e-8) -> float:
     return max(eps, torch.finfo(dtype).tiny)
 
 
-def normalized_mse(prediction: Tensor, target: Tensor, mask: Tensor | None = None, eps: float | None = None) -> Tensor:
+def _find_directions(vectors: Tensor, eps: float) -> Tensor:
+    """Returns vectors of length 1; one that is not longer than `eps` has no direction and stays as it is."""
+    largest = vectors.detach().abs().amax(-1, keepdim=True)
+    scaled = vectors / torch.where(largest == 0, 1.0, largest)  # squares do not overflow, and the direction is the same
+    length = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+    # a NaN is not at most eps, so it stays visible
+    return torch.where(length * largest <= eps, vectors, scaled / torch.where(length == 0, 1.0, length))
+
+
+def normalized_mse(
+    prediction: Tensor,
+    target: Tensor,
+    mask: Tensor | None = None,
+    eps: float | None = None,
+    directions: bool = False,
+) -> Tensor:
     """Mean squared error divided by the mean square of the target: 1 is what predicting zero costs, whatever the scale.
 
     Squares are summed in float32, after division by the target's largest magnitude if that is above 1: scale cancels,
     so large values do not overflow. A target without energy (mean square of at most `eps`) gives no scale, so the error is not
-    divided there; dividing by `eps` would make the gradient 1e8 times as large. It compares values; to compare
-    directions only, normalise both vectors before.
+    divided there; dividing by `eps` would make the gradient 1e8 times as large.
 
     Args:
         prediction (`Tensor`), target (`Tensor`):
@@ -59,6 +72,9 @@ def normalized_mse(prediction: Tensor, target: Tensor, mask: Tensor | None = Non
             elsewhere, NaN too, reaches neither loss nor gradient.
         eps (`float`, *optional*):
             See above; by default `dtype_eps` of the dtype in which squares are summed, 1e-8.
+        directions (`bool`, *optional*, defaults to `False`):
+            Compare directions only: vectors of the last dimension are brought to length 1 on both sides first, so each
+            costs `2 - 2 * cosine`. One that is not longer than `eps` stays as it is.
 
     Returns:
         `Tensor`: a scalar, float32 (float64 for float64); 0 with a graph if nothing counts.
@@ -77,9 +93,8 @@ def normalized_mse(prediction: Tensor, target: Tensor, mask: Tensor | None = Non
         raise ArgumentError(
             f"prediction and target must have the same shape, got {tuple(prediction.shape)} and {tuple(target.shape)}."
         )
-    goal = widen(target.detach())
+    guess, goal = widen(prediction), widen(target.detach())
     eps = dtype_eps(goal.dtype) if eps is None else eps
-    gaps = widen(prediction) - goal
     number = goal.new_tensor(float(goal.numel()))
     if mask is not None:
         if mask.shape != prediction.shape[: mask.ndim]:
@@ -87,12 +102,15 @@ def normalized_mse(prediction: Tensor, target: Tensor, mask: Tensor | None = Non
                 f"mask must have the shape of the prediction or of its first dimensions, {tuple(prediction.shape)}, got "
                 f"{tuple(mask.shape)}."
             )
-        counted = (mask != 0).reshape(*mask.shape, *(1,) * (prediction.ndim - mask.ndim))
-        # before the square: the gradient of a difference is 1, so a zero that comes back stays a zero
-        gaps, goal = torch.where(counted, gaps, 0.0), torch.where(counted, goal, 0.0)
+        counted = (mask != 0).reshape(mask.shape + (1,) * (prediction.ndim - mask.ndim))
+        # before anything is computed of them: a zero gradient that comes back stays a zero
+        guess, goal = torch.where(counted, guess, 0.0), torch.where(counted, goal, 0.0)
         number = counted.expand(prediction.shape).sum()
     if not prediction.numel():
-        return gaps.sum()
+        return guess.sum()
+    if directions:
+        guess, goal = _find_directions(guess, eps), _find_directions(goal, eps)
+    gaps = guess - goal
     number = number.clamp(min=1)
     scale = goal.abs().amax().clamp(min=1.0)
     energy = (goal / scale).square().sum() / number
@@ -169,7 +187,6 @@ class _SoftCap(torch.autograd.Function):
         return torch.where(logits.isfinite(), capped, logits)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         [logits] = ctx.saved_tensors
         decay = (widen(logits).abs() / ctx.cap).mul_(-2).exp_()

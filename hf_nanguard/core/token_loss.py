@@ -4,8 +4,9 @@ Half-precision logits are usually copied to float32 before the loss, and autogra
 large vocabulary that is the peak of the whole step. Here only one chunk of tokens is ever in float32; the gradient,
 softmax minus target, is computed again from the logits in the backward. That costs a second pass of exponentials and
 saves the two copies. It is an `autograd.Function` rather than a checkpoint because the closed form needs no graph, so
-no NaN of an ignored token can come back as 0 * NaN: rows that do not count are filled, never multiplied. No second
-derivatives, and nothing is read on the host.
+no NaN of an ignored token can come back as 0 * NaN: rows that do not count are filled, never multiplied. Nothing is read
+on the host. The backward is made of plain operations, so there are second derivatives, for which the whole is in float32
+and an ignored token must be finite.
 """
 
 import math
@@ -14,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..errors import ArgumentError
 
@@ -61,14 +61,13 @@ class _CrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         logits, targets, counted = ctx.saved_tensors
         result = torch.empty_like(logits)
         minus = torch.full_like(targets, -1, dtype=grad.dtype)
         for part in _chunks(logits, ctx.chunk_size):
             rows = logits[part].softmax(-1, dtype=grad.dtype)
-            rows.scatter_add_(-1, targets[part], minus[part]).mul_(grad)
+            rows = rows.scatter_add(-1, targets[part], minus[part]) * grad
             result[part] = rows.masked_fill_(~counted[part].unsqueeze(-1), 0.0)
         return result, None, None, None
 
@@ -151,15 +150,14 @@ class _Divergence(torch.autograd.Function):
         return total * temperature**2
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
         student, teacher, counted = ctx.saved_tensors
         result = torch.empty_like(student)
         scale = grad * ctx.temperature
         for part in _chunks(student, ctx.chunk_size):
-            rows = _log_probs(student[part], ctx.temperature).exp_()
-            rows = rows.sub_(_log_probs(teacher[part], ctx.temperature).exp_()).mul_(scale)
-            result[part] = rows.masked_fill_(~counted[part].unsqueeze(-1), 0.0)
+            ours = _log_probs(student[part], ctx.temperature).exp()
+            gaps = ours - _log_probs(teacher[part], ctx.temperature).exp_()
+            result[part] = (gaps * scale).masked_fill_(~counted[part].unsqueeze(-1), 0.0)
         return result, None, None, None, None
 
 

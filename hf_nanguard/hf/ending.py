@@ -28,6 +28,7 @@ class Ending:
         self.trainer = trainer
         self.guard = guard
         self.last_good: Path | None = None
+        self.saves = True  # a trial leaves no weights behind, not even those of its last good step
 
     def may_save(self, model: nn.Module) -> bool:
         """Looks at weights and optimizer state before a checkpoint is made of them; returns whether one may be. The run
@@ -47,8 +48,9 @@ class Ending:
             message += f" Nothing was saved, for the {what} not finite."
             if self.last_good is not None:
                 message += f" The last good checkpoint is {self.last_good}."
-        elif trainer.is_in_train:  # else there is no optimizer to save, and nothing was trained
-            if not ranks.any(folder.is_dir()):
+        elif trainer.is_in_train and self.saves:  # else there is no optimizer to save, and nothing was trained
+            # a folder of that name may be of an earlier run
+            if self.last_good != folder or not ranks.any(folder.is_dir()):
                 trainer._save_checkpoint(model, None)
             message += f" The last good state is in {folder}."
         logger.error("hf_nanguard: %s", message)

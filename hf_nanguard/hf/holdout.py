@@ -1,5 +1,6 @@
 """A few rows to evaluate on, held out of any kind of training data."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,12 +19,17 @@ def hold_out(trainer: Any, num_rows: int) -> bool:
     if test is not None:
         trainer.eval_dataset = test if (parts := _split(test, num_rows)) is None else parts[0]
         return True
-    share = num_rows if isinstance(train, datasets.IterableDataset) else int(HELD_OUT_SHARE * _length(train))
+    share = int(HELD_OUT_SHARE * _count(train, math.ceil(num_rows / HELD_OUT_SHARE)))
     parts = _split(train, min(num_rows, share))
     if parts is None:
         return False
     trainer.eval_dataset, trainer.train_dataset = parts
     return True
+
+
+def _count(dataset: Any, enough: int) -> int:
+    """Returns how many rows there are; of a stream, which has to be read for that, at most `enough`."""
+    return sum(1 for _ in dataset.take(enough)) if isinstance(dataset, datasets.IterableDataset) else _length(dataset)
 
 
 def _length(dataset: Any) -> int:
@@ -36,7 +42,7 @@ def _is_map(dataset: Any) -> bool:
 
 def _split(dataset: Any, num_rows: int) -> tuple[Any, Any] | None:
     """Returns the first rows and the others; `None` if it cannot be cut there."""
-    if isinstance(dataset, datasets.IterableDataset):
+    if isinstance(dataset, datasets.IterableDataset) and num_rows > 0:
         return dataset.take(num_rows), dataset.skip(num_rows)
     total = _length(dataset)
     if not 0 < num_rows < total:

@@ -112,11 +112,16 @@ class NumericalStabilityLogitsProcessor(LogitsProcessor):
                 generation.notes.add(step, top, left)
             if can_look(top):
                 self.log(scores, top, left, length)
-        return self.bound(fixed)
+        return self.bound(fixed, self.tally)
 
-    def bound(self, repaired: Tensor) -> Tensor:
-        """Bounds repaired scores if the mode says so."""
-        return repaired if self.mode == "repair" else bound_scores(repaired, self.clip_value, self.min_prob)
+    def bound(self, repaired: Tensor, tally: Tally | None = None) -> Tensor:
+        """Bounds repaired scores if the mode says so, and counts the rows in a tally."""
+        if self.mode == "repair":
+            return repaired
+        bounded, raised = bound_scores(repaired, self.clip_value, self.min_prob)
+        if tally is not None:
+            tally.add_bounded(raised)
+        return bounded
 
     def log(self, scores: Tensor, top: Tensor, left: Tensor, length: int) -> None:
         """Logs sick scores with shape and values, the first few times."""
@@ -134,6 +139,12 @@ class NumericalStabilityLogitsProcessor(LogitsProcessor):
     def num_ended(self) -> int:
         """How many rows of scores had nothing left so far; one host read."""
         return self.tally.read()[1]
+
+    @property
+    def num_bounded(self) -> int:
+        """How many rows of scores had a token raised by `clip_value` or `min_prob` so far, in mode `"always"`; one host
+        read. In a large vocabulary `min_prob` raises some token of almost every row."""
+        return self.tally.read_bounded()
 
 
 def describe_scores(scores: Tensor, top: Tensor, left: Tensor, length: int) -> str:

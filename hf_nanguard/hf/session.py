@@ -94,6 +94,7 @@ class Session:
         args = self.trainer.args
         hidden = args.logging_nan_inf_filter
         self.settled, self.is_ending = True, False
+        self.ending.last_good = None
         self.guard.ladder.healthy()
         if self.on and self.guard.ranks.rank == 0:
             self._say_limits()

@@ -10,22 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, Trainer, TrainerCallback
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
-from ..core.finite import find_nonfinite, read_host
+from ..core.finite import read_host
 from ..core.runner import same_on_all_ranks
+from ..core.soundness import find_bad_weights
 from ..errors import ArgumentError
-from ..report.jsonl import events_path, read_jsonl
+from ..report.jsonl import Tail, events_path
 from .arguments import find_guard_arguments
 from .holdout import hold_out
 from .mixin import GuardedTrainerMixin
 from .trainer import attach
 from .verification import Verification
 
-# How a training may end before its time, which is a finding; what is no error of a run goes through.
-FAILURES = (ArithmeticError, LookupError, OSError, RuntimeError, TypeError, ValueError)
 HELD_OUT = 32
 HELD_OUT_PROMPTS = 8
 
@@ -68,11 +67,11 @@ def verify(
     settings = copy.copy(find_guard_arguments(settings, trainer.args))
     settings.nanguard_mode = "act"  # what is to be seen is whether the run holds under guard
     session = attach(trainer, settings).nanguard  # type: ignore[attr-defined]
+    session.ending.saves = False
     found = Verification(
         steps, output_dir=str(trainer.args.output_dir), max_grad_norm=trainer.args.max_grad_norm or 0.0
     )
-    file = events_path(session.record.directory, trainer.args.process_index)
-    num_old = len(list(read_jsonl(file))) if file.is_file() else 0
+    tail = Tail(events_path(session.record.directory, trainer.args.process_index))
     watch = Watch(trainer, report)
     trainer.add_callback(watch)
     device = trainer.args.device
@@ -82,7 +81,7 @@ def verify(
         trainer.train()
     except ArgumentError:
         raise
-    except FAILURES as error:
+    except Exception as error:  # any user code may raise here, and how a run ends before its time is a finding
         found.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     finally:
         watch.remove()
@@ -91,9 +90,9 @@ def verify(
     found.num_done = trainer.state.global_step
     found.num_nan_gradients, found.num_inf_gradients = counter.num_nan, counter.num_inf
     found.num_seen, found.num_used = counter.seen, counter.seen - counter.dropped
-    found.bad_weights = find_nonfinite(trainer.model.named_parameters())  # type: ignore[union-attr]
+    found.bad_weights = find_bad_weights(trainer.model)  # type: ignore[arg-type]
     found.memory, found.memory_kind = measure_memory(device)
-    found.events = list(read_jsonl(file))[num_old:] if file.is_file() else []
+    found.events = tail.read()
     _tell_learning(found, trainer)
     return found
 
@@ -101,7 +100,8 @@ def verify(
 def _set_arguments(trainer: Trainer, steps: int, output_dir: str | Path | None) -> None:
     """Makes the run short, silent and without checkpoints, and evaluates at its start and its end."""
     args: Any = copy.copy(trainer.args)
-    for callback in (PrinterCallback, ProgressCallback, *get_reporting_integration_callbacks(args.report_to)):
+    hosts = (PrinterCallback, ProgressCallback, EarlyStoppingCallback)  # the last wants a best model, here is none
+    for callback in (*hosts, *get_reporting_integration_callbacks(args.report_to)):
         trainer.remove_callback(callback)
     args.output_dir = str(args.output_dir if output_dir is None else output_dir)
     args.max_steps = steps

@@ -12,6 +12,8 @@ from hf_nanguard.cli.main import main
 from hf_nanguard.cli.verify import show, split
 from hf_nanguard.hf.verification import Verification
 
+from ..recipes.test_sft import save_model, save_rows
+
 CHECKS = (
     "completion", "logits", "gradients", "gradient norms", "clipping", "success rate", "held-out loss", "memory peak", "events",
 )  # fmt: skip
@@ -54,6 +56,7 @@ def test_json_of_grpo_and_nothing_else(tmp_path, temporary, capsys):
         "16",
         "--num_generations",
         "8",
+        "--log_completions",
     ]
     code = main(["verify", *words, "--output_dir", str(tmp_path / "trial")])
     found = json.loads(capsys.readouterr().out)
@@ -117,6 +120,16 @@ def test_a_terminal_gets_a_table(error):
     plain = re.sub(r"\x1b\[[\d;]*m", "", output)
     assert all(check.name in plain and check.text in plain for check in found.checks)
     assert f"verdict: {'best' if error is None else 'failed'}" in plain
+
+
+def test_a_stream(tmp_path, temporary, capsys):
+    rows = [{"prompt": f"{i}+1=", "completion": f"{i + 1}"} for i in range(8)] * 3
+    model, data = save_model(tmp_path / "model"), save_rows(tmp_path / "data", rows)
+    words = ["--model_name_or_path", model, "--dataset_name", data, "--dataset_streaming", "true", "--use_cpu"]
+    main(["verify", *words, "--steps", "2", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert (found["num_done"], found["error"]) == (2, None)
+    assert found["after"] is not None, "rows of the stream were held out"
 
 
 def test_several_processes(monkeypatch, capsys):

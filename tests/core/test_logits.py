@@ -148,7 +148,7 @@ def test_a_healthy_call_is_one_operation_where_it_can_look():
 @given(tables(), st.floats(0.5, 40.0), st.sampled_from([0.0, 1e-8, 1e-3, 0.5]))
 def test_always_bounds_floors_and_normalises(scores, clip_value, min_prob):
     fixed = repair_scores(scores).scores
-    bounded = bound_scores(fixed, clip_value, min_prob)
+    bounded, _ = bound_scores(fixed, clip_value, min_prob)
     assert bounded.dtype == scores.dtype
     for row, got in zip(fixed.double().tolist(), bounded.double().tolist(), strict=True):
         best = max(row)
@@ -162,6 +162,21 @@ def test_always_bounds_floors_and_normalises(scores, clip_value, min_prob):
             else:
                 coarse = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 0.3}[scores.dtype]
                 assert math.isclose(after, math.log(next(wanted)), rel_tol=1e-2, abs_tol=coarse)
+
+
+def test_which_rows_were_raised():
+    scores = torch.tensor([[0.0, 0.1, -INF], [0.0, -3.9, 0.0], [0.0, -4.1, -4.1], [0.0, -INF, -INF]])
+    assert bound_scores(scores, 2.0, 0.0)[1].tolist() == [False, False, True, False]
+    assert bound_scores(scores, 40.0, 0.02)[1].tolist() == [False, True, True, False]
+
+
+@pytest.mark.parametrize("number", [1, FOLD_EVERY, 2 * FOLD_EVERY + 3])
+def test_bounded_rows_are_counted(number):
+    tally = Tally()
+    assert tally.read_bounded() == 0
+    for size in range(number):
+        tally.add_bounded(torch.tensor([True, True] + [False] * size))
+    assert tally.read_bounded() == tally.read_bounded() == 2 * number
 
 
 def test_counts_are_read_when_asked_for():

@@ -118,6 +118,27 @@ def test_gradients_are_those_of_finite_differences():
     assert torch.autograd.gradcheck(lambda x: normalized_mse(x, teacher, labels), logits)
 
 
+def test_second_derivatives_are_those_of_finite_differences():
+    logits = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    teacher = torch.randn(4, 5, dtype=torch.float64)
+    labels = torch.tensor([1, -100, 4, 0])
+    assert torch.autograd.gradgradcheck(lambda x: 3 * masked_cross_entropy(x, labels, chunk_size=3), logits)
+    assert torch.autograd.gradgradcheck(
+        lambda x: 3 * distillation_loss(x, teacher, 1.5, labels != -100, chunk_size=3), logits
+    )
+    assert torch.autograd.gradgradcheck(lambda x: soft_cap(x, 0.7), logits)
+
+
+def test_a_gradient_penalty_is_that_of_torch():
+    weight = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    inputs, labels = torch.randn(4, 3, dtype=torch.float64), torch.tensor([1, -100, 4, 0])
+    found = []
+    for loss_fn in (masked_cross_entropy, F.cross_entropy):
+        [slope] = torch.autograd.grad(loss_fn((inputs @ weight).tanh(), labels), weight, create_graph=True)
+        found.append(gradient(slope.square().sum(), weight))
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_items", [None, 0, torch.tensor(0)])
 def test_no_label_is_zero_with_a_graph(dtype, num_items):
@@ -370,7 +391,47 @@ def test_masked_entries_have_no_say(bad):
     assert not gradient(nothing, prediction).any()
     assert not normalized_mse(prediction, target).isfinite()
     empty = torch.zeros(0, 4, requires_grad=True)
-    assert normalized_mse(empty, torch.zeros(0, 4)).item() == 0.0
+    for directions in (False, True):
+        assert normalized_mse(empty, torch.zeros(0, 4), directions=directions).item() == 0.0
+
+
+@pytest.mark.parametrize("mask", [True, False])
+def test_one_number_may_be_masked(mask):
+    prediction = torch.tensor(1.0, requires_grad=True)
+    assert normalized_mse(prediction, torch.tensor(2.0), torch.tensor(mask)).item() == (0.25 if mask else 0.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 6e4])
+def test_directions_cost_two_less_two_cosines(dtype, scale):
+    target = torch.randn(4, 6, 3).to(dtype)
+    prediction = (scale * torch.randn(4, 6, 3)).clamp(-EDGE, EDGE).to(dtype).requires_grad_()
+    mask = torch.rand(4, 6) > 0.3
+    wide = prediction.detach().double().requires_grad_()
+    expected = (2 - 2 * F.cosine_similarity(wide, target.double(), dim=-1))[mask].mean()
+    loss = normalized_mse(prediction, target, mask, directions=True)
+    assert_near(loss, expected)
+    assert_near(gradient(loss, prediction), gradient(expected, wide), dtype)
+
+
+def test_directions_are_those_of_any_length():
+    prediction, target = torch.randn(5, 4), torch.randn(5, 4)
+    once = normalized_mse(prediction, target, directions=True)
+    for ours, theirs in ((1e30, 1.0), (1.0, 1e-6), (1e30, 1e30)):
+        torch.testing.assert_close(normalized_mse(ours * prediction, theirs * target, directions=True), once)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_vector_without_direction_keeps_a_small_gradient(bad):
+    prediction = torch.tensor([[0.0, 0.0], [3.0, 4.0], [1e-9, 0.0]], requires_grad=True)
+    loss = normalized_mse(prediction, torch.tensor([[0.0, 2.0], [6.0, 8.0], [0.0, 5.0]]), directions=True)
+    assert loss.item() == pytest.approx(2 / 3)
+    assert gradient(loss, prediction).abs().max() <= 1
+    sick = torch.tensor([[bad, 1.0], [3.0, 4.0]], requires_grad=True)
+    assert normalized_mse(sick, torch.ones(2, 2), directions=True).isnan()
+    loss = normalized_mse(sick, torch.ones(2, 2), torch.tensor([0, 1]), directions=True)
+    assert loss.isfinite()
+    assert gradient(loss, sick).isfinite().all()
 
 
 # ---- bounds ----

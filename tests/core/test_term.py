@@ -265,6 +265,53 @@ def test_a_term_alone_cannot_be_dropped_from_its_loss():
     assert [event["action"] for event in events] == ["skipped"]
 
 
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_bad_weight_costs_its_term(bad):
+    model = nn.Linear(2, 1)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), QUIET, on_event=(events := []).append)
+
+    def loss_fn(batch):
+        x, weight = batch
+        out = model(x)
+        aux = guard.term("aux", out.abs().mean(), torch.tensor(weight), "drop")
+        return guard.term("main", out.square().mean()) + aux
+
+    settlement = guard.step(loss_fn, [(torch.randn(3, 2), 1.0), (torch.randn(3, 2), bad)])
+    assert settlement.steps
+    assert len(settlement.redone) == 2, "what is left of the loss is logged"
+    assert [(event["action"], event["culprit"]["term"]) for event in events] == [("dropped", "aux")]
+
+
+def test_one_bad_value_does_not_hide_another_bad_gradient():
+    model = nn.Linear(2, 1)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), QUIET, on_event=(events := []).append)
+
+    def loss_fn(x):
+        out = model(x)
+        first, second = guard.term("a", FAULTS["value"](out), 1.0, "drop"), FAULTS["slope"](out)
+        return guard.term("main", out.square().mean()) + first + guard.term("b", second, 1.0, "drop")
+
+    assert guard.step(loss_fn, [torch.randn(3, 2)]).steps
+    metrics = guard.counter.as_metrics()
+    assert (metrics["nanguard/dropped_terms/a"], metrics["nanguard/dropped_terms/b"]) == (1, 1)
+    assert metrics["nanguard/dropped_microbatches"] == 0
+    [event] = events
+    assert event["message"].endswith("only the term was dropped: a, b"), "all that was left out is told"
+
+
+def test_of_one_name_the_bad_part_is_told_as_dropped():
+    model = nn.Linear(2, 1)
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=0.1), QUIET, on_event=(events := []).append)
+
+    def loss_fn(x):
+        out = model(x)
+        return guard.term("aux", out.square().mean()) + guard.term("aux", FAULTS["shift"](out), 1.0, "drop")
+
+    guard.step(loss_fn, [torch.randn(3, 2)])
+    assert [event["action"] for event in events] == ["dropped"]
+    assert guard.counter.as_metrics()["nanguard/dropped_terms/aux"] == 1
+
+
 def test_a_scaler_is_not_asked_to_bear_it():
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     loop = run(groups_of((1, 1, "value")), "drop", scaler=scaler)
@@ -305,6 +352,7 @@ def test_counts_survive_a_checkpoint():
 
 @pytest.mark.parametrize(("arguments", "words"), [
     (("aux", torch.zeros(3)), "must be a scalar"),
+    (("aux", 0.0), "must be a tensor"),
     (("aux", torch.zeros(()), 1.0, "ignore"), "must be one of keep, drop"),
 ])  # fmt: skip
 def test_wrong_arguments_are_refused(arguments, words):

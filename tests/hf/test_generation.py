@@ -575,6 +575,16 @@ def test_always_draws_from_bounded_scores():
         assert torch.allclose(scores.exp().sum(-1), torch.ones(3), atol=1e-5)
 
 
+def test_what_always_has_bounded_is_counted():
+    ids, scores = torch.zeros(2, 1, dtype=torch.long), torch.tensor([[0.0, -70.0, -1.0], [0.0, -2.0, -1.0]])
+    for mode, expected in (("always", 2), ("repair", 0)):
+        guard = NumericalStabilityLogitsProcessor(mode=mode, min_prob=0.0)
+        guard(ids, scores)
+        guard(ids, scores)
+        assert guard.num_bounded == expected
+        assert guard.num_repaired == 0
+
+
 def test_off_does_nothing():
     model = llama(poisoned=True)
     with guard_generation(model, mode="off") as watch:

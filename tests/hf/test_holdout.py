@@ -42,6 +42,15 @@ def test_no_more_than_a_fifth_is_held_out():
     assert (len(trainer.eval_dataset), len(trainer.train_dataset)) == (2, 8)
 
 
+@pytest.mark.parametrize(("num_rows", "num_held"), [(0, 0), (4, 0), (20, 4), (500, 32)])
+def test_a_short_stream_is_not_used_up(num_rows, num_held):
+    rows = token_rows(num_rows)
+    trainer = make(IterableDataset.from_generator(lambda: iter(rows)))
+    assert hold_out(trainer, 32) == (num_held > 0)
+    assert len(list(trainer.train_dataset)) == num_rows - num_held
+    assert num_held == 0 or len(list(trainer.eval_dataset)) == num_held
+
+
 def test_evaluation_data_of_the_user_comes_first():
     for test in (token_dataset(9, seed=1), {"a": token_dataset(9, seed=1), "b": token_dataset(9, seed=2)}):
         trainer = make(token_dataset(20), test)

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from hf_nanguard import ArgumentError, GuardArguments
 from hf_nanguard.hf.trial import measure_memory, verify
 
-from ..faults import NAN, Fault, plant
+from ..faults import INF, NAN, Fault, plant
 from ..models import text_rows, token_dataset, token_rows
 from ..trainers import build
 
@@ -111,6 +111,44 @@ def test_an_error_of_the_run_is_a_finding(tmp_path):
     plant(trainer, Fault("error", 2))
     found = verify(trainer, 5)
     assert (found.verdict, found.num_done, found.error) == ("failed", 2, "RuntimeError: planted error")
+
+
+class Fussy(Trainer):
+    """A trainer with an assertion in its loss, as people write them."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        assert self.state.global_step < 2, "two tokens are missing"
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+def test_any_error_of_the_run_is_a_finding(tmp_path):
+    found = verify(build("plain", tmp_path, Fussy), 5)
+    assert (found.verdict, found.num_done, found.error) == ("failed", 2, "AssertionError: two tokens are missing")
+
+
+def test_a_trial_that_is_halted_leaves_no_checkpoint(tmp_path):
+    guard = GuardArguments(nanguard_max_bad_steps=2, nanguard_autopsy=False)
+    trainer = build("plain", tmp_path, gradient_accumulation_steps=1, extra={"guard": guard})
+    plant(trainer, Fault("loss", 1), Fault("loss", 2))
+    found = verify(trainer, 5)
+    assert found.error.startswith("NonFiniteError: ")
+    assert "The last good state is in" not in found.error
+    assert not list(tmp_path.glob("**/checkpoint-*"))
+
+
+def test_a_mask_in_a_frozen_weight_is_healthy(tmp_path):
+    trainer = build_learnable("plain", tmp_path)
+    trainer.model.register_parameter("mask", torch.nn.Parameter(torch.full((3,), -INF), requires_grad=False))
+    found = verify(trainer, 3)
+    assert (found.bad_weights, found.verdict) == ({}, "best")
+
+
+def test_a_callback_that_wants_the_best_model(tmp_path):
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 1}
+    saves = {"save_strategy": "steps", "save_steps": 1}
+    trainer = build_learnable("plain", tmp_path, extra={"eval_dataset": token_dataset(4)}, **best, **saves)
+    trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=1))
+    assert verify(trainer, 2).num_done == 2
 
 
 def test_a_rising_loss_fails(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from hf_nanguard import GuardArguments, NonFiniteError, guarded
 
@@ -169,6 +170,17 @@ def test_halt_saves_the_last_good_state(on_halt, tmp_path):
     again = build("plain", tmp_path / "again", guard=False)
     again.train(resume_from_checkpoint=str(folder))
     assert again.state.global_step == 4
+
+
+def test_a_checkpoint_of_an_earlier_run_is_not_the_last_good_state(tmp_path):
+    for learning_rate in (0.1, 1e-3):
+        settings = {"guard": GuardArguments(nanguard_on_nonfinite="halt", nanguard_autopsy=False)}
+        trainer = build("plain", tmp_path, learning_rate=learning_rate, extra=settings)
+        plant(trainer, Fault("loss", 2, 1))
+        with pytest.raises(NonFiniteError, match=r"The last good state is in .*checkpoint-2"):
+            trainer.train()
+    saved = load_file(tmp_path / "checkpoint-2" / "model.safetensors")
+    assert all(torch.equal(saved[name], p) for name, p in trainer.model.named_parameters())
 
 
 def test_too_many_bad_steps_in_a_row_halt(tmp_path):

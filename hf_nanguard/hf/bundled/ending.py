@@ -4,7 +4,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
 from transformers import TrainerCallback
@@ -75,3 +75,8 @@ def train_and_save(trainer: Any, plan: Plan) -> None:
 def is_whole(trainer: Any) -> bool:
     """Returns whether this process holds the whole model, so that it can be asked by itself."""
     return not trainer.is_fsdp_enabled and not trainer.is_deepspeed_enabled
+
+
+def stdout_aside(is_json: bool) -> AbstractContextManager:
+    """Leaves standard output to a JSON object: what hosts, callbacks and reward functions print meanwhile is none."""
+    return redirect_stdout(sys.stderr) if is_json else nullcontext()

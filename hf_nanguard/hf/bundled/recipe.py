@@ -4,8 +4,7 @@ import json
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from ...report.jsonl import Tail, events_path
 from .. import arithmetic
 from ..comparison import compare_runs
 from .dialect import Kind, Plan, parse
-from .ending import build, train_and_save
+from .ending import build, stdout_aside, train_and_save
 from .source import check_model, check_output, load_tokenizer, name_parts, set_model_options
 
 
@@ -51,7 +50,7 @@ class Recipe(ABC):
         """Runs the recipe with the words of a command line and returns the exit code."""
         plan = parse(words, self.kind)
         check_output(plan)
-        with _apart(plan.recipe.json):
+        with stdout_aside(plan.recipe.json):
             parts = self.gather_parts(plan)
             told = self._compare(plan, parts) if plan.recipe.compare else self._train(plan, parts)
         if plan.recipe.json and PartialState().is_main_process:
@@ -155,13 +154,3 @@ def fresh(parts: dict[str, Any]) -> dict[str, Any]:
 def find_form(tokenizer: Any) -> str:
     """Returns how to ask a model: as a user, if it knows such."""
     return "conversational" if tokenizer.chat_template else "plain"
-
-
-@contextmanager
-def _apart(is_json: bool) -> Iterator[None]:
-    """Leaves standard output to the JSON object."""
-    if not is_json:
-        yield
-        return
-    with redirect_stdout(sys.stderr):
-        yield
