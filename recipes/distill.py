@@ -99,6 +99,9 @@ class ScriptArguments(CaseArguments):
     loss_bound: float | None = field(
         default=None, metadata={"help": "Above it ce grows only logarithmically, and keeps a gradient; e.g. 6."}
     )
+    total_loss_bound: float | None = field(
+        default=None, metadata={"help": "The same for the weighted sum of both terms, which keep their own values."}
+    )
     model_name_or_path: str | None = field(default=None, metadata={"help": "The student. Made here by default."})
     teacher_name_or_path: str | None = field(default=None, metadata={"help": "The teacher. Made here by default."})
     train_file: str | None = field(default=None, metadata={"help": "Texts, one a line; the last 10 % validate."})
@@ -233,6 +236,7 @@ class DistillationTrainer(Trainer):
         paired = inputs["teacher_positions"] >= 0
         kd = distillation_loss(logits[..., self.shared[0]], self.ask_teacher(inputs), script.temperature, paired)
         loss = loss + weigh_term(self, "kd", kd, script.alpha_kd, "drop")
+        loss = loss if script.total_loss_bound is None else bounded_loss(loss, script.total_loss_bound)
         return (loss, outputs) if return_outputs else loss
 
     def create_optimizer(self, *args, **kwargs):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from ..hf.verification import Verification
 
 TASKS = ("sft", "grpo")
-WITH_VALUE = ("--task", "--steps", "--output_dir", "--output-dir")
+WITH_VALUE = ("--task", "--steps", "--memory_limit", "--memory-limit", "--output_dir", "--output-dir")
 ALONE = ("--json",)
 HELP = ("-h", "--help")
 STYLES = {"best": "green", "acceptable": "yellow", "failed": "bold red", "not measured": "dim", "measured": ""}
@@ -35,7 +36,8 @@ EPILOG = """what is measured, and the verdict:
   success rate     micro-batches learned from: over 90 % best, over 85 % acceptable, else failed
   held-out loss    falls: best; rises by less than 2 %: acceptable; else failed
   held-out reward  (grpo) does not fall: best; falls: acceptable, a few samples are noisy
-  The verdict is the worst of them. Gradient norms, memory and the guard's events are shown besides. Data to
+  memory peak      of the device, or of the process on a CPU; failed if above --memory_limit
+  The verdict is the worst of them. Gradient norms and the guard's events are shown besides. Data to
   evaluate on is a slice of the test split if the configuration evaluates, else held out of the training data. Every
   flag and YAML file of `nanguard sft` and `nanguard grpo` is taken; --steps takes the place of max_steps, and nothing
   is written to the output_dir of the YAML file.
@@ -56,7 +58,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "verify",
         help="try your own configuration for a few guarded steps and get a verdict",
-        usage="nanguard verify [--task sft|grpo] [--steps N] [--json] [--output_dir FOLDER] [--config FILE] [any flag of "
+        usage="nanguard verify [--task sft|grpo] [--steps N] [--memory_limit GB] [--json] [--output_dir FOLDER] [--config FILE] [any flag of "
         "nanguard sft or grpo]",
         description="Trains for a few steps under guard, with your own model, data and arguments, and measures whether that\n"
         "holds. Without a model and a dataset it tries the embedded task.",
@@ -68,6 +70,9 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--steps", type=between(2, 100_000), default=20, metavar="N", help="optimizer steps (default: %(default)s)"
     )
+    parser.add_argument(
+        "--memory_limit", "--memory-limit", type=_gigabytes, metavar="GB", help="a higher peak of memory is a failure"
+    )
     parser.add_argument("--json", action="store_true", help="everything that was measured, as JSON, and nothing else")
     parser.add_argument(
         "--output_dir",
@@ -77,6 +82,17 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--config", metavar="FILE", help="your YAML file, as for nanguard sft and grpo")
     parser.set_defaults(run=run)
+
+
+def _gigabytes(text: str) -> int:
+    """Returns the bytes of a number of GB."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of GB above 0, got {text!r}")
+    return int(number * 1e9)
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -123,7 +139,11 @@ def run(arguments: argparse.Namespace) -> int:
             trainer = build(recipe.trainer_class, args=plan.training, **fresh(recipe.gather_parts(plan)))
             report = begin(f"{arguments.task}, guarded", arguments.steps)
             found = verify(
-                trainer, arguments.steps, folder, lambda step, loss: report(step, f"logged loss {loss:.4g}", False)
+                trainer,
+                arguments.steps,
+                folder,
+                lambda step, loss: report(step, f"logged loss {loss:.4g}", False),
+                arguments.memory_limit,
             )
     if arguments.json:
         print(json.dumps(found.as_dict(), indent=2, allow_nan=False))

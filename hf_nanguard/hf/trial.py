@@ -33,7 +33,11 @@ Report = Callable[[int, float], None]
 
 
 def verify(
-    trainer: Trainer, steps: int = 20, output_dir: str | Path | None = None, report: Report | None = None
+    trainer: Trainer,
+    steps: int = 20,
+    output_dir: str | Path | None = None,
+    report: Report | None = None,
+    memory_limit: int | None = None,
 ) -> Verification:
     """Trains for a few steps under guard and measures whether that holds.
 
@@ -49,6 +53,8 @@ def verify(
             Where events and autopsies go; the trainer's own folder by default. No checkpoint is written.
         report (`Callable`, *optional*):
             Called after every step with the number of steps and the logged loss.
+        memory_limit (`int`, *optional*):
+            Bytes; a higher peak is a failure.
 
     Returns:
         `Verification`: `.verdict` is `"best"`, `"acceptable"` or `"failed"`, `.reasons` says why.
@@ -69,8 +75,9 @@ def verify(
     session = attach(trainer, settings).nanguard  # type: ignore[attr-defined]
     session.ending.saves = False
     found = Verification(
-        steps, output_dir=str(trainer.args.output_dir), max_grad_norm=trainer.args.max_grad_norm or 0.0
-    )
+        steps, output_dir=str(trainer.args.output_dir), max_grad_norm=trainer.args.max_grad_norm or 0.0,
+        memory_limit=memory_limit,
+    )  # fmt: skip
     tail = Tail(events_path(session.record.directory, trainer.args.process_index))
     watch = Watch(trainer, report)
     trainer.add_callback(watch)

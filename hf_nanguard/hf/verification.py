@@ -52,6 +52,8 @@ class Verification:
             That measure at the start and at the end.
         memory (`int`, *optional*), memory_kind (`str`):
             The peak in bytes, and of what.
+        memory_limit (`int`, *optional*):
+            What the peak must not exceed, in bytes.
         events (`list[dict]`):
             What the guard told.
         output_dir (`str`):
@@ -77,6 +79,7 @@ class Verification:
     after: float | None = None
     memory: int | None = None
     memory_kind: str = ""
+    memory_limit: int | None = None
     events: list[dict[str, Any]] = field(default_factory=list)
     output_dir: str = ""
 
@@ -161,7 +164,7 @@ def check_clipping(found: Verification) -> Check:
     if not above:
         return Check("clipping", UNKNOWN, f"had nothing to do: no norm was above max_grad_norm {bound:g}")
     num_held = sum(after <= bound * ROUNDING for after in above)
-    text = f"{len(above)} norms were above max_grad_norm {bound:g}, {num_held} of them came down to it"
+    text = f"{num_held} of {len(above)} norms above max_grad_norm {bound:g} came down to it"
     return Check("clipping", BEST if num_held == len(above) else FAILED, text)
 
 
@@ -187,10 +190,14 @@ def check_learning(found: Verification) -> Check:
 
 
 def check_memory(found: Verification) -> Check:
-    """How much memory it took."""
+    """How much memory it took, and whether that is within the limit, if there is one."""
     if found.memory is None:
         return Check("memory peak", UNKNOWN, "this system does not tell")
-    return Check("memory peak", SHOWN, f"{found.memory / 2**20:,.0f} MiB of {found.memory_kind}")
+    text = f"{found.memory / 2**20:,.0f} MiB of {found.memory_kind}"
+    if found.memory_limit is None:
+        return Check("memory peak", SHOWN, text)
+    text += f", the limit is {found.memory_limit / 2**20:,.0f} MiB"
+    return Check("memory peak", BEST if found.memory <= found.memory_limit else FAILED, text)
 
 
 def check_events(found: Verification) -> Check:

@@ -91,6 +91,8 @@ def test_a_configuration_that_fails(tmp_path, temporary, capsys):
     [
         (["--steps", "1"], ["--steps", "'1'", "2"]),
         (["--steps"], ["--steps"]),
+        (["--memory_limit", "0"], ["--memory_limit", "'0'", "GB"]),
+        (["--memory_limit", "2GB"], ["--memory_limit", "'2GB'"]),
         (["--task", "dpo"], ["--task", "dpo", "sft", "grpo"]),
         (["--json=yes"], ["--json"]),
         (["--learning_rated", "1"], ["--learning_rated", "--learning_rate"]),

@@ -28,6 +28,7 @@ def test_a_healthy_trial_is_best_without_reasons():
     [
         ({"num_done": 19}, "failed", "completion"),
         ({"error": "RuntimeError: out of memory"}, "failed", "completion"),
+        ({"memory_limit": 2**30 - 1}, "failed", "memory peak"),
         ({"bad_weights": {"lm_head.weight": "nan"}}, "failed", "completion"),
         ({"num_bad_forwards": 1}, "acceptable", "logits"),
         ({"num_bad_steps": 1, "num_nan_gradients": 3}, "acceptable", "gradients"),
@@ -57,6 +58,7 @@ def test_one_figure_decides(changes, verdict, name):
     "changes",
     [
         {"num_used": 37},
+        {"memory_limit": 2**30},
         {"measure": "reward", "after": 5.0},
         {"measure": "reward", "after": 4.0},
         {"norms_after": [0.5, 1.005, 1.0]},

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from hf_nanguard import bounded_loss
 from hf_nanguard.hf.calendar import BAD_WORD, build_student, build_teacher, build_texts, build_tokenizers
 from recipes import distill
 
@@ -114,6 +115,17 @@ def test_a_preset_is_for_pretrained_students(tmp_path, preset):
     named = build(tmp_path, "--preset", preset, "--plant", "none", *save_models(tmp_path))
     assert (named.script.temperature, named.args.nanguard_skip_grad_norm) == (temperature, 2.0)
     assert named.script.student_lr <= 1e-5
+
+
+def test_the_whole_loss_can_be_bounded_and_keeps_a_gradient(tmp_path):
+    options = ["--plant", "none", "--model_dtype", "float32"]
+    free, bounded = build(tmp_path, *options), build(tmp_path, *options, "--total_loss_bound", "0.5")
+    batch = free.data_collator([{"text": "after monday come tuesday wednesday"}])
+    losses = [each.compute_loss(each.model.train(), dict(batch)) for each in (free, bounded)]
+    assert losses[0] > 0.5
+    assert losses[1] == bounded_loss(losses[0], 0.5) < losses[0]
+    losses[1].backward()
+    assert bounded.model.lm_head.weight.grad.abs().sum() > 0
 
 
 def test_terms_are_weighed_over_pairs_and_shared_tokens(tmp_path):
