@@ -61,7 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             break
     try:
         parser = build_parser()
-        arguments = parser.parse_args(words)
+        arguments, unknown = parser.parse_known_args(words)
+        if unknown:
+            name = arguments.command
+            raise ArgumentError(
+                f"unrecognized arguments: {' '.join(unknown)}. Run `nanguard {name} --help` for what it takes."
+            )
         arguments.parser, arguments.words = parser, foreign
         return arguments.run(arguments)
     except ArgumentError as error:

@@ -76,10 +76,11 @@ def examine(arguments: argparse.Namespace, say: Callable[[str], None]) -> tuple[
     """Returns the bundle and what was found in it this time."""
     try:
         from ..core.autopsy.bundle import read_bundle
+
+        bundle = read_bundle(arguments.bundle)  # a wrong folder is told before the slow import
         from ..hf.rebuild import examine_bundle
     except ModuleNotFoundError as error:
         raise ArgumentError(f"nanguard replay needs {error.name}. Run pip install {error.name}.") from error
-    bundle = read_bundle(arguments.bundle)
     say("building the model")
     try:
         return bundle, examine_bundle(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import atexit
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -13,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .setting import add_flags, as_environment, gather
+from .setting import CONFIG_VARIABLE, add_flags, as_environment, gather
 from .target import find_target
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _tell_if_idle(takeover: Takeover, folders: list[Path]) -> None:
-    if not takeover.num_built and not any(folders[0].iterdir()) and os.environ.get("RANK", "0") == "0":
+    is_first = os.environ.get("RANK", "0") == "0" and os.getpid() == takeover.process
+    if not takeover.num_built and is_first and not any(folders[0].iterdir()):
         say("no Trainer was built, so nothing was guarded.")
 
 
@@ -118,18 +120,21 @@ def say(sentence: str) -> None:
 def _guarded_children(settings: dict[str, Any]) -> Iterator[list[Path]]:
     """Makes Python processes that are started meanwhile take over their trainers too; yields where a trainer leaves its
     mark, this run's folder first: one may run inside another."""
-    before = dict(os.environ)
+    before, process = dict(os.environ), os.getpid()
     paths = [STARTUP, *filter(None, [os.environ.get("PYTHONPATH")])]
-    with tempfile.TemporaryDirectory(prefix="nanguard-run-", ignore_cleanup_errors=True) as folder:
-        added = {**as_environment(settings), "PYTHONPATH": os.pathsep.join(paths), MARK: folder}
-        os.environ.update(added)
-        try:
-            yield [Path(folder), *([Path(before[MARK])] if MARK in before else [])]
-        finally:
-            for name in added:
-                os.environ.pop(name, None)
-                if name in before:
-                    os.environ[name] = before[name]
+    folder = tempfile.mkdtemp(prefix="nanguard-run-")
+    added = {**as_environment(settings), "PYTHONPATH": os.pathsep.join(paths), MARK: folder}
+    os.environ.update(added)
+    os.environ.pop(CONFIG_VARIABLE, None)  # all it says is among the settings, and a child may start elsewhere
+    try:
+        yield [Path(folder), *([Path(before[MARK])] if MARK in before else [])]
+    finally:
+        for name in (*added, CONFIG_VARIABLE):
+            os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]
+        if os.getpid() == process:  # a script may fork and end both
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def take_over_child() -> None:
@@ -157,7 +162,8 @@ def _show(error: BaseException, full: bool) -> None:
     num_hidden = 0 if full else _hide_frames(error, set())
     sys.excepthook(type(error), error, error.__traceback__)
     if num_hidden:
-        say(f"{num_hidden} frames of the guard are not shown above; --full-traceback shows them.")
+        hidden = "1 frame of the guard is" if num_hidden == 1 else f"{num_hidden} frames of the guard are"
+        say(f"{hidden} not shown above; --full-traceback shows what is missing.")
 
 
 def _hide_frames(error: BaseException | None, seen: set[int]) -> int:

@@ -93,8 +93,9 @@ def gather(flags: Mapping[str, Any], environment: Mapping[str, str], config: str
     Raises:
         `ArgumentError`: an unknown name or a bad value.
     """
+    source = "--config" if config is not None else CONFIG_VARIABLE
     config = environment.get(CONFIG_VARIABLE) if config is None else config
-    of_file = {} if config is None else _check(_read_yaml(config), f"{config}: ")
+    of_file = {} if config is None else _check(_read_yaml(config, source), f"{config}: ")
     variables = {
         name: value
         for name, value in environment.items()
@@ -138,19 +139,19 @@ def _find_name(name: str, spelled: str, place: str = "in the environment") -> st
     raise ArgumentError(f"{spelled} {place} is no setting of the guard.{hint} `nanguard run --help` lists them.")
 
 
-def _read_yaml(path: str) -> dict[str, Any]:
+def _read_yaml(path: str, source: str) -> dict[str, Any]:
     import yaml
 
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ArgumentError(f"--config must be a YAML file that can be read, got {path!r} ({reason}).") from error
+        raise ArgumentError(f"{source} must be a YAML file that can be read, got {path!r} ({reason}).") from error
     except yaml.YAMLError as error:
         reason = " ".join(str(error).split())
-        raise ArgumentError(f"--config must be a YAML file, got {path!r} ({reason}).") from error
+        raise ArgumentError(f"{source} must be a YAML file, got {path!r} ({reason}).") from error
     if not isinstance(content, dict):
         raise ArgumentError(
-            f"--config must be a YAML file of names and values, got {path!r}. For example nanguard_mode: observe."
+            f"{source} must be a YAML file of names and values, got {path!r}. For example nanguard_mode: observe."
         )
     return {_find_name(str(name), str(name), f"in {path}"): value for name, value in content.items()}

@@ -1,5 +1,6 @@
 """What `nanguard run` can run, each as Python itself would: a script, a module, a command that is a Python entry point."""
 
+import builtins
 import importlib.util
 import io
 import os
@@ -79,6 +80,10 @@ def _find_script(path: str, arguments: list[str]) -> Target:
     if not path.endswith((".py", ".pyw")):
         with open(path, "rb") as file:
             first = file.readline(200)
+        if os.path.realpath(path) == os.path.realpath(sys.executable):
+            raise ArgumentError(
+                f"nanguard run is the interpreter itself, got {path!r}. Leave it out: nanguard run script.py."
+            )
         if not (first.startswith(b"#!") and b"python" in first):
             raise ArgumentError(f"nanguard run must be given something in Python, got {path!r}. {WAY_OUT}")
     full = os.path.abspath(path)
@@ -115,8 +120,9 @@ def _find_spec(name: str) -> ModuleSpec | None:
         if error.name is not None and not f"{name}.".startswith(f"{error.name}."):
             raise ArgumentError(f"-m {name} needs {error.name}, which is not installed.") from error
         return None
-    except ValueError:  # a module without a spec, or an empty name
-        return None
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # what `python -m` tells in a sentence too
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ArgumentError(f"-m must be given a module that can be found, got {name!r} ({reason}).") from error
 
 
 @contextmanager
@@ -134,6 +140,8 @@ def _run_as_main(compile_code: Callable[[], CodeType], file: str, loader: Any, s
     """Runs code as the main module of this process, as `python file` (or `python -m`) does."""
     module = ModuleType("__main__")
     package = None if spec is None else spec.parent
-    vars(module).update(__file__=file, __loader__=loader, __spec__=spec, __package__=package, __builtins__=__builtins__)
+    cached = None if spec is None else spec.cached
+    vars(module).update(__file__=file, __loader__=loader, __spec__=spec, __package__=package, __cached__=cached)
+    vars(module).update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = module
     exec(compile_code(), vars(module))

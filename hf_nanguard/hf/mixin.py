@@ -8,6 +8,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from .arguments import GuardArguments, find_guard_arguments
 from .record import load_guard, save_guard
 from .session import Session
+from .stealth import Stealth
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Host
@@ -15,7 +16,7 @@ else:
     _Host = object
 
 
-class GuardedTrainerMixin(_Host):
+class GuardedTrainerMixin(Stealth, _Host):
     """Puts the guard into a [`~transformers.Trainer`] or any subclass of it. Mix it in first.
 
     Args:
@@ -90,10 +91,7 @@ class GuardedTrainerMixin(_Host):
     # ---- one step ----
 
     def training_step(self, model, inputs, num_items_in_batch=None):
-        session = self.nanguard
-        if not session.on or session.replaying:
-            return super().training_step(model, inputs, num_items_in_batch)
-        return session.run_micro_batch(super().training_step, model, inputs, num_items_in_batch)
+        return self.nanguard.guard_step(super().training_step, model, inputs, num_items_in_batch)
 
     def compute_loss(self, model, inputs, *args, **kwargs):
         result = super().compute_loss(model, inputs, *args, **kwargs)
@@ -101,7 +99,7 @@ class GuardedTrainerMixin(_Host):
         return self.nanguard.check_loss(result, with_outputs, model.training) if self.nanguard.on else result
 
     def _clip_grad_norm(self, model):
-        if not self.nanguard.on or self.nanguard.settled:
+        if not self.nanguard.on or self.nanguard.settled or self.nanguard.stepping:
             return super()._clip_grad_norm(model)
         clip = super()._clip_grad_norm
         return self.nanguard.settle(model, self.args.max_grad_norm, lambda: clip(model))

@@ -68,6 +68,8 @@ class Session:
         self.batch_rows: list[list[int] | None] = []
         self.prepared: tuple[Prepared, RngState] | None = None
         self.recording = False
+        self.training_now = False
+        self.stepping = False
         self.settled = True
         self.stand_in: Prepared | None = None
         self.exchange: compat.Exchange | None = None
@@ -93,7 +95,7 @@ class Session:
         """Surrounds `train()`: the log filter that hides NaN (and reads every loss twice) is off meanwhile."""
         args = self.trainer.args
         hidden = args.logging_nan_inf_filter
-        self.settled, self.is_ending = True, False
+        self.settled, self.is_ending, self.training_now = True, False, True
         self.ending.last_good = None
         self.guard.ladder.healthy()
         if self.on and self.guard.ranks.rank == 0:
@@ -101,13 +103,31 @@ class Session:
         if self.acts:
             args.logging_nan_inf_filter = False
         try:
-            yield
+            with self._guarded_own_step():
+                yield
         finally:
             args.logging_nan_inf_filter = hidden
-            self.recording = False
+            self.recording = self.training_now = False
             self.guard.patrol.close()
             self.after_step()  # an error may have come between a skipped step and its end
             self.guard.group = Group()
+
+    @contextmanager
+    def _guarded_own_step(self) -> Iterator[None]:
+        """Guards a `training_step` that was put on the trainer itself, where it hides that of its class."""
+        own = vars(self.trainer).get("training_step")
+        if own is None:
+            yield
+            return
+
+        def training_step(model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            return self.guard_step(own, model, inputs, num_items_in_batch)
+
+        vars(self.trainer)["training_step"] = training_step
+        try:
+            yield
+        finally:
+            vars(self.trainer)["training_step"] = own
 
     def _say_limits(self) -> None:
         if self.deepspeed:
@@ -151,7 +171,7 @@ class Session:
         """Wraps the data collator while the training dataloader is built."""
         trainer = self.trainer
         collator = trainer.data_collator
-        if self.on and not compat.dispatches_batches(trainer):
+        if self.on and self.training_now and not compat.dispatches_batches(trainer):
             limits = find_limits(trainer.model, compat.loss_shifts_labels(trainer), compat.has_own_loss(trainer))
             verdict = self.policy.on_bad_input if self.acts else "repair" if self.deepspeed else "observe"
             trainer.data_collator = CheckedCollator(collator, limits, verdict, can_drop=self.acts)
@@ -184,6 +204,18 @@ class Session:
             self.exchange.forget()  # generation is not done again
         device_type = self.trainer.args.device.type
         self.prepared = (Prepared.of(inputs), RngState.capture(device_type))
+
+    def guard_step(
+        self, training_step: Callable[..., Tensor], model: nn.Module, inputs: Any, num_items: Tensor | int | None
+    ) -> Tensor:
+        """Runs a `training_step` as one micro-batch of `train()`, or as it is: called by hand, again, or by another one."""
+        if not self.on or not self.training_now or self.replaying or self.stepping:
+            return training_step(model, inputs, num_items)
+        self.stepping = True
+        try:
+            return self.run_micro_batch(training_step, model, inputs, num_items)
+        finally:
+            self.stepping = False
 
     def run_micro_batch(
         self, training_step: Callable[..., Tensor], model: nn.Module, inputs: Any, num_items: Tensor | int | None
@@ -362,6 +394,7 @@ class Session:
         if self.is_ending:
             return self._forgo_step()
         if runner is None or not guard.group.micro_batches:
+            self._tell_unseen()
             return norm if host_clip is None else host_clip()
         apart = host_clip is None or compat.clips_in_one_piece(trainer, model)
         if not apart and norm is None:
@@ -390,6 +423,15 @@ class Session:
         elif settlement.steps:
             guard.patrol.before_update()
         return norm
+
+    def _tell_unseen(self) -> None:
+        """Tells, once, of a step that was made past the guard: its `training_step` was replaced in the middle of a run."""
+        if self.training_now and Signal.GUARD_FAILED not in self.guard.journal.told:
+            step = self.trainer.state.global_step
+            message = (
+                f"step {step} did not come through the guarded training_step, which was replaced: it is not guarded"
+            )
+            self.guard.journal.write_once(Event(step, Signal.GUARD_FAILED, Action.OBSERVED, message))
 
     def _forgo_step(self) -> None:
         """Leaves out a step in whose making the run was ended, from weights and log alike."""

@@ -5,7 +5,8 @@ constructor, and then does what [`attach`] does. So nothing of ours is there whi
 signature, and a class that was imported before, or is defined later, is reached alike. If transformers is not imported
 yet, that is awaited: a script must be free to set its environment before. Nothing here imports it at the head.
 
-Not reached: a class whose own `__new__` calls `object.__new__` directly, and an object that is unpickled.
+A copy or a pickle of a guarded trainer is that of the trainer the script knows, and is guarded when it is restored
+meanwhile. Not reached: a class whose own `__new__` calls `object.__new__` directly.
 """
 
 import os
@@ -19,11 +20,17 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
 from .arrival import Arrival
+from .parcel import reduce_as, restore_state
 
 if TYPE_CHECKING:
     from .arguments import GuardArguments
 
 HOST = "transformers.trainer"
+
+
+class _StandIn:
+    def __init_subclass__(cls) -> None:
+        """Tells nobody, a registry of the user's perhaps, of a class that lives for a moment."""
 
 
 class Takeover:
@@ -52,9 +59,11 @@ class Takeover:
         self.say = say
         self.on_build = on_build
         self.began = time.time()
+        self.process = os.getpid()
         self.num_built = 0
         self.num_guarded = 0
-        self.begun_with: dict[Path, int] = {}  # lines of the event files of the first rank, before this run
+        # Event files of the first rank, wherever the script goes: how they were called, their lines before this run.
+        self.begun_with: dict[Path, tuple[Path, int]] = {}
         self._arrival = Arrival(HOST, self._take)
         self._trainer_class: Any = None
         self._stand_ins: dict[type, type] = {}
@@ -81,17 +90,18 @@ class Takeover:
             self._trainer_class = None
 
     def tell_events(self) -> None:
-        """Says how many events there were and where they are."""
-        if not self.begun_with:
+        """Says how many events there were and where they are. A forked copy of this process says nothing."""
+        if not self.begun_with or os.getpid() != self.process:
             return
         told = []
-        for path, before in self.begun_with.items():
+        for path, (shown, before) in self.begun_with.items():
             count = _count_lines(path) - before
-            told.append(f"{count or 'no'} event{'' if count == 1 else 's'} in {path}")
+            told.append(f"{count or 'no'} event{'' if count == 1 else 's'} in {shown}")
             files = path.parent.glob("events-rank*.jsonl")
             others = sorted(file.name for file in files if file.stat().st_mtime >= self.began)
             if others:
                 told[-1] += f" (and what other ranks saw in {', '.join(others)})"
+        self.begun_with.clear()
         self.say(f"{'; '.join(told)}.")
 
     # ---- the seam ----
@@ -118,10 +128,16 @@ class Takeover:
             original.__init__(trainer, *args, **kwargs)
             self.guard(trainer)
 
-        body = {"__init__": __init__, "__module__": cls.__module__, "__qualname__": cls.__qualname__}
+        def __setstate__(trainer: Any, state: Any) -> None:  # noqa: N807 - of a copy or an unpickled one
+            trainer.__class__ = original
+            restore_state(trainer, state)
+            self.guard(trainer, is_copy=True)
+
+        body = {"__init__": __init__, "__setstate__": __setstate__}
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
         try:
-            self._stand_ins[cls] = type(cls.__name__, (cls,), body)
-        except TypeError as error:  # of a metaclass or an `__init_subclass__` that wants no subclasses
+            self._stand_ins[cls] = type(cls.__name__, (_StandIn, cls), {**body, **names})
+        except TypeError as error:  # of a metaclass that wants no subclasses
             self._stand_ins[cls] = cls
             self._refuse(cls, f"it cannot be subclassed ({error})", int(os.environ.get("RANK", "0")))
         return self._stand_ins[cls]
@@ -138,11 +154,11 @@ class Takeover:
         online = issubclass(guarded(trainer_class), ReinforcementMixin)
         return raise_temperature(value, self._merge(value)) if online else value
 
-    def guard(self, trainer: Any) -> None:
-        """Guards a trainer that is built, or says why not."""
+    def guard(self, trainer: Any, is_copy: bool = False) -> None:
+        """Guards a trainer that is built, or copied, or says why not."""
         from transformers import TrainingArguments
 
-        from .compat_loop import find_own_loop
+        from .compat_loop import find_own_loop, find_own_super
         from .mixin import GuardedTrainerMixin
         from .trainer import attach
 
@@ -159,11 +175,19 @@ class Takeover:
         if loop:
             self._refuse(cls, f"its {', '.join(loop)} runs a training loop of its own", rank)
             return
+        closed = find_own_super(cls)
+        if closed:
+            self._refuse(cls, f"its {', '.join(closed)} calls super(type(self), self); write super() there", rank)
+            return
         guarded_before = isinstance(trainer, GuardedTrainerMixin)
+        too_late = False
         if not guarded_before or self.settings:
             own = trainer.nanguard.arguments if guarded_before else args
             try:
                 attach(trainer, self._merge(own))
+                if not guarded_before:
+                    too_late = not is_copy and trainer.state.global_step > 0
+                    type(trainer).__reduce_ex__ = reduce_as(cls)  # type: ignore[method-assign, assignment]
             except (TypeError, AttributeError) as error:
                 fixed = type(trainer) is cls
                 trainer.__class__ = cls
@@ -172,6 +196,8 @@ class Takeover:
                 return
         self.num_guarded += 1
         if rank == 0:
+            if too_late:
+                self.say(f"{cls.__name__} has trained in its constructor, unguarded; what follows is guarded.")
             self._tell_guarded(trainer, guarded_before)
 
     def _merge(self, own: Any) -> "GuardArguments":
@@ -203,9 +229,19 @@ class Takeover:
             self.say(f"{name} is not guarded, for nanguard_mode is off.")
             return
         path = session.record.events.path
-        self.begun_with.setdefault(path, _count_lines(path))
+        if os.getpid() != self.process:
+            self._begin_fork()
+        self.begun_with.setdefault(path.absolute(), (path, _count_lines(path)))
         verb = "was guarded already" if guarded_before else "is guarded"
         self.say(f"{name} {verb}{with_settings}; events go to {path}")
+
+    def _begin_fork(self) -> None:
+        """Makes a forked process, which ends without a word to its parent, tell of its own trainers."""
+        from multiprocessing.util import Finalize
+
+        self.process = os.getpid()
+        self.begun_with.clear()
+        Finalize(None, self.tell_events, exitpriority=0)
 
     def _refuse(self, cls: type, why: str, rank: int) -> None:
         if rank == 0:

@@ -9,6 +9,7 @@ from ..errors import ArgumentError
 from .arguments import GuardArguments
 from .mixin import GuardedTrainerMixin
 from .reinforcement import ReinforcementMixin
+from .stealth import MADE_HERE
 
 
 class GuardedTrainer(GuardedTrainerMixin, Trainer):
@@ -36,7 +37,7 @@ def guarded(trainer_class: Any) -> type:
     generates = hasattr(trainer_class, "_generate_and_score_completions")  # the mark of TRL's online trainers
     mixin = ReinforcementMixin if generates else GuardedTrainerMixin
     body = {"__doc__": f"`{trainer_class.__name__}` with the guard.", "__module__": trainer_class.__module__}
-    return type(f"Guarded{trainer_class.__name__}", (mixin, trainer_class), body)
+    return type(f"Guarded{trainer_class.__name__}", (mixin, trainer_class), {**body, MADE_HERE: True})
 
 
 def attach(trainer: Trainer, guard: GuardArguments | None = None) -> Trainer:
@@ -68,6 +69,7 @@ def attach(trainer: Trainer, guard: GuardArguments | None = None) -> Trainer:
             trainer.begin_guarding(guard)
         return trainer
     original: Any = type(trainer)
-    trainer.__class__ = type(original.__name__, (guarded(original),), {"__module__": original.__module__})
+    body = {"__module__": original.__module__, MADE_HERE: True}
+    trainer.__class__ = type(original.__name__, (guarded(original),), body)
     trainer.begin_guarding(guard)  # type: ignore[attr-defined]
     return trainer

@@ -242,6 +242,39 @@ def test_the_environment_is_as_before(tmp_path, capsys):
 # ---- processes ----
 
 
+def test_a_script_that_forks_and_ends_both(tmp_path, capfd):
+    script = write(
+        tmp_path,
+        """
+import os, sys
+child = os.fork()
+if child == 0:
+    sys.exit(5)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+sys.exit(0)
+""",
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "hf_nanguard.run", script]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "5\n")
+    assert told_by(done.stderr) == ["nanguard: no Trainer was built, so nothing was guarded."]
+
+
+def test_a_child_needs_no_settings_file(tmp_path, monkeypatch, capfd):
+    """What the file says is handed on as it is: a child may start in another folder."""
+    (tmp_path / "guard.yaml").write_text("nanguard_mode: observe\n")
+    monkeypatch.setenv("NANGUARD_CONFIG", "guard.yaml")
+    monkeypatch.chdir(tmp_path)
+    child = "import os, sys; print(type(sys.meta_path[0]).__name__, os.environ['NANGUARD_MODE'])"
+    script = write(
+        tmp_path, f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}], check=True, cwd='/')"
+    )
+    assert main(["run", script]) == 0
+    assert capfd.readouterr().out == "Arrival observe\n"
+    assert os.environ["NANGUARD_CONFIG"] == "guard.yaml"
+
+
 def test_processes_that_a_script_starts_are_guarded_too(tmp_path, capfd):
     """What a child will do is seen without importing transformers: it waits for it."""
     hidden = tmp_path / "machine"

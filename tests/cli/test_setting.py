@@ -111,3 +111,8 @@ def test_bad_yaml(tmp_path, text, told):
         gather({}, {}, str(config))
     assert "\n" not in str(error.value)
     assert [part for part in told if part not in str(error.value)] == []
+
+
+def test_a_file_that_the_environment_names_is_complained_of_in_its_name():
+    with pytest.raises(ArgumentError, match=r"^NANGUARD_CONFIG must be a YAML file .* 'missing\.yaml'"):
+        gather({}, {"NANGUARD_CONFIG": "missing.yaml"})

@@ -17,7 +17,8 @@ if __name__ == "__main__":
     main = sys.modules["__main__"]
     def function(): pass
     print(json.dumps({"argv": sys.argv, "path0": sys.path[0], "file": __file__, "package": __package__, "own": vars(main) is globals(),
-        "spec": __spec__ and __spec__.name, "module": function.__module__, "loader": type(__loader__).__name__, "doc": __doc__}))
+        "spec": __spec__ and __spec__.name, "module": function.__module__, "loader": type(__loader__).__name__, "doc": __doc__,
+        "builtins": type(__builtins__).__name__, "names": sorted(name for name in globals() if name[:2] == "__")}))
 """
 
 
@@ -77,12 +78,21 @@ def test_a_command_is_run_by_its_entry_point(capsys):
         (["-m", "no_such_module"], "'no_such_module'"),
         (["-m", "looking_package.no_such"], "'looking_package.no_such'"),
         (["-m", "needs.inner"], "needs no_such_dependency"),
+        (["-m", "failing.inner"], "'failing.inner' (ValueError: of the package)"),
+        (["-m", "importing.inner"], "ImportError: cannot import name 'nothing'"),
+        (["-m", ".inner"], "'.inner'"),
+        ([sys.executable, "train.py"], "Leave it out"),
     ],
 )
 def test_what_cannot_be_run(place, words, told):
     (place / "folder").mkdir()
-    (place / "needs").mkdir()
-    (place / "needs" / "__init__.py").write_text("import no_such_dependency")
+    for name, text in {
+        "needs": "import no_such_dependency",
+        "failing": "raise ValueError('of the package')",
+        "importing": "from os import nothing",
+    }.items():
+        (place / name).mkdir()
+        (place / name / "__init__.py").write_text(text)
     with pytest.raises(ArgumentError) as error:
         find_target(words)
     assert told in str(error.value)

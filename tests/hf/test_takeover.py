@@ -2,15 +2,21 @@
 
 import copy
 import inspect
+import multiprocessing
 import os
+import pickle
+import sys
+from pathlib import Path
 
 import pytest
+from accelerate.state import GradientState
 from transformers import Trainer, TrainingArguments
 
-from hf_nanguard import GuardArguments, GuardedTrainer, GuardedTrainerMixin, GuardedTrainingArguments
-from hf_nanguard.hf.compat_loop import LOOP, find_own_loop
+from hf_nanguard import GuardArguments, GuardedTrainer, GuardedTrainerMixin, GuardedTrainingArguments, guarded
+from hf_nanguard.hf.compat_loop import LOOP, find_own_loop, find_own_super
 from hf_nanguard.hf.takeover import Takeover
 
+from ..faults import Fault, plant
 from ..models import tiny_llama, token_dataset
 from ..trainers import build, common_arguments, stock_class
 
@@ -141,6 +147,34 @@ def test_trainers_of_trl_use_the_hosts_loop():
 
     classes = [trl.SFTTrainer, trl.GRPOTrainer, trl.DPOTrainer, trl.KTOTrainer, trl.RLOOTrainer, trl.RewardTrainer]
     assert [find_own_loop(cls) for cls in classes] == [[]] * len(classes)
+    assert [find_own_super(cls) for cls in classes] == [[]] * len(classes)
+
+
+class OwnSuper(Trainer):
+    """Written as one should not: in a subclass each of the methods calls itself."""
+
+    def __init__(self, *args, **kwargs):
+        super(type(self), self).__init__(*args, **kwargs)
+
+    def compute_loss(self, *args, **kwargs):
+        return super(self.__class__, self).compute_loss(*args, **kwargs)
+
+    def log(self, *args, **kwargs):
+        return super(type(self), self).log(*args, **kwargs)
+
+
+class OpenSuper(Trainer):
+    def compute_loss(self, *args, **kwargs):
+        assert type(self).__name__ == self.__class__.__name__
+        return super(OpenSuper, self).compute_loss(*args, **kwargs)  # noqa: UP008
+
+    def log(self, *args, **kwargs):
+        return super().log(*args, **kwargs), type(self), self.__class__
+
+
+def test_a_super_that_admits_no_subclass_is_found():
+    assert find_own_super(OwnSuper) == ["compute_loss", "log"]
+    assert find_own_super(OpenSuper) == []
 
 
 class NoSubclass(type):
@@ -188,6 +222,7 @@ def test_a_trainer_that_lacks_something_is_left_alone(tmp_path, said):
 @pytest.mark.parametrize(
     ("cls", "why"),
     [
+        (OwnSuper, "its compute_loss, log calls super(type(self), self); write super() there"),
         (OwnLoop, "its _inner_training_loop runs a training loop of its own"),
         (Sealed, "it cannot be subclassed (Sealed is final)"),
         (Fixed, "its instances cannot change their class (Fixed stays Fixed)"),
@@ -201,24 +236,110 @@ def test_what_cannot_be_guarded_runs_unguarded(cls, why, tmp_path, said):
     assert trainer.train() == "mine" if cls is OwnLoop else trainer.train().global_step == 1
 
 
-def test_a_class_with_slots_is_guarded(tmp_path, said):
-    class Slotted(Trainer):
-        __slots__ = ("extra",)
+class Slotted(Trainer):
+    __slots__ = ("extra",)
+
+
+class Remembering(Trainer):
+    def __setstate__(self, state):
+        vars(self).update(state, remembered=True)
+
+
+@pytest.fixture
+def fresh():
+    """After a run, accelerate holds weak references that no trainer of the process can be pickled with, stock or guarded."""
+    GradientState._reset_state()
+
+
+WAYS = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda trainer: pickle.loads(pickle.dumps(trainer))}
+
+
+@pytest.mark.parametrize("cls", [Trainer, Slotted, Remembering])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_copy_is_guarded_by_itself(way, cls, tmp_path, said, fresh):
+    with take_over(said):
+        trainer = build("plain", tmp_path, cls, guard=False, max_steps=1)
+        if cls is Slotted:
+            trainer.extra = 3
+        other = WAYS[way](trainer)
+    assert vars(other).keys() - {"remembered"} == vars(trainer).keys()
+    assert isinstance(other, GuardedTrainerMixin)
+    assert isinstance(other, cls)
+    assert other.nanguard.trainer is other
+    assert other.train().global_step == 1
+    assert cls is not Slotted or other.extra == 3
+    assert cls is not Remembering or other.remembered
+    assert said[0] == said[1]
+
+
+def test_a_pickle_needs_nothing_of_ours(tmp_path, said, fresh):
+    with take_over(said):
+        text = pickle.dumps(build("plain", tmp_path, guard=False))
+    assert b"nanguard" not in text.replace(str(tmp_path).encode(), b"")
+    assert type(pickle.loads(text)) is Trainer
+
+
+def test_a_registry_hears_nothing(tmp_path, said):
+    known = []
+
+    class Registered(Trainer):
+        def __init_subclass__(cls, *, key):
+            known.append(key)
+
+    class Mine(Registered, key="mine"):
+        pass
 
     with take_over(said):
-        trainer = build("plain", tmp_path, Slotted, guard=False)
-        trainer.extra = 3
+        trainer = build("plain", tmp_path, Mine, guard=False)
     assert isinstance(trainer, GuardedTrainerMixin)
-    assert trainer.extra == 3
+    assert known == ["mine"]
+
+    class Derived(guarded(Mine), key="derived"):  # type: ignore[misc, call-arg]
+        pass
+
+    assert known == ["mine", "derived"]
 
 
-def test_a_copy_is_a_copy(tmp_path, said):
-    with take_over(said) as takeover:
-        trainer = build("plain", tmp_path, guard=False)
-        other = copy.copy(trainer)
-    assert takeover.num_built == 1
-    assert vars(other).keys() == vars(trainer).keys()
-    assert isinstance(other, GuardedTrainerMixin)
+def test_a_constructor_that_trains_is_told_of(tmp_path, said):
+    class Eager(Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.train()
+
+    with take_over(said):
+        copy.copy(build("plain", tmp_path, Eager, guard=False, max_steps=1))
+    late = "Eager has trained in its constructor, unguarded; what follows is guarded."
+    assert [sentence == late for sentence in said] == [True, False, False, False]
+
+
+def test_events_are_counted_wherever_the_script_goes(tmp_path, said, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with take_over(said):
+        trainer = build("plain", Path("run"), guard=False)
+        plant(trainer, Fault("loss", 1, 1))
+        trainer.train()
+        monkeypatch.chdir("/")
+    assert said[-1] == f"1 event in {Path('run', 'nanguard', 'events.jsonl')}."
+
+
+def test_a_forked_process_tells_of_its_own_trainers_only(tmp_path):
+    """What it says comes back by a queue: a fork of multiprocessing ends without the end of the takeover."""
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    with Takeover({}, queue.put):
+        build("plain", tmp_path / "parent", guard=False)
+        child = context.Process(target=build, args=("plain", tmp_path / "child", None, False))
+        child.start()
+        child.join(60)
+        idle = context.Process(target=sys.exit)
+        idle.start()
+        idle.join(60)
+    told = []
+    while not queue.empty():
+        told.append(queue.get())
+    files = [tmp_path / name / "nanguard" / "events.jsonl" for name in ("parent", "child")]
+    begun = [f"Trainer is guarded; events go to {file}" for file in files]
+    assert told == [*begun, f"no events in {files[1]}.", f"no events in {files[0]}."]
 
 
 def test_the_temperature_of_an_online_trainer_is_raised_before_it_is_built(tmp_path, said, caplog):

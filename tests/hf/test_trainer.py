@@ -13,6 +13,7 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -322,3 +323,57 @@ def test_a_subclass_that_clips_by_itself_is_redone_and_clipped_again(place, tmp_
     ours.train()
     assert_same(tensors_of(ours), expected)
     assert [event["action"] for event in events_of(ours)] == ["dropped", "skipped", "skipped", "skipped"]
+
+
+def _own_step(trainer, way):
+    """A `training_step` that is put on the trainer itself, as people do."""
+    bound, calls = trainer.training_step, []
+
+    def training_step(model, inputs, num_items_in_batch=None):
+        calls.append(trainer.state.global_step)
+        if way == "around":
+            return bound(model, inputs, num_items_in_batch)
+        return Trainer.training_step(trainer, model, inputs, num_items_in_batch)
+
+    return training_step, calls
+
+
+@pytest.mark.parametrize("way", ["around", "instead"])
+def test_a_training_step_on_the_trainer_itself_is_guarded(way, tmp_path):
+    reference = build("plain", tmp_path / "reference", without(Trainer, (1, 1)), guard=False)
+    reference.train()
+    trainer = build("plain", tmp_path / "ours")
+    plant(trainer, Fault("loss", 1, 1))
+    own, calls = _own_step(trainer, way)
+    trainer.training_step = own
+    trainer.train()
+    assert trainer.training_step is own
+    assert calls.count(0) == 3
+    assert_same(tensors_of(trainer), tensors_of(reference), rng=False)
+    assert [event["signal"] for event in events_of(trainer)] == ["loss_nonfinite"]
+
+
+def test_a_training_step_that_is_replaced_meanwhile_is_told_of(tmp_path):
+    class Replace(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            trainer.training_step = _own_step(trainer, "instead")[0]
+
+    trainer = build("plain", tmp_path, extra={"callbacks": [Replace()]})
+    trainer.train()
+    [event] = events_of(trainer)
+    assert (event["signal"], event["step"]) == ("guard_failed", 0)
+    assert "training_step" in event["message"]
+
+
+def test_what_is_called_by_hand_is_the_hosts(tmp_path):
+    """A batch for the model itself, a step of one's own: the guard is of `train()`."""
+    trainers = [build("plain", tmp_path / str(guard), guard=guard) for guard in (False, True)]
+    seen = []
+    for trainer in trainers:
+        plant(trainer, Fault("label", 0, 0, value=None))
+        torch.manual_seed(1)
+        batch = next(iter(trainer.get_train_dataloader()))
+        loss = trainer.training_step(trainer.model, dict(batch), torch.tensor(14))
+        seen.append((sorted(batch), loss.item(), [p.grad.sum().item() for p in trainer.model.parameters()]))
+    assert seen[0] == seen[1]
+    assert not trainers[1].nanguard.guard.group.micro_batches

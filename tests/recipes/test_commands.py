@@ -1,0 +1,141 @@
+"""Every command line of the README and of docs/arguments.md, run as it is written by a shell."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_nanguard.hf.arithmetic import build_model, build_tokenizer
+
+from .markdown import ROOT, find_snippets, read_page
+
+TRAIN = """
+import sys
+
+import torch
+from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+if "--help" in sys.argv:
+    sys.exit("what this script takes is its own affair")
+rows = [{"input_ids": [i % 7, 3, 4], "labels": [i % 7, 3, 4]} for i in range(336)]
+rows[BAD]["labels"] = [-100, -100, -100]
+config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+torch.manual_seed(0)
+arguments = ["--output_dir", "runs/mine", "--per_device_train_batch_size", "8", "--disable_tqdm", "true", "--save_steps", "40"]
+arguments += ["--train_sampling_strategy", "sequential", "--use_cpu", "true", "--report_to", "none", *sys.argv[1:]]
+[args] = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(arguments)
+
+
+def mean_of_rows(outputs, labels, num_items_in_batch=None):
+    mask = (labels[:, 1:] != -100).float()
+    logps = outputs.logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:, None].clamp(min=0)).squeeze(-1)
+    return -((logps * mask).sum(1) / mask.sum(1)).mean()
+
+
+Trainer(LlamaForCausalLM(config), args, train_dataset=rows, compute_loss_func=mean_of_rows).train()
+"""
+MODEL = """
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_nanguard.core.autopsy.bundle import Bundle
+
+
+def build(bundle: Bundle):
+    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+
+    def mean_of_rows(model: nn.Module, inputs: dict):
+        labels = inputs["labels"]
+        mask = (labels[:, 1:] != -100).float()
+        logps = model(input_ids=inputs["input_ids"]).logits[:, :-1].log_softmax(-1)
+        logps = logps.gather(-1, labels[:, 1:, None].clamp(min=0)).squeeze(-1)
+        return -((logps * mask).sum(1) / mask.sum(1)).mean()
+
+    return LlamaForCausalLM(config), mean_of_rows
+"""
+
+
+def find_commands() -> list[str]:
+    """Returns the lines of all shell snippets, but those that `make` itself runs."""
+    pages = [read_page(name) for name in ("README.md", "docs/arguments.md")]
+    lines = [line for page in pages for snippet in find_snippets(page, "sh") for line in snippet.splitlines()]
+    commands = [re.sub(r"\s+#.*", "", line) for line in lines]
+    return [command for command in dict.fromkeys(commands) if not command.startswith("make ")]
+
+
+COMMANDS = find_commands()
+
+
+def test_there_are_commands():
+    told = {next(word for word in command.split() if "=" not in word) for command in COMMANDS}
+    assert told == {"nanguard", "torchrun", "accelerate", "python"}
+    assert len(COMMANDS) >= 18
+
+
+def run(command: str, folder: Path) -> subprocess.CompletedProcess:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    added = {
+        "PATH": path,
+        "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}",
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+    }
+    return subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, timeout=300, cwd=folder, env={**os.environ, **added}
+    )
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """Everything that the commands name, as a user of the README has it."""
+    folder = tmp_path_factory.mktemp("workplace")
+    for name in ("recipes", "configs"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "train.py").write_text(TRAIN.replace("BAD", "20"), encoding="utf-8")
+    (folder / "my_package").mkdir()
+    (folder / "my_package" / "__init__.py").touch()
+    (folder / "my_package" / "train.py").write_text(TRAIN.replace("BAD", "20"), encoding="utf-8")
+    (folder / "my_package" / "model.py").write_text(MODEL, encoding="utf-8")
+    (folder / "guard.yaml").write_text("nanguard_on_spike: skip\n", encoding="utf-8")
+    (folder / "my.yaml").write_text("learning_rate: 1.0e-3\n", encoding="utf-8")
+    (folder / "my-data").mkdir()
+    rows = [{"prompt": f"{i % 5}+1=", "completion": str(i % 5 + 1)} for i in range(32)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "my-data" / "train.jsonl").write_text(lines, encoding="utf-8")
+    build_model().save_pretrained(folder / "my-model")
+    build_tokenizer().save_pretrained(folder / "my-model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bundle(workplace) -> Path:
+    """An autopsy of step 42, beside the checkpoint of step 40, and once more with its weights."""
+    (workplace / "late.py").write_text(TRAIN.replace("BAD", "340 - 1").replace("336", "344"), encoding="utf-8")
+    done = run("nanguard run --nanguard_bundle_weights all late.py --num_train_epochs 1", workplace)
+    assert done.returncode == 0, done.stderr
+    made = workplace / "runs" / "mine" / "nanguard" / "autopsy" / "step-42"
+    (workplace / "step-42").symlink_to(made)
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_command_runs_as_it_is_written(command, workplace, request):
+    if "replay" in command:
+        request.getfixturevalue("bundle")
+    # TRL's own script refuses its default of bfloat16 where there is no accelerator
+    done = run(f"{command} --use_cpu true" if " trl " in command else command, workplace)
+    if command.endswith("train.py --help"):
+        assert "its own affair" in done.stderr
+        return
+    assert done.returncode == 0, done.stdout + done.stderr
+    if "train.py" in command or "my_package.train" in command:
+        assert "event" in done.stderr.splitlines()[-1]
+        assert "[loss_nonfinite]" in done.stderr
+    if "--json" in command:
+        json.loads((workplace / "result.json").read_text() if "result.json" in command else done.stdout)
