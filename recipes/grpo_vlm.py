@@ -20,7 +20,7 @@ import torch
 from datasets import Dataset
 from trl import GRPOTrainer
 
-from hf_nanguard import GuardedGRPOConfig, GuardedGRPOTrainer
+from hf_nanguard import ArgumentError, GuardedGRPOConfig, GuardedGRPOTrainer
 from hf_nanguard.hf import picture
 from hf_nanguard.hf.bundled.grpo import measure
 from hf_nanguard.hf.case import CaseArguments, check_rows, exit_code
@@ -78,6 +78,10 @@ def measure_rewards(trainer: Any) -> dict[str, float | str]:
 def run(argv: Sequence[str] | None = None) -> list[Outcome]:
     """Runs the recipe and returns what became of its runs, the guarded one last."""
     script, args = parse_arguments([ScriptArguments, GuardedGRPOConfig], argv, DEFAULTS, __doc__, "grpo")
+    if script.compare and script.plant != "none" and args.world_size > 1:  # the others would wait for the one that dies
+        raise ArgumentError(
+            f"--compare must be false on several processes, got {args.world_size}: the stock run dies on one of them alone."
+        )
 
     def build_trainer(args: Any, guard: bool) -> Any:
         trainer_class: Any = GuardedGRPOTrainer if guard else GRPOTrainer

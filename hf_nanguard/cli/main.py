@@ -73,8 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # a launcher's other ranks would say the same
             print(f"nanguard: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("nanguard: stopped by Ctrl-C; what was written so far is whole.", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        told = str(stop) or "what was written so far is whole"
+        print(f"nanguard: stopped by Ctrl-C; {told}.", file=sys.stderr)
         return 130
 
 

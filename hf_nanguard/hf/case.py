@@ -1,7 +1,10 @@
 """What recipes on the plain `Trainer` share: one field report each, run stock and guarded on a planted failure."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+import torch
 
 from .comparison import Outcome
 from .flag import one_sentence
@@ -12,6 +15,7 @@ COMMON = {
     "report_to": ["none"],
     "remove_unused_columns": False,
     "dataloader_pin_memory": False,
+    "use_cpu": not torch.accelerator.is_available(),  # without it the ranks of a launcher train apart on a CPU
 }
 
 
@@ -29,7 +33,12 @@ def check_rows(num_rows: int, bad_row: int) -> None:
 
 
 def exit_code(run: Callable[[Sequence[str] | None], list[Outcome]], argv: Sequence[str] | None) -> int:
-    """Runs a recipe and returns 0 if the guarded run, its last, is sound, else 1; bad arguments end the process with 2."""
-    with one_sentence():
-        outcomes = run(argv)
+    """Runs a recipe and returns 0 if the guarded run, its last, is sound, else 1, or 130 for Ctrl-C; bad arguments end the
+    process with 2."""
+    try:
+        with one_sentence():
+            outcomes = run(argv)
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return 130
     return 0 if outcomes[-1].is_sound else 1

@@ -20,6 +20,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArg
 
 from ..core.finite import find_nonfinite
 from ..report.jsonl import Tail, events_path
+from .flag import check_output
 
 # How a run that has gone bad ends; anything else is a mistake in the recipe and goes through.
 FAILURES = (ArithmeticError, IndexError, RuntimeError, ValueError)
@@ -94,7 +95,7 @@ def watch_run(name: str, build_trainer: Callable[[], Trainer], measure: Measure 
     tail = Tail(events_path(folder / "nanguard", trainer.args.process_index))
     outcome = Outcome(name, folder)
     try:
-        trainer.train()
+        trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
         outcome.figures = {} if measure is None else measure(trainer)
     except FAILURES as error:
         outcome.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
@@ -129,7 +130,11 @@ def compare_runs(
 
     Returns:
         `list[Outcome]`: the guarded run's is the last.
+
+    Raises:
+        `ArgumentError`: the output folder cannot be written, or there is nothing to resume from.
     """
+    check_output(args)
     console = build_console()
     console.print(f"{escape(planted)}\n", highlight=False, soft_wrap=True)
     if not compare:

@@ -248,6 +248,14 @@ def forget_step(trainer: Trainer) -> None:
     trainer._initial_global_step += 1
 
 
+def counts_no_step(trainer: Trainer) -> bool:
+    """Returns whether no step is left in the mean loss of the run, which the Trainer then calls 0.
+
+    Can go together with `forget_step`.
+    """
+    return trainer.state.global_step <= trainer._initial_global_step
+
+
 def loss_shifts_labels(trainer: Trainer) -> bool:
     """Returns whether position 0 of the labels is never a target.
 

@@ -5,13 +5,15 @@ Which value holds: a flag, else the file of `--config`, else the preset, else th
 
 import argparse
 import difflib
+import errno
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from types import NoneType, UnionType
+from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
-from transformers import HfArgumentParser
+from transformers import HfArgumentParser, TrainingArguments
 
 from ..errors import ArgumentError
 from .preset import list_presets, read_preset, read_yaml
@@ -23,8 +25,7 @@ class RecipeParser(HfArgumentParser):
     help_flag = "--help"
 
     def error(self, message: str) -> NoReturn:
-        end = "" if message.endswith("?") else "."
-        raise ArgumentError(f"{message}{end} Run `{self.prog} {self.help_flag}` for what it takes.")
+        raise ArgumentError(f"{_end(message)} Run `{self.prog} {self.help_flag}` for what it takes.")
 
     def read_flags(self, words: Sequence[str]) -> argparse.Namespace:
         """Returns the flags; one that nobody knows is an error."""
@@ -43,16 +44,16 @@ class RecipeParser(HfArgumentParser):
                 Where they come from, for a complaint.
         """
         actions = {action.dest: action for action in self._actions}
+        hints = {name: hint for kind in self.dataclass_types for name, hint in get_type_hints(kind).items()}
+        layer = {}
         for name, value in values.items():
             if name not in actions:
-                raise ArgumentError(f"{source}: {self.name_unknown(name)}.")
-            convert = actions[name].type
-            if callable(convert) and isinstance(value, int | float | str) and not isinstance(value, bool):
-                try:
-                    convert(str(value))
-                except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
-                    raise ArgumentError(f"{source}: {name} cannot be {value!r} ({_in_one_line(error)}).") from error
-        self.set_defaults(**values)
+                raise ArgumentError(_end(f"{source}: {self.name_unknown(name)}"))
+            try:
+                layer[name] = _convert(value, actions[name], hints.get(name, Any))
+            except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
+                raise ArgumentError(f"{source}: {name} cannot be {value!r} ({_in_one_line(error)}).") from error
+        self.set_defaults(**layer)
 
     def parse_all(self, words: Sequence[str]) -> tuple[Any, ...]:
         """Returns an object for each dataclass, and one of all other flags if there are any."""
@@ -60,8 +61,8 @@ class RecipeParser(HfArgumentParser):
             return self.parse_args_into_dataclasses(list(words), look_for_args_file=False)
         except ArgumentError:
             raise
-        except (TypeError, ValueError) as error:  # how the host's dataclasses complain about their values
-            raise ArgumentError(_in_one_line(error)) from error
+        except (ImportError, OSError, TypeError, ValueError) as error:  # how the host's dataclasses complain
+            raise ArgumentError(_end(_in_one_line(error))) from error
 
     def name_unknown(self, spelled: str) -> str:
         """Returns that there is no such argument, and the nearest there is."""
@@ -74,7 +75,30 @@ class RecipeParser(HfArgumentParser):
 
 
 def _in_one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+
+
+def _end(sentence: str) -> str:
+    return sentence if sentence.endswith(("?", ".")) else f"{sentence}."
+
+
+def _convert(value: Any, action: argparse.Action, hint: Any) -> Any:
+    """Returns a value of a file as the flag would have read it, or complains as the flag would."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if value is None or isinstance(value, list | dict):
+        kinds = [get_origin(part) or part for part in parts]
+        if type(value) not in kinds and Any not in kinds:
+            raise TypeError("it takes one value, or none" if NoneType in kinds else "it takes one value")
+        return value
+    if value is False and "no" in (action.choices or ()):
+        return "no"  # which YAML reads as false
+    if isinstance(value, bool) and (bool in parts or action.type is str):
+        return value
+    if callable(action.type) and isinstance(value, int | float | str):
+        value = action.type(str(value))
+    if action.choices is not None and value not in action.choices:
+        raise ValueError(f"it takes {', '.join(map(str, action.choices))}")
+    return [value] if action.nargs == "+" else value
 
 
 def speaks() -> bool:
@@ -91,6 +115,27 @@ def one_sentence() -> Iterator[None]:
         if speaks():
             print(error, file=sys.stderr)
         sys.exit(2)
+
+
+def check_output(args: TrainingArguments) -> None:
+    """Makes the output folder, and checks that there is something to resume from."""
+    name = str(args.output_dir)
+    try:
+        if not name:
+            raise FileNotFoundError(errno.ENOENT, "no name")
+        os.makedirs(name, exist_ok=True)
+        if not os.access(name, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise ArgumentError(
+            f"--output_dir must be a folder that can be made and written, got {name!r} ({error.strerror}). Choose another "
+            "one."
+        ) from error
+    resumed = args.resume_from_checkpoint
+    if isinstance(resumed, str) and not os.path.isdir(resumed):
+        raise ArgumentError(
+            f"--resume_from_checkpoint must be a folder, got {resumed!r}. Checkpoints are in {name}/checkpoint-<step>."
+        )
 
 
 def parse_arguments(

@@ -1,9 +1,10 @@
 """The mixin that guards any Trainer: each override calls the host once and tells the session what happened."""
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from .arguments import GuardArguments, find_guard_arguments
 from .record import load_guard, save_guard
@@ -56,7 +57,9 @@ class GuardedTrainerMixin(Stealth, _Host):
 
     def train(self, *args, **kwargs):
         with self.nanguard.training(), self.nanguard.guarded_generation():
-            return super().train(*args, **kwargs)
+            output = super().train(*args, **kwargs)
+        no_mean = isinstance(output, TrainOutput) and self.nanguard.has_no_mean
+        return output._replace(training_loss=math.nan) if no_mean else output
 
     # ---- data ----
 
@@ -146,6 +149,8 @@ class GuardedTrainerMixin(Stealth, _Host):
             logs.update(self.nanguard.guard.counter.as_metrics())
             logs.update(self.nanguard.rollout_metrics())
             logs.update(self.nanguard.guard.patrol.metrics())
+        if "train_loss" in logs and self.nanguard.has_no_mean:
+            logs["train_loss"] = math.nan
         super().log(logs, *args, **kwargs)
         if self.nanguard.on:
             self.nanguard.record.write_row()

@@ -70,6 +70,7 @@ class Session:
         self.recording = False
         self.training_now = False
         self.stepping = False
+        self.has_forgotten = False  # a step of this run
         self.settled = True
         self.stand_in: Prepared | None = None
         self.exchange: compat.Exchange | None = None
@@ -97,6 +98,7 @@ class Session:
         hidden = args.logging_nan_inf_filter
         self.settled, self.is_ending, self.training_now = True, False, True
         self.ending.last_good = None
+        self.has_forgotten = False
         self.guard.ladder.healthy()
         if self.on and self.guard.ranks.rank == 0:
             self._say_limits()
@@ -439,7 +441,7 @@ class Session:
         compat.bypass_optimizer(self.trainer)
         if self.runner is not None and self.loss_before is not None:
             compat.running_loss(self.trainer).copy_(self.loss_before)
-            compat.forget_step(self.trainer)
+            self._forget_step()
             self.runner.strike_group()
         self.guard.group = Group()
 
@@ -469,9 +471,18 @@ class Session:
         if self.policy.on_nonfinite == "floor":
             total += settlement.num_dropped * self.policy.loss_floor
         elif not settlement.steps:
-            compat.forget_step(self.trainer)
+            self._forget_step()
         if not settlement.steps:
             self.runner.strike_group()
+
+    def _forget_step(self) -> None:
+        self.has_forgotten = True
+        compat.forget_step(self.trainer)
+
+    @property
+    def has_no_mean(self) -> bool:
+        """Whether every step of the run was skipped, so that there is no loss to take the mean of."""
+        return self.has_forgotten and compat.counts_no_step(self.trainer)
 
     def after_step(self) -> None:
         """Runs once the step has passed: the optimizer listens again."""

@@ -47,3 +47,47 @@ def test_data_without_prompts(tmp_path, capsys):
     error = refuse([*words, "--output_dir", str(tmp_path / "out")], capsys)
     assert "must have the column prompt" in error
     assert "has text" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--loss_type", "bogus"], ["bogus"]),
+        (["--use_vllm", "true"], ["vLLM"]),
+        (["--per_device_train_batch_size", "64"], ["no step was taken", "--per_device_train_batch_size"]),
+        (["--reward_funcs", "mine.value"], ["--reward_funcs", "'mine.value'", "3 cannot be called"]),
+        (["--reward_funcs", "torn.score"], ["--reward_funcs", "'torn.score'", "torn.py, line 1"]),
+        (["--reward_model_name_or_path", "/no/such"], ["/no/such"]),
+    ],
+    ids=" ".join,
+)
+def test_bad_arguments_for_data(words, told, tmp_path, capsys, monkeypatch):
+    (tmp_path / "mine.py").write_text("value = 3\n", encoding="utf-8")
+    (tmp_path / "torn.py").write_text("def score(:\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data = save_rows(tmp_path / "data", [{"prompt": "1+1="}] * 4)
+    task = ["--model_name_or_path", save_model(tmp_path / "model"), "--dataset_name", data]
+    common = ["--reward_funcs", "think_format_reward", "--max_completion_length", "2", "--report_to", "none"]
+    common += [
+        "--max_steps",
+        "2",
+        "--per_device_train_batch_size",
+        "8",
+        "--dataloader_pin_memory",
+        "false",
+        "--disable_tqdm",
+        "true",
+    ]
+    assert main(["grpo", *task, *common, *words, "--output_dir", str(tmp_path / "out")]) == 2
+    *_, error = capsys.readouterr().err.splitlines()
+    assert error.startswith("nanguard: ")
+    assert [part for part in told if part not in error] == []
+
+
+def test_rewards_alone_are_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    error = refuse(["--reward_funcs", "think_format_reward"], capsys)
+    assert "--reward_funcs must come with --dataset_name, got 'think_format_reward' alone" in error
+    error = refuse(["--reward_model_name_or_path", "judge"], capsys)
+    assert "--reward_model_name_or_path must come with --dataset_name, got 'judge' alone" in error

@@ -12,6 +12,9 @@ import pytest
 from safetensors.torch import load_file
 
 from hf_nanguard.cli.main import main
+from hf_nanguard.hf.arithmetic import build_model
+from hf_nanguard.hf.bundled.dialect import parse
+from hf_nanguard.hf.sft import GuardedSFTTrainer
 
 from ..recipes.test_sft import save_model, save_rows
 
@@ -63,13 +66,25 @@ def test_help_shows_flags_that_are(capsys):
         (["--model_name_or_path", "no-such-model"], ["--model_name_or_path", "'no-such-model'"]),
         (["--resume_from_checkpoint", "no-such"], ["--resume_from_checkpoint", "'no-such'"]),
         (["--fp16", "true", "--bf16", "true"], ["fp16", "bf16"]),
+        (["--output_dir", ""], ["--output_dir", "''", "no name"]),
+        (["--bf16", "maybe"], ["--bf16", "(case insensitive). Run"]),
+        (["--deepspeed", "no-such.json"], ["deepspeed"]),
+        (["--per_device_train_batch_size", "0"], ["--per_device_train_batch_size", "0"]),
+        (["--gradient_accumulation_steps", "0"], ["--gradient_accumulation_steps", "0"]),
+        (["--learning_rate", "-1"], ["learning rate", "-1.0"]),
+        (["--load_in_4bit", "--model_name_or_path", "MODEL"], ["bitsandbytes"]),
+        (["--report_to", "no-such"], ["no-such"]),
+        (["--max_length", "2"], ["--max_length"]),
+        (["--model_name_or_path", "MODEL", "--dataset_name", ""], ["--dataset_name", "''"]),
         (["word"], ["word"]),
     ],
     ids=" ".join,
 )
 def test_bad_arguments(words, told, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    error = refuse(words, capsys)
+    if "MODEL" in words:
+        save_model(tmp_path / "MODEL")
+    error = refuse([*words, "--disable_tqdm", "true"], capsys)
     assert [part for part in told if part not in error] == []
 
 
@@ -80,6 +95,14 @@ def test_bad_arguments(words, told, tmp_path, capsys, monkeypatch):
         ("just words", ["--config", "mine.yaml", "names and values"]),
         ("learning_rte: 1", ["mine.yaml", "learning_rte", "learning_rate"]),
         ("learning_rate: fast", ["mine.yaml", "learning_rate", "'fast'"]),
+        ("learning-rate: 1.0e-5", ["learning-rate", "did you mean learning_rate?\n"]),
+        ("learning_rate:", ["mine.yaml", "learning_rate", "None"]),
+        ("learning_rate: [1, 2]", ["mine.yaml", "learning_rate", "[1, 2]"]),
+        ("max_steps: true", ["mine.yaml", "max_steps", "True"]),
+        ("output_dir: [a]", ["mine.yaml", "output_dir", "['a']"]),
+        ("lr_scheduler_type: bogus", ["mine.yaml", "lr_scheduler_type", "'bogus'", "cosine"]),
+        ("datasets: [{path: mine}]", ["--model_name_or_path", "got datasets alone"]),
+        ("resume_from_checkpoint: true", ["checkpoint", "runs/sft"]),
         ("env: 3", ["mine.yaml", "env", "3"]),
         ("preset: bold", ["--preset", "'bold'"]),
         (b"\xff\xfe\x00", ["--config", "mine.yaml", "not text"]),
@@ -88,7 +111,7 @@ def test_bad_arguments(words, told, tmp_path, capsys, monkeypatch):
 def test_a_bad_file(text, told, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
-    error = refuse(["--config", "mine.yaml"], capsys)
+    error = refuse(["--config", "mine.yaml", "--disable_tqdm", "true"], capsys)
     assert [part for part in told if part not in error] == []
 
 
@@ -109,23 +132,96 @@ def test_bad_data(tmp_path, capsys):
     assert repr(str(broken)) in refuse([*words, str(broken)], capsys)
 
 
+@pytest.mark.parametrize(
+    ("rows", "told"),
+    [
+        ([{"text": "a"}, {"text": None}, {"text": None}], ["a text in every row", "2 of 3"]),
+        (
+            [{"prompt": "a", "completion": None}, {"prompt": "a", "completion": "b"}],
+            ["a completion in every", "1 of 2"],
+        ),
+        ([{"text": 5}], ["'int'"]),
+        ([{"messages": []}], ["data"]),
+        ([{"messages": [{"from": "human", "value": "a"}]}], ["the training data", "got none"]),
+        ([], ["--dataset_name"]),
+    ],
+    ids=str,
+)
+def test_bad_rows(rows, told, tmp_path, capsys):
+    data = save_rows(tmp_path / "data", rows)
+    words = ["--model_name_or_path", save_model(tmp_path / "model"), "--dataset_name", data]
+    error = refuse([*words, "--output_dir", str(tmp_path / "out"), "--disable_tqdm", "true"], capsys)
+    assert [part for part in told if part not in error] == []
+
+
+def test_a_column_that_is_not_used_may_be_empty(tmp_path):
+    from hf_nanguard.hf.bundled.sft import RECIPE
+
+    data = save_rows(tmp_path / "data", [{"text": None, "prompt": "1+1=", "completion": "2"}])
+    words = ["--model_name_or_path", "any", "--dataset_name", data, "--output_dir", str(tmp_path / "out")]
+    assert len(RECIPE.load_task(parse(words, RECIPE.kind))["train_dataset"]) == 1
+
+
+def test_a_model_without_a_tokenizer(tmp_path, capsys):
+    model = tmp_path / "model"
+    build_model().save_pretrained(model)
+    error = refuse(["--model_name_or_path", str(model), "--output_dir", str(tmp_path / "out")], capsys)
+    assert f"--model_name_or_path must come with a tokenizer, got {str(model)!r}" in error
+
+
+def test_a_hub_that_is_not_there(tmp_path, capsys, monkeypatch):
+    """A model is not trained first and lost then."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://localhost:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    words = ["--push_to_hub", "true", "--hub_model_id", "me/mine", "--output_dir", str(tmp_path)]
+    assert "the hub: " in refuse([*words, "--disable_tqdm", "true"], capsys)
+
+
+def test_an_error_after_the_first_step_is_not_about_arguments(tmp_path, monkeypatch):
+    monkeypatch.setattr(GuardedSFTTrainer, "training_step", break_at(1, GuardedSFTTrainer.training_step))
+    with pytest.raises(ValueError, match=r"^broken$"):
+        main(["sft", "--max_steps", "3", "--output_dir", str(tmp_path), "--disable_tqdm", "true"])
+
+
+def break_at(step: int, training_step):
+    """Returns a `training_step` that raises in one step."""
+
+    def broken(self, *args, **kwargs):
+        if self.state.global_step == step:
+            raise ValueError("broken")
+        return training_step(self, *args, **kwargs)
+
+    return broken
+
+
 def test_an_output_folder_that_cannot_be(tmp_path, capsys):
     file = tmp_path / "file"
     file.touch()
-    assert f"--output_dir must be a folder that can be made, got {str(file)!r}" in refuse(
+    assert f"--output_dir must be a folder that can be made and written, got {str(file)!r}" in refuse(
         ["--output_dir", str(file)], capsys
     )
 
 
 def test_environment_of_the_file(tmp_path, monkeypatch):
     from hf_nanguard.hf.bundled import sft
-    from hf_nanguard.hf.bundled.dialect import parse
 
     monkeypatch.delenv("MY_SETTING", raising=False)
     (tmp_path / "mine.yaml").write_text("env:\n  MY_SETTING: 3\nmax_steps: 4\n", encoding="utf-8")
     plan = parse(["--config", str(tmp_path / "mine.yaml"), "--output_dir", str(tmp_path)], sft.RECIPE.kind)
     assert (plan.training.max_steps, os.environ["MY_SETTING"]) == (4, "3")
     monkeypatch.delenv("MY_SETTING")
+
+
+def test_ctrl_c_twice_does_not_claim_that_files_are_whole(tmp_path, capsys, monkeypatch):
+    def press(self, *args, **kwargs):
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(GuardedSFTTrainer, "training_step", press)
+    assert main(["sft", "--max_steps", "3", "--output_dir", str(tmp_path), "--disable_tqdm", "true"]) == 130
+    error = capsys.readouterr().err
+    assert "stopped by Ctrl-C; at once, so a file may be half written." in error
+    assert "whole" not in error
 
 
 def test_ctrl_c(tmp_path):

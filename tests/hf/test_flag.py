@@ -87,6 +87,29 @@ def test_a_file_with_a_name_nobody_knows(tmp_path):
         parse("--config", str(file))
 
 
+def test_a_file_is_read_as_flags_are(tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text(
+        "output_dir: 3\nsave_strategy: no\neval_strategy: off\nwarmup_steps: 2\nlabel_names: mine\nseed: '5'\n"
+        "hub_model_id:\nlr_scheduler_kwargs: {a: 1}\nresume_from_checkpoint: true\nfp16: 0\n"
+    )
+    _, args = parse("--config", str(file))
+    assert (args.output_dir, args.save_strategy, args.eval_strategy, args.label_names) == ("3", "no", "no", ["mine"])
+    assert (args.seed, args.hub_model_id, args.lr_scheduler_kwargs) == (5, None, {"a": 1})
+    assert (args.resume_from_checkpoint, args.fp16) == (True, False)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["weight:", "weight: [1.0]", "weight: true", "weight: {a: 1}", "seed: 1.5", "plant: that", "fp16: maybe"],
+)
+def test_a_file_with_a_value_that_cannot_be(line, tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text(line)
+    with pytest.raises(ArgumentError, match=rf"own\.yaml: {line.split(':')[0]} cannot be "):
+        parse("--config", str(file))
+
+
 def test_other_ranks_of_a_launcher_are_silent(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit), one_sentence():

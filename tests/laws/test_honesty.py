@@ -88,6 +88,16 @@ def test_the_log_never_shows_a_filtered_loss(kind, tmp_path):
     assert trainer.args.logging_nan_inf_filter is True
 
 
+def test_a_run_that_learned_nothing_has_no_mean_loss(tmp_path):
+    trainer = build("plain", tmp_path, max_steps=2)
+    plant(trainer, *[Fault("loss", step, m) for step in range(2) for m in range(3)])
+    output = trainer.train()
+    assert trainer.state.global_step == 2
+    assert math.isnan(output.training_loss)
+    assert math.isnan(output.metrics["train_loss"])
+    assert math.isnan(trainer.state.log_history[-1]["train_loss"])
+
+
 def test_floor_shows_the_floor(tmp_path):
     trainer = _train(
         tmp_path, *[Fault("loss", 1, m) for m in range(3)], guard_settings={"on_nonfinite": "floor", "loss_floor": 0.25}

@@ -2,6 +2,7 @@
 
 import pytest
 
+from hf_nanguard.hf.case import exit_code
 from hf_nanguard.hf.term import watch_tensor, weigh_term
 from recipes import diffusion, distill, latent
 
@@ -40,6 +41,32 @@ def test_a_bad_value_is_one_sentence(recipe, words, sentence, capsys):
         recipe.main(words)
     assert ended.value.code == 2
     assert capsys.readouterr().err == sentence + "\n"
+
+
+def test_an_output_folder_that_cannot_be(tmp_path, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(SystemExit) as ended:
+        latent.main(["--output_dir", str(file / "below")])
+    assert ended.value.code == 2
+    assert "--output_dir must be a folder that can be made and written" in capsys.readouterr().err
+
+
+def test_a_run_is_resumed(tmp_path, capsys):
+    words = [*RECIPES["latent"][2], "--compare", "false", "--plant", "none", "--logging_steps", "1"]
+    [whole] = latent.run([*words, "--save_strategy", "steps", "--save_steps", "2", "--output_dir", str(tmp_path)])
+    checkpoint = ["--resume_from_checkpoint", str(tmp_path / "checkpoint-2"), "--output_dir", str(tmp_path / "resumed")]
+    [resumed] = latent.run([*words, *checkpoint])
+    assert (resumed.losses, resumed.figures) == (whole.losses, whole.figures)
+    assert capsys.readouterr().out.count("'loss': ") == 4 + 2  # the first two are those of the checkpoint
+
+
+def test_ctrl_c_is_told_without_a_traceback(capsys):
+    def run(argv):
+        raise KeyboardInterrupt
+
+    assert exit_code(run, []) == 130
+    assert capsys.readouterr().err == "stopped by Ctrl-C\n"
 
 
 def test_an_unknown_flag_or_name_in_a_file_comes_with_the_nearest(tmp_path, capsys):

@@ -22,7 +22,7 @@ from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Traine
 if "--help" in sys.argv:
     sys.exit("what this script takes is its own affair")
 rows = [{"input_ids": [i % 7, 3, 4], "labels": [i % 7, 3, 4]} for i in range(336)]
-rows[BAD]["labels"] = [-100, -100, -100]
+rows[20]["labels"] = [-100, -100, -100]
 config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
 torch.manual_seed(0)
 arguments = ["--output_dir", "runs/mine", "--per_device_train_batch_size", "8", "--disable_tqdm", "true", "--save_steps", "40"]
@@ -38,24 +38,29 @@ def mean_of_rows(outputs, labels, num_items_in_batch=None):
 
 Trainer(LlamaForCausalLM(config), args, train_dataset=rows, compute_loss_func=mean_of_rows).train()
 """
+LATE = """
+import torch
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+
+from my_package.model import CONFIG
+
+rows = [{"inputs_embeds": torch.full((3, 8), i / 344).tolist(), "labels": [i % 7, 3, 4]} for i in range(344)]
+rows[339]["inputs_embeds"][1][0] = float("nan")
+torch.manual_seed(0)
+args = TrainingArguments(
+    "runs/mine", per_device_train_batch_size=8, num_train_epochs=1, save_steps=40, train_sampling_strategy="sequential",
+    use_cpu=True, report_to="none", disable_tqdm=True,
+)
+Trainer(LlamaForCausalLM(CONFIG), args, train_dataset=rows).train()
+"""
 MODEL = """
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_nanguard.core.autopsy.bundle import Bundle
+CONFIG = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
 
 
-def build(bundle: Bundle):
-    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
-
-    def mean_of_rows(model: nn.Module, inputs: dict):
-        labels = inputs["labels"]
-        mask = (labels[:, 1:] != -100).float()
-        logps = model(input_ids=inputs["input_ids"]).logits[:, :-1].log_softmax(-1)
-        logps = logps.gather(-1, labels[:, 1:, None].clamp(min=0)).squeeze(-1)
-        return -((logps * mask).sum(1) / mask.sum(1)).mean()
-
-    return LlamaForCausalLM(config), mean_of_rows
+def build(bundle):
+    return LlamaForCausalLM(CONFIG)
 """
 
 
@@ -95,10 +100,10 @@ def workplace(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("workplace")
     for name in ("recipes", "configs"):
         (folder / name).symlink_to(ROOT / name)
-    (folder / "train.py").write_text(TRAIN.replace("BAD", "20"), encoding="utf-8")
+    (folder / "train.py").write_text(TRAIN, encoding="utf-8")
     (folder / "my_package").mkdir()
     (folder / "my_package" / "__init__.py").touch()
-    (folder / "my_package" / "train.py").write_text(TRAIN.replace("BAD", "20"), encoding="utf-8")
+    (folder / "my_package" / "train.py").write_text(TRAIN, encoding="utf-8")
     (folder / "my_package" / "model.py").write_text(MODEL, encoding="utf-8")
     (folder / "guard.yaml").write_text("nanguard_on_spike: skip\n", encoding="utf-8")
     (folder / "my.yaml").write_text("learning_rate: 1.0e-3\n", encoding="utf-8")
@@ -114,8 +119,8 @@ def workplace(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def bundle(workplace) -> Path:
     """An autopsy of step 42, beside the checkpoint of step 40, and once more with its weights."""
-    (workplace / "late.py").write_text(TRAIN.replace("BAD", "340 - 1").replace("336", "344"), encoding="utf-8")
-    done = run("nanguard run --nanguard_bundle_weights all late.py --num_train_epochs 1", workplace)
+    (workplace / "late.py").write_text(LATE, encoding="utf-8")
+    done = run("nanguard run --nanguard_bundle_weights all late.py", workplace)
     assert done.returncode == 0, done.stderr
     made = workplace / "runs" / "mine" / "nanguard" / "autopsy" / "step-42"
     (workplace / "step-42").symlink_to(made)

@@ -36,6 +36,15 @@ def test_stock_and_guarded_on_a_broken_picture(recipe, tmp_path, capsys):
     assert {row for event in events for row in event["culprit"]["rows"]} == {recipe.BAD_ROW}
 
 
+def test_no_comparison_among_several_processes(recipe, tmp_path, capsys, monkeypatch):
+    """The stock run would die on one of them and leave the others waiting."""
+    monkeypatch.setattr(recipe.GuardedGRPOConfig, "world_size", 2)
+    with pytest.raises(SystemExit) as ended:
+        recipe.main([*SHORT, "--output_dir", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "--compare must be false on several processes, got 2" in capsys.readouterr().err
+
+
 def test_whole_pictures_are_silent(recipe, tmp_path, capsys):
     words = [*SHORT, "--plant", "none", "--compare", "false", "--preset", "balanced", "--max_steps", "2"]
     assert recipe.main([*words, "--output_dir", str(tmp_path)]) == 0

@@ -50,7 +50,7 @@ def test_stable_losses_take_the_planted_row(tmp_path, plant):
 @pytest.mark.distributed
 def test_two_ranks(tmp_path):
     script = Path(latent.__file__)
-    words = [*ROWS, "--output_dir", str(tmp_path), "--use_cpu", "true"]
+    words = [*ROWS, "--output_dir", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": str(script.parent.parent)}
     done = subprocess.run(
         [*torchrun(2), str(script), *words], capture_output=True, text=True, timeout=200, env=environment

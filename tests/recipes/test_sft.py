@@ -5,11 +5,14 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from hf_nanguard.cli.main import main
 from hf_nanguard.core.finite import find_nonfinite
 from hf_nanguard.hf import arithmetic
+from hf_nanguard.hf.bundled.dialect import parse
+from hf_nanguard.hf.bundled.sft import RECIPE
 
 QUIET = ["--disable_tqdm", "true"]
 
@@ -70,6 +73,22 @@ def test_a_program_reads_both_runs(tmp_path, capsys):
     assert (stock["figures"]["last gradient norm"], len(stock["bad_weights"])) == ("nan", stock["num_weights"])
 
 
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("sft", ["--max_steps", "1"]),
+        ("sft", ["--max_steps", "-1", "--num_train_epochs", "0.03"]),
+        ("grpo", ["--max_steps", "1"]),
+        ("grpo", ["--max_steps", "6", "--num_iterations", "4"]),
+    ],
+    ids=str,
+)
+def test_what_is_planted_comes_up(task, words, tmp_path, capsys):
+    assert main([task, "--json", "--compare", *words, "--output_dir", str(tmp_path), *QUIET]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [run["is_sound"] for run in told["runs"]] == [False, True]
+
+
 def test_a_halt_is_told_and_ends_with_1(tmp_path, capsys):
     words = ["--json", "--learning_rate", "1e38", "--max_steps", "20", "--nanguard_max_bad_steps", "2"]
     assert main(["sft", *words, "--output_dir", str(tmp_path), *QUIET]) == 1
@@ -79,6 +98,14 @@ def test_a_halt_is_told_and_ends_with_1(tmp_path, capsys):
     assert told["error"] in err
     assert sum(number for kind, number in told["events"].items() if kind.endswith("halted")) == 1
     assert Path(told["events_file"]).is_file()
+
+
+def test_the_embedded_model_has_the_dtype_and_the_attention_that_were_asked_for(tmp_path):
+    words = ["--dtype", "bfloat16", "--attn_implementation", "eager", "--output_dir", str(tmp_path)]
+    plan = parse(words, RECIPE.kind)
+    model = RECIPE.gather_parts(plan)["model"]()
+    assert model.dtype == torch.bfloat16
+    assert model.config._attn_implementation == "eager"
 
 
 def test_events_of_an_earlier_run_are_not_told_again(tmp_path, capsys):

@@ -21,6 +21,7 @@ from ..preset import read_preset, read_yaml
 
 OWN_OF_EMBEDDED = ("learning_rate",)
 PRECISIONS = ("bf16", "fp16")
+COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps")  # where the host would divide by zero
 
 
 @dataclass
@@ -107,12 +108,12 @@ def _layer(
     parser: DialectParser, words: list[str], kind: Kind, given: argparse.Namespace, config: dict[str, Any]
 ) -> Plan:
     """Puts the layers below the flags on top of each other and parses again."""
-    no_data = not given.dataset_name and not given.datasets
+    no_data = given.dataset_name is None and not given.datasets  # an empty name is a mistake
     no_model = given.model_name_or_path is None
     if no_model and not no_data:
+        named = "datasets" if given.datasets else f"--dataset_name {given.dataset_name!r}"
         raise ArgumentError(
-            f"--model_name_or_path must be given with a dataset, got --dataset_name {given.dataset_name!r} alone. "
-            "Leave out both for the embedded task."
+            f"--model_name_or_path must be given with a dataset, got {named} alone. Leave out both for the embedded task."
         )
     family = "lora" if kind.name == "sft" and given.use_peft else kind.name
     device, notes = find_precision()
@@ -128,8 +129,13 @@ def _layer(
         for name, value in own.items()
         if name in preset and name not in config and not _is_given(name, words)
     ]
+    if given.datasets and given.dataset_name is not None:
+        notes.append(f"datasets is used, so --dataset_name {given.dataset_name} is not.")
     parser.set_layer({**base, **preset, **own, **config}, f"--preset {given.preset}")
     recipe, script, training, model, mixture, *_ = parser.parse_all(words)
+    for name in COUNTS:
+        if (number := vars(training)[name]) < 1:
+            raise ArgumentError(f"--{name} must be at least 1, got {number}.")
     return Plan(recipe, script, training, model, mixture, no_model, no_data, notes)
 
 

@@ -15,7 +15,7 @@ from ...errors import ArgumentError
 from .. import arithmetic
 from ..grpo import GuardedGRPOConfig, GuardedGRPOTrainer
 from .dialect import Kind, Plan
-from .plant import blank_scores
+from .plant import blank_scores, find_third
 from .recipe import Failure, Recipe, find_form
 from .source import load_data
 
@@ -52,11 +52,16 @@ class GRPORecipe(Recipe):
         return partial(arithmetic.build_beginner, seed, find_form(tokenizer))
 
     def make_task(self, tokenizer: Any, seed: int, plan: Plan) -> dict[str, Any]:
-        if named := find_rewards(plan):
-            raise ArgumentError(
-                f"--reward_funcs must come with --dataset_name, got {named[0]!r} alone. The embedded sums have their own "
-                "reward."
-            )
+        script = plan.script
+        find_rewards(plan)  # a name that nobody knows is told before that there is no data
+        for flag, named in {
+            "--reward_funcs": " ".join(script.reward_funcs or ()),  # type: ignore[attr-defined]
+            "--reward_model_name_or_path": script.reward_model_name_or_path,  # type: ignore[attr-defined]
+        }.items():
+            if named:
+                raise ArgumentError(
+                    f"{flag} must come with --dataset_name, got {named!r} alone. The embedded sums have their own reward."
+                )
         rows = arithmetic.build_prompts(NUM_ROWS, seed, form=find_form(tokenizer))
         reward = arithmetic.reward_sum if plan.embedded_model else build_reward(tokenizer)
         return {"train_dataset": rows, "reward_funcs": reward}
@@ -84,7 +89,8 @@ class GRPORecipe(Recipe):
     def plan_failure(self, plan: Plan) -> Failure:
         """Returns a generation in which the scores of one completion are NaN."""
         args = plan.training
-        generation = max(args.max_steps // 3, 1) if args.max_steps > 0 else 1
+        steps = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
+        generation = find_third(int(args.max_steps / steps))
         return Failure(
             f"Planted: in generation {generation} the scores of one completion are NaN when its tokens are drawn.",
             GRPOTrainer,
@@ -120,8 +126,11 @@ def _import(name: str) -> Any:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        return getattr(import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
+        found = getattr(import_module(module), function)
+        if not callable(found):
+            raise TypeError(f"{found!r} cannot be called")
+        return found
+    except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
         raise ArgumentError(
             f"--reward_funcs must be {', '.join(NAMED)} or module.function that can be imported from {here}, got {name!r} "
             f"({error})."

@@ -8,6 +8,11 @@ from torch import Tensor
 MASKED = -100
 
 
+def find_third(num: int) -> int:
+    """Returns which of a number of steps is a third of the way, but not the first if there are others; 0 if unknown."""
+    return max(0, min(max(num // 3, 1), num - 1))
+
+
 class CutOff:
     """A collator as it was, but in one batch a sample has been cut off before its answer: all its labels are masked.
 

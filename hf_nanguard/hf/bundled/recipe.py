@@ -16,9 +16,10 @@ from ...errors import NonFiniteError
 from ...report.jsonl import Tail, events_path
 from .. import arithmetic
 from ..comparison import compare_runs
+from ..flag import check_output
 from .dialect import Kind, Plan, parse
 from .ending import build, stdout_aside, train_and_save
-from .source import check_model, check_output, load_tokenizer, name_parts, set_model_options
+from .source import check_model, load_tokenizer, name_parts, set_model_options
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Recipe(ABC):
     def run(self, words: Sequence[str]) -> int:
         """Runs the recipe with the words of a command line and returns the exit code."""
         plan = parse(words, self.kind)
-        check_output(plan)
+        check_output(plan.training)
         with stdout_aside(plan.recipe.json):
             parts = self.gather_parts(plan)
             told = self._compare(plan, parts) if plan.recipe.compare else self._train(plan, parts)

@@ -12,7 +12,7 @@ from ..showcase import AnswerTrainer
 from ..trainer import guarded
 from .dialect import Kind, Plan
 from .ending import is_whole
-from .plant import cut_off_answer
+from .plant import cut_off_answer, find_third
 from .recipe import Failure, Recipe, find_form
 from .source import load_data
 
@@ -77,7 +77,7 @@ class SFTRecipe(Recipe):
     def plan_failure(self, plan: Plan) -> Failure:
         """Returns a loss that is a mean over each answer, on data in which one answer is missing."""
         args = plan.training
-        batch = max(args.max_steps // 3, 1) * args.gradient_accumulation_steps if args.max_steps > 0 else 2
+        batch = find_third(args.max_steps) * args.gradient_accumulation_steps
         return Failure(
             f"Planted: a sample of micro-batch {batch} was cut off before its answer. All its labels are masked, so the "
             "mean loss over its answer is 0/0.",

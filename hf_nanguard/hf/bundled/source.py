@@ -1,10 +1,10 @@
 """Models and data that a user names, loaded as TRL's scripts do, with one sentence for what cannot be."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from datasets import load_dataset
+import torch
+from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from transformers import AutoConfig, AutoTokenizer
 from trl import get_dataset, get_peft_config, get_quantization_config
@@ -12,24 +12,8 @@ from trl import get_dataset, get_peft_config, get_quantization_config
 from ...errors import ArgumentError
 from .dialect import Plan
 
-# A missing file or repository, a format nobody knows, content that cannot be read, no network.
-UNREADABLE = (DatasetNotFoundError, DatasetGenerationError, OSError, ValueError)
-
-
-def check_output(plan: Plan) -> None:
-    """Makes the output folder, and checks that there is something to resume from."""
-    folder = Path(plan.training.output_dir)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ArgumentError(
-            f"--output_dir must be a folder that can be made, got {str(folder)!r} ({error.strerror}). Choose another one."
-        ) from error
-    resumed = plan.training.resume_from_checkpoint
-    if isinstance(resumed, str) and not Path(resumed).is_dir():
-        raise ArgumentError(
-            f"--resume_from_checkpoint must be a folder, got {resumed!r}. Checkpoints are in {folder}/checkpoint-<step>."
-        )
+# A missing file or repository, a format nobody knows, content that cannot be read or is not there, no network.
+UNREADABLE = (DatasetNotFoundError, DatasetGenerationError, LookupError, OSError, StopIteration, ValueError)
 
 
 def check_model(plan: Plan) -> None:
@@ -48,7 +32,13 @@ def check_model(plan: Plan) -> None:
 def load_tokenizer(plan: Plan) -> Any:
     """Returns the tokenizer of the model that was named."""
     options = {"revision": plan.model.model_revision, "trust_remote_code": plan.training.trust_remote_code}
-    return AutoTokenizer.from_pretrained(plan.model.model_name_or_path, **options)
+    name = plan.model.model_name_or_path
+    try:
+        return AutoTokenizer.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        raise ArgumentError(
+            f"--model_name_or_path must come with a tokenizer, got {name!r} ({_shorten(error)})."
+        ) from error
 
 
 def load_data(plan: Plan, forms: Sequence[Sequence[str]]) -> tuple[Any, Any]:
@@ -60,16 +50,17 @@ def load_data(plan: Plan, forms: Sequence[Sequence[str]]) -> tuple[Any, Any]:
         forms (`Sequence[Sequence[str]]`):
             Sets of columns, one of which must be there.
     """
-    script, name = plan.script, plan.script.dataset_name
+    script, name, flag = plan.script, plan.script.dataset_name, "--dataset_name"
     try:
         if plan.mixture.datasets:
+            flag = "datasets"
             name = ", ".join(str(part.path) for part in plan.mixture.datasets)
             splits = get_dataset(plan.mixture)
         else:
             splits = load_dataset(name, name=script.dataset_config, streaming=script.dataset_streaming)
     except UNREADABLE as error:
         raise ArgumentError(
-            f"--dataset_name must be a folder with data files or the name of a dataset on the hub, got {name!r} "
+            f"{flag} must be a folder with data files or the name of a dataset on the hub, got {name!r} "
             f"({_shorten(error)})."
         ) from error
     train = _pick(splits, script.dataset_train_split, "--dataset_train_split", name)
@@ -88,12 +79,22 @@ def _pick(splits: Any, split: str, flag: str, name: str | None) -> Any:
 
 def _check_columns(rows: Any, forms: Sequence[Sequence[str]], name: str | None) -> None:
     columns = rows.column_names if rows is not None else None
-    if columns is None or any(set(form) <= set(columns) for form in forms):  # a stream may not know them yet
+    if columns is None:  # a stream may not know them yet
         return
-    needed = ", or ".join(" and ".join(form) for form in forms)
-    raise ArgumentError(
-        f"the dataset must have the column {needed}; {name!r} has {', '.join(columns) or 'none'}. Rename its columns."
-    )
+    there = [form for form in forms if set(form) <= set(columns)]
+    if not there:
+        needed = ", or ".join(" and ".join(form) for form in forms)
+        raise ArgumentError(
+            f"the dataset must have the column {needed}; {name!r} has {', '.join(columns) or 'none'}. Rename its columns."
+        )
+    if not isinstance(rows, Dataset):
+        return
+    empty = {column: rows.data.column(column).null_count for form in there for column in form}
+    if all(any(empty[column] for column in form) for form in there):
+        column = next(column for column in there[0] if empty[column])
+        raise ArgumentError(
+            f"the dataset must have a {column} in every row; in {name!r} {empty[column]} of {len(rows)} have none. Remove them."
+        )
 
 
 def name_parts(plan: Plan) -> dict[str, Any]:
@@ -115,6 +116,14 @@ def set_model_options(plan: Plan) -> None:
         "attn_implementation": plan.model.attn_implementation, "dtype": plan.model.dtype,
     }  # fmt: skip
     plan.training.model_init_kwargs = {**flags, **(plan.training.model_init_kwargs or {})}
+
+
+def fit_model(model: Any, plan: Plan) -> Any:
+    """Returns a model that was made here as the flags want it."""
+    options = plan.model
+    if options.attn_implementation is not None:
+        model.set_attn_implementation(options.attn_implementation)
+    return model if options.dtype in (None, "auto") else model.to(getattr(torch, options.dtype))
 
 
 def _shorten(error: BaseException) -> str:
