@@ -66,29 +66,29 @@ class GuardedTrainerMixin(Stealth, _Host):
     def get_train_dataloader(self):
         with self.nanguard.checked_collate():
             dataloader = super().get_train_dataloader()
-        self.nanguard.rows.follow(dataloader, self.accelerator.num_processes)
+        self.nanguard.intake.rows.follow(dataloader, self.accelerator.num_processes)
         return dataloader
 
     def _run_epoch(self, *args, **kwargs):
         resumed = kwargs.get("resume_from_checkpoint") is not None and kwargs["epoch"] == kwargs["epochs_trained"]
         skipped = resumed and not self.args.ignore_data_skip
-        self.nanguard.rows.begin_epoch(kwargs["steps_trained_in_current_epoch"] if skipped else 0)
+        self.nanguard.intake.rows.begin_epoch(kwargs["steps_trained_in_current_epoch"] if skipped else 0)
         return super()._run_epoch(*args, **kwargs)
 
     def get_batch_samples(self, *args, **kwargs):
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self.nanguard.begin_group(batches)
+        self.nanguard.intake.begin_group(batches)
         return batches, num_items
 
     def _prepare_inputs(self, inputs):
         session = self.nanguard
-        if session.runner is not None and session.runner.replayed is not None:
-            return session.runner.replayed.again()
+        if session.intake.runner is not None and session.intake.runner.replayed is not None:
+            return session.intake.runner.replayed.again()
         prepared = super()._prepare_inputs(inputs)
         if (
-            session.recording and session.prepared is None
+            session.intake.recording and session.intake.prepared is None
         ):  # a training_step may prepare twice: it begins with the first
-            session.hold_inputs(prepared)
+            session.intake.hold_inputs(prepared)
         return prepared
 
     # ---- one step ----
@@ -102,14 +102,14 @@ class GuardedTrainerMixin(Stealth, _Host):
         return self.nanguard.check_loss(result, with_outputs, model.training) if self.nanguard.on else result
 
     def _clip_grad_norm(self, model):
-        if not self.nanguard.on or self.nanguard.settled or self.nanguard.stepping:
+        if not self.nanguard.on or self.nanguard.intake.settled or self.nanguard.stepping:
             return super()._clip_grad_norm(model)
         clip = super()._clip_grad_norm
         return self.nanguard.settle(model, self.args.max_grad_norm, lambda: clip(model))
 
     def _get_grad_norm(self, model, grad_norm=None):
         session = self.nanguard
-        if session.on and not session.settled:  # max_grad_norm is 0, or a subclass clips by itself
+        if session.on and not session.intake.settled:  # max_grad_norm is 0, or a subclass clips by itself
             measure = super()._get_grad_norm
             again = (lambda: measure(model)) if grad_norm is None else (lambda: self._clip_grad_norm(model))
             return session.settle(model, 0.0, again, grad_norm)

@@ -152,7 +152,7 @@ def hold_trainer(bundle: Bundle, checkpoint: Checkpoint, given: nn.Module | None
     set_up_training(trainer, facts)
     wrapped = trainer.accelerator.prepare_model(model)
     runner = TrainerRunner(trainer, wrapped, Ranks(trainer.args.device))
-    trainer.nanguard.runner = runner
+    trainer.nanguard.intake.runner = runner
     inputs = move(bundle.inputs, trainer.args.device)
     share = build_share(facts, inputs, trainer.args.device)
     return hold(bundle, runner, Prepared.of(inputs), share)

@@ -73,7 +73,7 @@ class ReinforcementMixin(GuardedTrainerMixin):
 
     def _generate_and_score_completions(self, inputs):
         session = self.nanguard
-        rows = session.current_rows()
+        rows = session.intake.current_rows()
         self._rollout.begin(len(inputs), rows, find_own_scoring(self))
         # Not by a method of ours: a class derived from this one may have its own.
         with replaced_scoring(self, self._rollout.score) if session.on else nullcontext():

@@ -2,8 +2,8 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -14,26 +14,23 @@ from torch import Tensor, nn
 from ..core.agreement import Ranks
 from ..core.event import Culprit, Event
 from ..core.finite import read_host
-from ..core.group import Finding, Group, MicroBatch
+from ..core.group import Group
 from ..core.guard import Guard
 from ..core.incident import Settlement
-from ..core.rng import RngState
 from ..core.signal import Action, Signal
-from ..errors import LossMissingError, NonFiniteError
+from ..errors import LossMissingError
 from . import compat
 from .arguments import GuardArguments
-from .collate import NOTE, BatchNote, CheckedCollator, name_rows
+from .collate import CheckedCollator
 from .ending import Ending
 from .evaluation import Evaluation
 from .fact import find_limits
 from .generation import can_generate, guard_generation
+from .intake import Intake
 from .learning import LearningWatch
-from .patrol import build_monitors
 from .ratio import RatioBound
 from .record import RunRecord
 from .rollout import Rollout
-from .row import ROWS, RowRecord
-from .runner import Prepared, Share, TrainerRunner
 
 logger = logging.getLogger("hf_nanguard")
 
@@ -61,22 +58,11 @@ class Session:
         self.record = RunRecord(trainer, ranks.rank)
         self.guard = Guard(policy=self.policy, ranks=ranks, on_event=self.record.events, folder=self.record.directory)
         self.evaluation = Evaluation(trainer, self.guard)
-        self.rows = RowRecord()
-        self.runner: TrainerRunner | None = None
-        self.watched_optimizer: Any = None  # a second run may have another one
-        self.notes: list[BatchNote] = []
-        self.batch_rows: list[list[int] | None] = []
-        self.prepared: tuple[Prepared, RngState] | None = None
-        self.recording = False
+        self.intake = Intake(trainer, self.guard, self.deepspeed)
         self.training_now = False
         self.stepping = False
         self.has_forgotten = False  # a step of this run
-        self.settled = True
-        self.stand_in: Prepared | None = None
-        self.exchange: compat.Exchange | None = None
-        self.loss_before: Tensor | None = None
         self.bypassed = False
-        self.labelled = False
         self.rollout: Rollout | None = None  # of an online trainer, as the next
         self.ratio: RatioBound | None = None
         self.learning = LearningWatch(trainer, self.guard)
@@ -96,7 +82,7 @@ class Session:
         """Surrounds `train()`: the log filter that hides NaN (and reads every loss twice) is off meanwhile."""
         args = self.trainer.args
         hidden = args.logging_nan_inf_filter
-        self.settled, self.is_ending, self.training_now = True, False, True
+        self.intake.settled, self.is_ending, self.training_now = True, False, True
         self.ending.last_good = None
         self.has_forgotten = False
         self.guard.ladder.healthy()
@@ -109,7 +95,7 @@ class Session:
                 yield
         finally:
             args.logging_nan_inf_filter = hidden
-            self.recording = self.training_now = False
+            self.intake.recording = self.training_now = False
             self.guard.patrol.close()
             self.after_step()  # an error may have come between a skipped step and its end
             self.guard.group = Group()
@@ -184,29 +170,6 @@ class Session:
 
     # ---- a group ----
 
-    def begin_group(self, batches: list[Any]) -> None:
-        """Takes the notes out of the batches of the next optimizer step and looks up their rows.
-
-        A stream may have ended inside a group: the host then leaves what its last batches have added to the gradients to
-        the first step of the next pass, so they belong to that group.
-        """
-        if self.settled:
-            self.notes, self.batch_rows = [], []
-            self.guard.group = Group()
-            self.settled = False
-        for batch in batches:
-            note = batch.pop(NOTE, BatchNote()) if isinstance(batch, MutableMapping) else BatchNote()
-            note, rows = name_rows(note, self.rows.next(batch, note.num_samples))
-            self.notes.append(note)
-            self.batch_rows.append(rows)
-
-    def hold_inputs(self, inputs: Any) -> None:
-        """Takes hold of what `_prepare_inputs` returned, and of the random state right before the forward."""
-        if self.exchange is not None:
-            self.exchange.forget()  # generation is not done again
-        device_type = self.trainer.args.device.type
-        self.prepared = (Prepared.of(inputs), RngState.capture(device_type))
-
     def guard_step(
         self, training_step: Callable[..., Tensor], model: nn.Module, inputs: Any, num_items: Tensor | int | None
     ) -> Tensor:
@@ -215,162 +178,9 @@ class Session:
             return training_step(model, inputs, num_items)
         self.stepping = True
         try:
-            return self.run_micro_batch(training_step, model, inputs, num_items)
+            return self.intake.take(training_step, model, inputs, num_items)
         finally:
             self.stepping = False
-
-    def run_micro_batch(
-        self, training_step: Callable[..., Tensor], model: nn.Module, inputs: Any, num_items: Tensor | int | None
-    ) -> Tensor:
-        """Runs one micro-batch of the group through the host's `training_step` and holds it."""
-        guard, trainer = self.guard, self.trainer
-        group = guard.group
-        if not group.micro_batches:
-            self._open_group(model, num_items)
-        assert self.runner is not None
-        index = len(group.micro_batches)
-        note = self.notes[index] if index < len(self.notes) else BatchNote()
-        findings = note.findings
-        must_go = any(finding.verdict in ("drop", "halt") for finding in findings)
-        self.prepared, self.recording = None, True
-        rows = None
-        try:
-            with (
-                self._poisoned() if must_go else nullcontext(),
-                self._counted_exchange(model),
-                self._counted_backward(),
-            ):
-                loss = training_step(model, inputs, num_items)
-        except NonFiniteError:  # a halt that was decided on the way, on every rank
-            raise
-        except Exception as error:  # any user code may raise here; it is raised again unless the policy drops it
-            self.recording = False
-            finding = self._judge_error(error, index)
-            rows = self._rows_of(self.prepared[0] if self.prepared else None, index)
-            with nullcontext() if self.exchange is None else self.exchange.resumed():
-                loss = self._stand_in_for(training_step, model, num_items)
-            findings = (*findings, finding)
-        finally:
-            self.recording = False
-        payload, rng = self.prepared or (None, RngState.capture(trainer.args.device.type))
-        rows = self._rows_of(payload, index) if rows is None else rows
-        micro = MicroBatch(index, payload, rng, findings, rows, loss.detach())
-        group.micro_batches.append(micro)
-        return loss
-
-    def _counted_exchange(self, model: nn.Module) -> AbstractContextManager:
-        """Returns a context that counts what ranks exchange, if a loss that fails on one of them is to be dropped."""
-        together = self.policy.on_loss_error == "drop" and self.guard.ranks.size > 1
-        self.exchange = compat.Exchange(self.trainer.accelerator, model) if together else None
-        return nullcontext() if self.exchange is None else self.exchange.counted()
-
-    @contextmanager
-    def _counted_backward(self) -> Iterator[None]:
-        """Takes note of a `training_step` that runs several backward passes, if there are ranks that have to keep up."""
-        if self.guard.ranks.size == 1:
-            yield
-            return
-        assert self.runner is not None
-        count = compat.BackwardCount(self.trainer.accelerator)
-        with count.counted():
-            yield
-        self.runner.num_backwards = max(self.runner.num_backwards, count.number)
-
-    def _poisoned(self) -> AbstractContextManager:
-        """Returns a context whose backward tells all ranks that this micro-batch must go. Shards are told in `settle`."""
-        assert self.runner is not None
-        if self.runner.lockstep:
-            return nullcontext()
-        return compat.poisoned_backward(self.trainer.accelerator, self.runner.parameters[0])
-
-    def _open_group(self, model: nn.Module, num_items: Tensor | int | None) -> None:
-        same = self.watched_optimizer is self.trainer.optimizer
-        if self.runner is None or self.runner.model is not model or not same:
-            self.watched_optimizer = self.trainer.optimizer
-            self.runner = TrainerRunner(self.trainer, model, self.guard.ranks)
-            bare = self.trainer.accelerator.unwrap_model(model)
-            optimizer = None if self.deepspeed else self.trainer.optimizer
-            self.guard.patrol.begin(build_monitors(self.trainer.args, bare, optimizer, self.guard))
-        self.runner.keep_books()
-        self.runner.buffers.keep()
-        self.guard.group.share = Share(self.trainer.current_gradient_accumulation_steps, num_items)
-        self.loss_before = compat.running_loss(self.trainer).clone()
-        self.guard.patrol.begin_step(self.trainer.state.global_step)
-
-    def _rows_of(self, payload: Prepared | None, index: int) -> list[int] | Tensor | None:
-        if payload is not None and isinstance(payload.inputs, Mapping):
-            self.labelled = "labels" in payload.inputs
-            if ROWS in payload.inputs:
-                return payload.inputs[ROWS]
-        return self.batch_rows[index] if index < len(self.batch_rows) else None
-
-    def current_rows(self) -> list[int] | None:
-        """Returns the dataset rows of the batch that is being prepared."""
-        index = len(self.guard.group.micro_batches)
-        return self.batch_rows[index] if self.recording and index < len(self.batch_rows) else None
-
-    def _judge_error(self, error: Exception, index: int) -> Finding:
-        """Turns an exception inside the loss into an event and raises it again, unless the policy drops it."""
-        missing = isinstance(error, LossMissingError) or compat.lost_loss(error)
-        signal = Signal.LOSS_MISSING if missing else Signal.LOSS_ERROR
-        text = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
-        message = f"{type(error).__name__} inside the loss: {text}"
-        drop = self.acts and self.policy.on_loss_error == "drop" and not isinstance(error, torch.OutOfMemoryError)
-        helpless = self.prepared is None or (self.guard.ranks.size > 1 and self.stand_in is None)
-        if drop and self._has_begun_sharded_forward():  # a stand-in would gather shards that nobody else gathers now
-            helpless = True
-            message += "; it cannot be dropped, for its forward had begun and the parameters are sharded"
-        if not drop or helpless:
-            rows = self.batch_rows[index] if index < len(self.batch_rows) else None
-            self.guard.journal.write(
-                Event(self.trainer.state.global_step, signal, Action.REFUSED, message, index, self.guard.ranks.rank,
-                      culprit=Culprit(phase="loss", rows=rows))
-            )  # fmt: skip
-            self.guard.group = Group()  # the host may catch it and begin anew, with a smaller batch
-            self.settled = True
-            raise error
-        return Finding(signal, message, "drop", None, "loss")
-
-    def _has_begun_sharded_forward(self) -> bool:
-        return (
-            self.runner is not None
-            and self.runner.lockstep
-            and self.exchange is not None
-            and self.exchange.forwards > 0
-        )
-
-    def _stand_in_for(
-        self, training_step: Callable[..., Tensor], model: nn.Module, num_items: Tensor | int | None
-    ) -> Tensor:
-        """Runs the host's step to its end in place of a batch whose loss failed, leaving NaN in a gradient.
-
-        Among several ranks with a batch that is known to work, so that this rank takes part in all they do together;
-        alone with nothing but the NaN.
-        """
-        runner = self.runner
-        assert runner is not None
-        assert self.prepared is not None
-        alone = self.stand_in is None
-        runner.replayed = self.prepared[0] if self.stand_in is None else self.stand_in
-        self.prepared = (runner.replayed, self.prepared[1])
-        try:
-            with self._lossless() if alone else nullcontext(), self._poisoned():
-                return training_step(model, runner.replayed.again(), num_items)
-        finally:
-            runner.replayed = None
-
-    @contextmanager
-    def _lossless(self) -> Iterator[None]:
-        """Replaces the loss by a constant zero for a moment."""
-        trainer = self.trainer
-        before = vars(trainer).get("compute_loss")
-        vars(trainer)["compute_loss"] = lambda *args, **kwargs: torch.zeros((), device=trainer.args.device)
-        try:
-            yield
-        finally:
-            del vars(trainer)["compute_loss"]
-            if before is not None:
-                vars(trainer)["compute_loss"] = before
 
     # ---- the decision ----
 
@@ -390,8 +200,8 @@ class Session:
         Returns:
             The norm for the log, `None` for a step that is skipped.
         """
-        guard, trainer, runner = self.guard, self.trainer, self.runner
-        self.settled = True
+        guard, trainer, runner = self.guard, self.trainer, self.intake.runner
+        self.intake.settled = True
         guard.patrol.end_backward()
         if self.is_ending:
             return self._forgo_step()
@@ -407,13 +217,13 @@ class Session:
             runner.poison()
             norm = float("nan") if clipped else None
         given = torch.as_tensor(norm, device=trainer.args.device) if clipped else None
-        settlement = guard.settle(guard.group, runner, trainer.state.global_step, given, self.labelled)
+        settlement = guard.settle(guard.group, runner, trainer.state.global_step, given, self.intake.labelled)
         self._keep_log_true(settlement)
-        self.learning.observe([note.lesson for note in self.notes], self.rollout)
+        self.learning.observe([note.lesson for note in self.intake.notes], self.rollout)
         if settlement.steps:
             norm = self._clip(settlement, max_norm, host_clip if clipped else None)
             if settlement.redone is None and self.policy.on_loss_error == "drop" and guard.ranks.size > 1:
-                self.stand_in = guard.group.micro_batches[0].payload
+                self.intake.stand_in = guard.group.micro_batches[0].payload
         else:
             norm = None
             self.bypassed = True
@@ -439,33 +249,33 @@ class Session:
         """Leaves out a step in whose making the run was ended, from weights and log alike."""
         self.bypassed = True
         compat.bypass_optimizer(self.trainer)
-        if self.runner is not None and self.loss_before is not None:
-            compat.running_loss(self.trainer).copy_(self.loss_before)
+        if self.intake.runner is not None and self.intake.loss_before is not None:
+            compat.running_loss(self.trainer).copy_(self.intake.loss_before)
             self._forget_step()
-            self.runner.strike_group()
+            self.intake.runner.strike_group()
         self.guard.group = Group()
 
     def _clip(self, settlement: Settlement, max_norm: float, host_clip: Callable[[], Any] | None) -> Any:
         """Clips by the norm that is known already, or as the host does if it had clipped before; returns the norm."""
-        assert self.runner is not None
+        assert self.intake.runner is not None
         norm: Any = settlement.norm
         bounds = [bound for bound in (max_norm, settlement.clip_to) if bound]
         if host_clip is not None:
             norm = host_clip() if settlement.fresh else norm
             bounds = [settlement.clip_to] if settlement.clip_to else []
         if bounds:
-            by = norm if host_clip is None else self.runner.norm()
-            torch.nn.utils.clip_grads_with_norm_(self.runner.parameters, min(bounds), by)
+            by = norm if host_clip is None else self.intake.runner.norm()
+            torch.nn.utils.clip_grads_with_norm_(self.intake.runner.parameters, min(bounds), by)
         return norm
 
     def _keep_log_true(self, settlement: Settlement) -> None:
         """Makes the running loss what it would be had the dropped micro-batches never come."""
         if settlement.redone is None or not self.acts:
             return
-        assert self.runner is not None
-        assert self.loss_before is not None
+        assert self.intake.runner is not None
+        assert self.intake.loss_before is not None
         total = compat.running_loss(self.trainer)
-        total.copy_(self.loss_before)
+        total.copy_(self.intake.loss_before)
         for loss in settlement.redone:
             total += loss.to(total.device)
         if self.policy.on_nonfinite == "floor":
@@ -473,7 +283,7 @@ class Session:
         elif not settlement.steps:
             self._forget_step()
         if not settlement.steps:
-            self.runner.strike_group()
+            self.intake.runner.strike_group()
 
     def _forget_step(self) -> None:
         self.has_forgotten = True
@@ -493,8 +303,8 @@ class Session:
     def after_update(self) -> None:
         """Lets the monitors look at what the optimizer did, before anything is logged, evaluated or saved."""
         reason = self.guard.patrol.after_update()
-        if reason is not None and self.runner is not None:
-            self.ending.halt(self.runner.model, reason)
+        if reason is not None and self.intake.runner is not None:
+            self.ending.halt(self.intake.runner.model, reason)
 
     def after_epoch(self) -> None:
         """Keeps a loss that is not finite out of the log when an epoch ends inside a group, which no step decides."""
@@ -502,8 +312,8 @@ class Session:
         if not self.acts or not losses or all(map(math.isfinite, read_host(losses))):
             return
         total = compat.running_loss(self.trainer)
-        assert self.loss_before is not None
-        total.copy_(self.loss_before)
+        assert self.intake.loss_before is not None
+        total.copy_(self.intake.loss_before)
         for loss in losses:
             total += torch.where(torch.isfinite(loss), loss, 0.0).to(total.device)
 
@@ -516,8 +326,8 @@ class Session:
         """Ends the run if there is a reason to, decided on every rank alike."""
         if reason is None:
             return
-        self.is_ending = self.recording  # in a step, not in an evaluation between two
-        model = self.trainer.model_wrapped if self.runner is None else self.runner.model
+        self.is_ending = self.intake.recording  # in a step, not in an evaluation between two
+        model = self.trainer.model_wrapped if self.intake.runner is None else self.intake.runner.model
         self.ending.halt(model, reason)
 
     def check_loss(self, result: Any, with_outputs: bool, training: bool) -> Any:

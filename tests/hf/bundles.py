@@ -68,7 +68,7 @@ def hold(trainer: Any, plant: Plant) -> Specimen:
     plant(trainer.model, inputs)
     runner = TrainerRunner(trainer, model, Ranks(args.device))
     runner.buffers.keep()
-    trainer.nanguard.runner = runner
+    trainer.nanguard.intake.runner = runner
     return Specimen(runner, MicroBatch(0, Prepared.of(inputs), RngState.capture()), Share(3, num_items))
 
 

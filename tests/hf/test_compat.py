@@ -314,6 +314,10 @@ def test_a_forgotten_step_is_not_part_of_a_mean(tmp_path):
         logging_steps=2,
     )
     assert [row["loss"] for row in trainer.state.log_history if "loss" in row] == [6.0]  # the mean of one
+    assert not compat.counts_no_step(trainer)
+    for _ in range(trainer.state.global_step):
+        compat.forget_step(trainer)
+    assert compat.counts_no_step(trainer)
 
 
 def test_causal_losses_shift_their_labels_and_others_do_not(trainer, tmp_path):

@@ -19,7 +19,7 @@ from ..comparison import compare_runs
 from ..flag import check_output
 from .dialect import Kind, Plan, parse
 from .ending import build, stdout_aside, train_and_save
-from .source import check_model, load_tokenizer, name_parts, set_model_options
+from .source import check_model, fit_model, load_tokenizer, name_parts, set_model_options
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,9 @@ class Recipe(ABC):
         seed = plan.training.seed
         if plan.embedded_model:
             tokenizer = arithmetic.build_tokenizer()
-            task = self.make_task(tokenizer, seed, plan)
-            return {
-                **name_parts(plan),
-                **task,
-                "model": self.make_model(seed, tokenizer),
-                "processing_class": tokenizer,
-            }
+            task, make = self.make_task(tokenizer, seed, plan), self.make_model(seed, tokenizer)
+            parts = {"model": lambda: fit_model(make(), plan), "processing_class": tokenizer}
+            return {**name_parts(plan), **task, **parts}
         check_model(plan)
         set_model_options(plan)
         if plan.embedded_data:
