@@ -20,9 +20,9 @@ def add_parser(subparsers: Any) -> None:
         subparsers,
         "grpo",
         "reinforcement learning (GRPO) under guard; an embedded task if no model is given",
-        "Trains a model by rewards, under guard. Without a model and a dataset a small Llama made in code finds out by\n"
-        "itself how to add, in about a minute on a CPU and without a network; the mean reward of the first and the last\n"
-        "steps is printed.",
+        "Trains a model by rewards, under guard. Without a model and a dataset a small Llama made in code, which has seen a\n"
+        "few sums, learns to add, in about a minute on a CPU and without a network; the mean reward of the first and the\n"
+        "last steps is printed.",
         EXAMPLES,
         {
             "--reward_funcs": ("NAME", "TRL's own by name, or module.function of yours"),
