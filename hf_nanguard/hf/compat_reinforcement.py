@@ -28,7 +28,8 @@ def find_own_scoring(trainer: Any) -> str | None:
         vars(trainer),
         *(vars(c) for c in type(trainer).__mro__ if not c.__module__.startswith(("trl.", "hf_nanguard."))),
     ]
-    return next((place[SCORING].__qualname__ for place in places if SCORING in place), None)
+    own = next((place[SCORING] for place in places if SCORING in place), None)
+    return None if own is None else getattr(own, "__qualname__", SCORING)  # an object that is called has none
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from .arguments import GuardArguments, find_guard_arguments
 from .record import load_guard, save_guard
+from .reentry import HostMethods, entered_once
 from .session import Session
 from .stealth import Stealth
 
@@ -54,6 +55,7 @@ class GuardedTrainerMixin(Stealth, _Host):
     def begin_guarding(self, guard: GuardArguments | None) -> None:
         """Sets the guard up on a trainer that is already built."""
         self.nanguard = Session(self, find_guard_arguments(guard, self.args))
+        self.nanguard.host = HostMethods(self, GuardedTrainerMixin)
 
     def train(self, *args, **kwargs):
         with self.nanguard.training(), self.nanguard.guarded_generation():
@@ -63,6 +65,7 @@ class GuardedTrainerMixin(Stealth, _Host):
 
     # ---- data ----
 
+    @entered_once
     def get_train_dataloader(self):
         with self.nanguard.checked_collate():
             dataloader = super().get_train_dataloader()
@@ -75,11 +78,13 @@ class GuardedTrainerMixin(Stealth, _Host):
         self.nanguard.intake.rows.begin_epoch(kwargs["steps_trained_in_current_epoch"] if skipped else 0)
         return super()._run_epoch(*args, **kwargs)
 
+    @entered_once
     def get_batch_samples(self, *args, **kwargs):
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         self.nanguard.intake.begin_group(batches)
         return batches, num_items
 
+    @entered_once
     def _prepare_inputs(self, inputs):
         session = self.nanguard
         if session.intake.runner is not None and session.intake.runner.replayed is not None:
@@ -93,20 +98,24 @@ class GuardedTrainerMixin(Stealth, _Host):
 
     # ---- one step ----
 
+    @entered_once
     def training_step(self, model, inputs, num_items_in_batch=None):
         return self.nanguard.guard_step(super().training_step, model, inputs, num_items_in_batch)
 
+    @entered_once
     def compute_loss(self, model, inputs, *args, **kwargs):
         result = super().compute_loss(model, inputs, *args, **kwargs)
         with_outputs = bool(args[0]) if args else bool(kwargs.get("return_outputs", False))
         return self.nanguard.check_loss(result, with_outputs, model.training) if self.nanguard.on else result
 
+    @entered_once
     def _clip_grad_norm(self, model):
         if not self.nanguard.on or self.nanguard.intake.settled or self.nanguard.stepping:
             return super()._clip_grad_norm(model)
         clip = super()._clip_grad_norm
         return self.nanguard.settle(model, self.args.max_grad_norm, lambda: clip(model))
 
+    @entered_once
     def _get_grad_norm(self, model, grad_norm=None):
         session = self.nanguard
         if session.on and not session.intake.settled:  # max_grad_norm is 0, or a subclass clips by itself
@@ -117,6 +126,7 @@ class GuardedTrainerMixin(Stealth, _Host):
             return None
         return super()._get_grad_norm(model, grad_norm)
 
+    @entered_once
     def _maybe_log_save_evaluate(self, *args, **kwargs):
         self.nanguard.after_step()
         self.nanguard.after_update()
@@ -125,6 +135,7 @@ class GuardedTrainerMixin(Stealth, _Host):
 
     # ---- evaluation, log, checkpoint ----
 
+    @entered_once
     def evaluate(self, *args, **kwargs):
         if not self.nanguard.on:
             return super().evaluate(*args, **kwargs)
@@ -133,15 +144,18 @@ class GuardedTrainerMixin(Stealth, _Host):
             self.nanguard.evaluation.check(metrics)
         return metrics
 
+    @entered_once
     def predict(self, *args, **kwargs):
         with self.nanguard.guarded_generation():
             return super().predict(*args, **kwargs)
 
+    @entered_once
     def _determine_best_metric(self, metrics, trial):
         if self.nanguard.on and self.nanguard.evaluation.spoils_best(metrics):
             return False
         return super()._determine_best_metric(metrics=metrics, trial=trial)
 
+    @entered_once
     def log(self, logs, *args, **kwargs):
         if self.nanguard.replaying:
             return
@@ -155,6 +169,7 @@ class GuardedTrainerMixin(Stealth, _Host):
         if self.nanguard.on:
             self.nanguard.record.write_row()
 
+    @entered_once
     def _save_checkpoint(self, model, trial):
         if not self.nanguard.ending.may_save(model):
             return

@@ -12,6 +12,7 @@ from .arguments import GuardArguments, find_guard_arguments
 from .compat_reinforcement import find_own_scoring, replaced_scoring
 from .mixin import GuardedTrainerMixin
 from .ratio import RatioBound
+from .reentry import entered_once
 from .rollout import Rollout
 from .row import ROWS
 
@@ -52,6 +53,7 @@ class ReinforcementMixin(GuardedTrainerMixin):
         assert self.nanguard.rollout is not None
         return self.nanguard.rollout
 
+    @entered_once
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
         rollout = self._rollout
         with rollout.generating() as watch:
@@ -59,6 +61,7 @@ class ReinforcementMixin(GuardedTrainerMixin):
         rollout.note(watch, prompt_ids, result[0] if isinstance(result, tuple) else result)
         return result
 
+    @entered_once
     def _compute_loss(self, model, inputs, *args, **kwargs):
         session = self.nanguard
         if session.ratio is None:
@@ -66,11 +69,13 @@ class ReinforcementMixin(GuardedTrainerMixin):
         with session.ratio.around_loss(inputs, counted=model.training and not session.replaying) as bounded:
             return super()._compute_loss(model, bounded, *args, **kwargs)  # type: ignore[misc]
 
+    @entered_once
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         result = super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
         ratio = self.nanguard.ratio
         return result if ratio is None else ratio.on_log_probs(result)
 
+    @entered_once
     def _generate_and_score_completions(self, inputs):
         session = self.nanguard
         rows = session.intake.current_rows()

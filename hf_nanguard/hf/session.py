@@ -30,6 +30,7 @@ from .intake import Intake
 from .learning import LearningWatch
 from .ratio import RatioBound
 from .record import RunRecord
+from .reentry import HostMethods
 from .rollout import Rollout
 
 logger = logging.getLogger("hf_nanguard")
@@ -68,6 +69,7 @@ class Session:
         self.learning = LearningWatch(trainer, self.guard)
         self.guarding_generation = False
         self.ending = Ending(trainer, self.guard)
+        self.host: HostMethods | None = None  # as the mixin found it
         self.is_ending = False  # the run stops with the step in the making, which must not be taken
 
     @property

@@ -1,5 +1,7 @@
 """Online trainers under guard: what they sample, how it is scored, and when the run has to end."""
 
+from functools import partial
+
 import pytest
 import torch
 from datasets import Dataset
@@ -188,6 +190,13 @@ def test_a_reward_function_that_fails_does_not_end_the_run(fault, tmp_path):
     assert event["culprit"]["reward_function"] == "reward"
     assert len(calls) == 4
     assert finite(trainer)
+
+
+def test_a_scoring_method_without_a_name_is_called(tmp_path):
+    trainer = build("grpo", tmp_path, max_steps=2)
+    trainer._calculate_rewards = partial(trainer._calculate_rewards)
+    trainer.train()
+    assert events_of(trainer) == []
 
 
 @pytest.mark.parametrize("place", ["inside", "outside", "instance"])

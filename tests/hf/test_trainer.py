@@ -280,6 +280,21 @@ def test_a_loss_that_changes_its_inputs_in_place_is_skipped_whole(tmp_path):
     assert "changed its inputs in place" in event["message"]
 
 
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_by_hand_is_that_of_the_host(kind, trained, tmp_path):
+    losses = {}
+    for guard in (False, True):
+        trainer = build(kind, tmp_path / str(guard), guard=guard, gradient_accumulation_steps=1, max_steps=2)
+        if trained:
+            trainer.train()
+        trainer.current_gradient_accumulation_steps = 1
+        torch.manual_seed(3)
+        losses[guard] = trainer.training_step(trainer.model, next(iter(trainer.get_train_dataloader())), None)
+        assert any(parameter.grad is not None for parameter in trainer.model.parameters())
+    assert torch.equal(losses[True], losses[False])
+
+
 def test_metrics_file_holds_every_log_row(tmp_path):
     trainer = build("plain", tmp_path)
     trainer.train()
