@@ -102,6 +102,9 @@ class ActivationMonitor(Monitor):
         self.close()
         if not self.is_due(step):
             return
+        if not self.modules and next(self.model.children(), None) is None:  # of one piece: the loss tells of its output
+            self.is_off = True
+            return
         if self.compiled:
             self._turn_off(step, "the model runs under torch.compile, which ignores hooks on its modules")
             return

@@ -186,7 +186,7 @@ def bare_optimizer(optimizer: Any) -> Any:
 
 def clips_in_one_piece(trainer: Trainer, model: torch.nn.Module) -> bool:
     """Returns whether the host clips by torch's own `get_total_norm` and `clip_grads_with_norm_`, so that we can look
-    between the two; a subclass may clip in its own way.
+    between the two; a subclass may clip in its own way, and so may whoever has put a clip of theirs on the accelerator.
 
     Can go when the Trainer measures and clips in two calls.
     """
@@ -198,7 +198,8 @@ def clips_in_one_piece(trainer: Trainer, model: torch.nn.Module) -> bool:
     ]
     sharded = accelerator.distributed_type == DistributedType.FSDP and accelerator.is_fsdp2
     one_norm = sharded or accelerator.distributed_type in ONE_NORM
-    return own[0] is Trainer and one_norm and not trainer._has_mixed_mesh_grads(model)
+    replaced = "_clip_grad_norm" in vars(trainer) or "clip_grad_norm_" in vars(accelerator)
+    return own[0] is Trainer and not replaced and one_norm and not trainer._has_mixed_mesh_grads(model)
 
 
 def dispatches_batches(trainer: Trainer) -> bool:

@@ -1,6 +1,7 @@
 """The mixin that guards any Trainer: each override calls the host once and tells the session what happened."""
 
 import math
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +47,18 @@ class GuardedTrainerMixin(Stealth, _Host):
     ```
     """
 
-    nanguard: Session
+    given_guard: GuardArguments | None = None
 
     def __init__(self, *args: Any, guard: GuardArguments | None = None, **kwargs: Any):
+        self.given_guard = guard
         super().__init__(*args, **kwargs)
         self.begin_guarding(guard)
+
+    @cached_property
+    def nanguard(self) -> Session:
+        """The guard of this trainer. A host's constructor that evaluates or counts its batches has it before it is done."""
+        self.begin_guarding(self.given_guard)
+        return self.nanguard
 
     def begin_guarding(self, guard: GuardArguments | None) -> None:
         """Sets the guard up on a trainer that is already built."""
@@ -67,6 +75,8 @@ class GuardedTrainerMixin(Stealth, _Host):
 
     @entered_once
     def get_train_dataloader(self):
+        if not self.nanguard.watches:  # somebody looks at the batches, or counts them: nothing may travel with them
+            return super().get_train_dataloader()
         with self.nanguard.checked_collate():
             dataloader = super().get_train_dataloader()
         self.nanguard.intake.rows.follow(dataloader, self.accelerator.num_processes)
@@ -76,7 +86,9 @@ class GuardedTrainerMixin(Stealth, _Host):
         resumed = kwargs.get("resume_from_checkpoint") is not None and kwargs["epoch"] == kwargs["epochs_trained"]
         skipped = resumed and not self.args.ignore_data_skip
         self.nanguard.intake.rows.begin_epoch(kwargs["steps_trained_in_current_epoch"] if skipped else 0)
-        return super()._run_epoch(*args, **kwargs)
+        self.nanguard.filters = self.args.logging_nan_inf_filter
+        with self.nanguard.log_filter(False):
+            return super()._run_epoch(*args, **kwargs)
 
     @entered_once
     def get_batch_samples(self, *args, **kwargs):
@@ -110,7 +122,7 @@ class GuardedTrainerMixin(Stealth, _Host):
 
     @entered_once
     def _clip_grad_norm(self, model):
-        if not self.nanguard.on or self.nanguard.intake.settled or self.nanguard.stepping:
+        if not self.nanguard.watches or self.nanguard.intake.settled or self.nanguard.stepping:
             return super()._clip_grad_norm(model)
         clip = super()._clip_grad_norm
         return self.nanguard.settle(model, self.args.max_grad_norm, lambda: clip(model))
@@ -118,11 +130,11 @@ class GuardedTrainerMixin(Stealth, _Host):
     @entered_once
     def _get_grad_norm(self, model, grad_norm=None):
         session = self.nanguard
-        if session.on and not session.intake.settled:  # max_grad_norm is 0, or a subclass clips by itself
+        if session.watches and not session.intake.settled:  # max_grad_norm is 0, or a subclass clips by itself
             measure = super()._get_grad_norm
             again = (lambda: measure(model)) if grad_norm is None else (lambda: self._clip_grad_norm(model))
             return session.settle(model, 0.0, again, grad_norm)
-        if session.on and grad_norm is None:  # skipped: there is nothing to measure
+        if session.watches and grad_norm is None:  # skipped: there is nothing to measure
             return None
         return super()._get_grad_norm(model, grad_norm)
 
@@ -131,7 +143,8 @@ class GuardedTrainerMixin(Stealth, _Host):
         self.nanguard.after_step()
         self.nanguard.after_update()
         self.nanguard.after_epoch()
-        return super()._maybe_log_save_evaluate(*args, **kwargs)
+        with self.nanguard.log_filter(self.nanguard.filters):
+            return super()._maybe_log_save_evaluate(*args, **kwargs)
 
     # ---- evaluation, log, checkpoint ----
 

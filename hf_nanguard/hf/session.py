@@ -61,6 +61,7 @@ class Session:
         self.evaluation = Evaluation(trainer, self.guard)
         self.intake = Intake(trainer, self.guard, self.deepspeed)
         self.training_now = False
+        self.filters = trainer.args.logging_nan_inf_filter
         self.stepping = False
         self.has_forgotten = False  # a step of this run
         self.bypassed = False
@@ -73,6 +74,11 @@ class Session:
         self.is_ending = False  # the run stops with the step in the making, which must not be taken
 
     @property
+    def watches(self) -> bool:
+        """Whether the guard takes part in the steps that are run now; those that somebody runs by hand are their own."""
+        return self.on and self.training_now
+
+    @property
     def replaying(self) -> bool:
         """Whether the guard is running a held micro-batch again."""
         return self.guard.replaying
@@ -81,26 +87,37 @@ class Session:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Surrounds `train()`: the log filter that hides NaN (and reads every loss twice) is off meanwhile."""
-        args = self.trainer.args
-        hidden = args.logging_nan_inf_filter
+        """Surrounds `train()`: steps are guarded meanwhile, and not those that anybody runs by hand."""
         self.intake.settled, self.is_ending, self.training_now = True, False, True
         self.ending.last_good = None
         self.has_forgotten = False
         self.guard.ladder.healthy()
         if self.on and self.guard.ranks.rank == 0:
             self._say_limits()
-        if self.acts:
-            args.logging_nan_inf_filter = False
         try:
             with self._guarded_own_step():
                 yield
         finally:
-            args.logging_nan_inf_filter = hidden
             self.intake.recording = self.training_now = False
             self.guard.patrol.close()
             self.after_step()  # an error may have come between a skipped step and its end
             self.guard.group = Group()
+
+    @contextmanager
+    def log_filter(self, on: bool) -> Iterator[None]:
+        """Turns the log filter that hides NaN (and reads every loss twice) on or off meanwhile, for a guard that acts.
+
+        It is off in an epoch, but for what logs, evaluates and saves there: the arguments are shown and kept as they were
+        given.
+        """
+        args = self.trainer.args
+        before = args.logging_nan_inf_filter
+        if self.acts:
+            args.logging_nan_inf_filter = on
+        try:
+            yield
+        finally:
+            args.logging_nan_inf_filter = before
 
     @contextmanager
     def _guarded_own_step(self) -> Iterator[None]:
@@ -161,7 +178,7 @@ class Session:
         """Wraps the data collator while the training dataloader is built."""
         trainer = self.trainer
         collator = trainer.data_collator
-        if self.on and self.training_now and not compat.dispatches_batches(trainer):
+        if not compat.dispatches_batches(trainer):
             limits = find_limits(trainer.model, compat.loss_shifts_labels(trainer), compat.has_own_loss(trainer))
             verdict = self.policy.on_bad_input if self.acts else "repair" if self.deepspeed else "observe"
             trainer.data_collator = CheckedCollator(collator, limits, verdict, can_drop=self.acts)
@@ -176,7 +193,7 @@ class Session:
         self, training_step: Callable[..., Tensor], model: nn.Module, inputs: Any, num_items: Tensor | int | None
     ) -> Tensor:
         """Runs a `training_step` as one micro-batch of `train()`, or as it is: called by hand, again, or by another one."""
-        if not self.on or not self.training_now or self.replaying or self.stepping:
+        if not self.watches or self.replaying or self.stepping:
             return training_step(model, inputs, num_items)
         self.stepping = True
         try:

@@ -355,7 +355,7 @@ def test_the_state_survives_a_checkpoint():
 
 
 def test_a_model_without_anything_to_watch_is_told_of(recwarn):
-    model = nn.LSTM(4, 4)
+    model = nn.Sequential(nn.LSTM(4, 4))
     monitor, events = _watch(model)
     monitor.begin_step(0)
     model(torch.ones(2, 4))[0].sum().backward()
@@ -363,6 +363,16 @@ def test_a_model_without_anything_to_watch_is_told_of(recwarn):
     [event] = events
     assert (event["signal"], event["action"]) == ("guard_failed", "observed")
     assert "no blocks" in event["message"]
+    assert not monitor.is_due(1)
+
+
+def test_a_model_of_one_piece_has_nothing_to_tell_of():
+    model = nn.ParameterDict({"a": torch.ones(1), "b": torch.zeros(1)})
+    monitor, events = _watch(model)
+    monitor.begin_step(0)
+    (model["a"] * 3 + model["b"]).sum().backward()
+    monitor.end_backward(0)
+    assert events == []
     assert not monitor.is_due(1)
 
 

@@ -295,6 +295,89 @@ def test_a_step_by_hand_is_that_of_the_host(kind, trained, tmp_path):
     assert torch.equal(losses[True], losses[False])
 
 
+def test_steps_run_by_hand_are_the_hosts_own(tmp_path):
+    """Outside of `train()` there is no group to decide on, and nothing is held."""
+    losses, norms = {}, {}
+    for guard in (False, True):
+        trainer = build("plain", tmp_path / str(guard), guard=guard, dropout=0.0)
+        batch = next(iter(trainer.get_train_dataloader()))
+        trainer.current_gradient_accumulation_steps = 1
+        for _ in range(2):  # before a run, and after one
+            loss = trainer.training_step(trainer.model, dict(batch), 1)
+            norm = trainer._clip_grad_norm(trainer.model)
+            losses.setdefault(guard, []).append(loss)
+            norms.setdefault(guard, []).extend([norm, trainer._get_grad_norm(trainer.model)])
+            trainer.model.zero_grad()
+            trainer.train()
+    assert all(map(torch.equal, losses[True], losses[False]))
+    assert norms[True] == norms[False]
+    assert trainer.nanguard.guard.group.micro_batches == []
+
+
+def test_a_constructor_may_use_the_trainer_it_makes(tmp_path):
+    class Eager(Trainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.num_batches = len(self.get_train_dataloader())
+            self.first_metrics = self.evaluate()
+
+    trainer = build("plain", tmp_path, Eager, extra={"eval_dataset": token_dataset(4), "guard": GuardArguments()})
+    assert trainer.num_batches == 24
+    assert "eval_loss" in trainer.first_metrics
+    assert trainer.nanguard.arguments is trainer.given_guard
+    plant(trainer, Fault("loss", 1, 1))
+    trainer.train()
+    assert [event["action"] for event in events_of(trainer)] == ["dropped"]
+
+
+def test_batches_that_somebody_looks_at_hold_nothing_of_ours(tmp_path):
+    """Not even those with a finding, which would travel along in a run."""
+    rows = [{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}] * 4
+    trainer = build("plain", tmp_path, extra={"train_dataset": rows})
+    batches = list(trainer.get_train_dataloader())
+    assert len(batches) == 2
+    assert all(set(batch) == {"input_ids", "labels"} for batch in batches)
+    batch = trainer.get_train_dataloader().collate_fn(rows[:2])
+    assert set(batch) == {"input_ids", "labels"}
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_a_clip_of_somebodys_own_on_the_accelerator_is_called(max_grad_norm, tmp_path):
+    trainer = build("plain", tmp_path, max_grad_norm=max_grad_norm)
+    clip, norms = trainer.accelerator.clip_grad_norm_, []
+
+    def halve(parameters, max_norm, norm_type=2):
+        norms.append(clip(parameters, max_norm, norm_type))
+        return norms[-1] / 2
+
+    trainer.accelerator.clip_grad_norm_ = halve
+    trainer.train()
+    logged = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+    assert len(norms) == 4
+    assert logged == pytest.approx([norm.item() / 2 for norm in norms])
+
+
+def test_what_is_saved_and_logged_has_the_arguments_as_given(tmp_path):
+    class Reader(TrainerCallback):
+        def __init__(self):
+            self.seen = []
+
+        def on_train_begin(self, args, *rest, **kwargs):
+            self.seen.append(args.logging_nan_inf_filter)
+
+        on_log = on_evaluate = on_save = on_train_begin
+
+    reader = Reader()
+    extra = {"callbacks": [reader], "eval_dataset": token_dataset(4)}
+    changed = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    trainer = build("plain", tmp_path, extra=extra, **changed)
+    trainer.train()
+    saved = torch.load(tmp_path / "checkpoint-1" / "training_args.bin", weights_only=False)
+    assert saved.logging_nan_inf_filter
+    assert len(reader.seen) > 12
+    assert all(reader.seen)
+
+
 def test_metrics_file_holds_every_log_row(tmp_path):
     trainer = build("plain", tmp_path)
     trainer.train()

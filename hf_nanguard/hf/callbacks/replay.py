@@ -13,7 +13,7 @@ from ...core.group import Group, MicroBatch
 from ...core.runner import Runner
 from ..isolation import untouched_modules
 from ..runner import decode_sample
-from .tap import Call, GradientTap, tensors_in
+from .tap import Call, GradientTap, as_scalar, tensors_in
 
 
 class CallbackRunner(Runner):
@@ -135,7 +135,7 @@ def share_out(calls: list[Call], size: int) -> list[tuple[Call, ...]]:
 def find_loss(output: Any) -> Tensor | None:
     """Returns the loss a model computed by itself, `None` if it left that to the trainer."""
     loss = output.get("loss") if isinstance(output, Mapping) else None
-    return loss if isinstance(loss, Tensor) and loss.requires_grad else None
+    return as_scalar(loss) if isinstance(loss, Tensor) and loss.requires_grad else None
 
 
 def stand_in_loss(output: Any) -> Tensor:

@@ -73,7 +73,7 @@ class GradientTap:
             return
         loss = output.get("loss") if isinstance(output, Mapping) else None
         if isinstance(loss, Tensor):
-            self.losses.append(loss.detach())
+            self.losses.append(as_scalar(loss.detach()))
         if GradientState().sync_gradients:
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
@@ -101,6 +101,11 @@ class GradientTap:
 
 def _queue(callback) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def as_scalar(loss: Tensor) -> Tensor:
+    """Returns a loss as the host trains on it: the mean, if a model has one for each sample or each device."""
+    return loss.mean() if loss.numel() > 1 else loss
 
 
 def tensors_in(output: Any) -> Iterator[Tensor]:

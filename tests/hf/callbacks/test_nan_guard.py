@@ -179,6 +179,28 @@ def test_a_loss_the_trainer_computes_by_itself_is_counted_too(tmp_path):
     assert row["nanguard/dropped_microbatches"] == 3
 
 
+@pytest.mark.parametrize("bad", [False, True])
+def test_a_model_with_a_loss_for_each_sample_or_device(bad, tmp_path):
+    """As `nn.DataParallel` has it; the trainer takes the mean."""
+
+    class Mean(Trainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs).mean()
+
+    trainer = _build(tmp_path, base=Mean)
+
+    def spread(module, args, output):
+        output["loss"] = torch.stack([output["loss"] * 0.5, output["loss"] * 1.5])
+        if bad and trainer.state.global_step == 2:
+            output["loss"] = output["loss"] * float("nan")
+        return output
+
+    trainer.model.register_forward_hook(spread)
+    trainer.train()
+    assert [(event["step"], event["action"]) for event in events_of(trainer)] == ([(2, "skipped")] if bad else [])
+    assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
+
+
 def test_metrics_are_those_of_the_run(tmp_path):
     trainer = _train(tmp_path, Fault("gradient", 3, parameter=LAYER), max_steps=5)
     rows = [row for row in trainer.state.log_history if "learning_rate" in row]
