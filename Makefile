@@ -33,6 +33,6 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python must be 3.11 or newer, got $$($(PYTHON) --version 2>&1). Run make PYTHON=/path/to/python3."; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q "$(TORCH)"
-	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install -q --no-compile "$(TORCH)"
+	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e ".[dev]"
 	touch $(STAMP)

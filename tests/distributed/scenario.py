@@ -411,7 +411,13 @@ def refused_suite() -> list[Scenario]:
     return [late]
 
 
+def is_variant(scenario: Scenario) -> bool:
+    """Whether it is another one with the culprit first in its group, or on rank 0."""
+    return scenario.name.endswith(("-first", "-first-llama", "-first-norm", "-rank0"))
+
+
 SUITES = {
-    "two": main_suite(2), "four": four_suite(), "accelerate": accelerate_suite(), "fsdp": fsdp_suite(),
+    "two": [s for s in main_suite(2) if not is_variant(s)], "variants": [s for s in main_suite(2) if is_variant(s)],
+    "four": four_suite(), "accelerate": accelerate_suite(), "fsdp": fsdp_suite(),
     "fsdp_refused": refused_suite(),
 }  # fmt: skip

@@ -13,7 +13,8 @@ WORKER = Path(__file__).with_name("activation_worker.py")
 pytestmark = [pytest.mark.distributed, pytest.mark.xdist_group("distributed")]
 
 
-@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_ranks_see_the_same(kind, tmp_path):
     launch = ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", str(find_free_port())]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Lockstep (L4) on gloo processes under DDP: 2 and 4 ranks by torchrun, 2 by accelerate."""
+"""Lockstep (L4) on gloo processes under DDP: 2 ranks by torchrun; slow: 4 ranks, 2 by accelerate."""
 
 import pytest
 
@@ -25,15 +25,28 @@ def test_two_ranks_exit_in_order(two: Played):
 
 
 @pytest.fixture(scope="module")
+def variants(tmp_path_factory) -> Played:
+    return play_suite("variants", [s.name for s in SUITES["variants"]], tmp_path_factory.mktemp("variants"), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", SUITES["variants"], ids=lambda s: s.name)
+def test_other_places_on_two_ranks(variants: Played, scenario: Scenario):
+    check_scenario(scenario, variants)
+
+
+@pytest.fixture(scope="module")
 def four(tmp_path_factory) -> Played:
     return play_suite("four", [s.name for s in SUITES["four"]], tmp_path_factory.mktemp("four"), 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SUITES["four"], ids=lambda s: s.name)
 def test_four_ranks(four: Played, scenario: Scenario):
     check_scenario(scenario, four)
 
 
+@pytest.mark.slow
 def test_four_ranks_exit_in_order(four: Played):
     assert four.codes == [0]
 
@@ -44,10 +57,12 @@ def accelerated(tmp_path_factory) -> Played:
     return play_suite("accelerate", names, tmp_path_factory.mktemp("accelerate"), 2, accelerate_launch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", SUITES["accelerate"], ids=lambda s: s.name)
 def test_accelerate_launch(accelerated: Played, scenario: Scenario):
     check_scenario(scenario, accelerated)
 
 
+@pytest.mark.slow
 def test_accelerate_launch_exits_in_order(accelerated: Played):
     assert accelerated.codes == [0]

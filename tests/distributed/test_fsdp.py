@@ -62,6 +62,7 @@ def test_trainers_exit_in_order(trainers: Played):
     assert trainers.codes == [0]
 
 
+@pytest.mark.slow
 def test_late_error_is_refused(tmp_path):
     """It is raised as it is, and said so: a second forward would gather shards that no other rank gathers then."""
     played = play_suite("fsdp_refused", ["late-error"], tmp_path, 2)
