@@ -6,12 +6,15 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # One thread a process, so that two test workers fit two cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -q
 
-.PHONY: demo test quick slow lint
+.PHONY: demo test unit quick slow lint
 
 demo: $(STAMP)
 	$(BIN)/nanguard demo
 
-test: lint
+test: $(STAMP)
+	@$(MAKE) -j 2 lint unit  # the type checker takes one core for a minute
+
+unit: $(STAMP)
 	$(PYTEST) -m "not slow"
 
 # The core, and of the host layer what tells most in little time.
@@ -33,6 +36,6 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Python must be 3.11 or newer, got $$($(PYTHON) --version 2>&1). Run make PYTHON=/path/to/python3."; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -q --no-compile "$(TORCH)"
-	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
