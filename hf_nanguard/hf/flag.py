@@ -6,6 +6,7 @@ Which value holds: a flag, else the file of `--config`, else the preset, else th
 import argparse
 import difflib
 import errno
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,11 +59,15 @@ class RecipeParser(HfArgumentParser):
     def parse_all(self, words: Sequence[str]) -> tuple[Any, ...]:
         """Returns an object for each dataclass, and one of all other flags if there are any."""
         try:
-            return self.parse_args_into_dataclasses(list(words), look_for_args_file=False)
+            parsed = self.parse_args_into_dataclasses(list(words), look_for_args_file=False)
         except ArgumentError:
             raise
         except (ImportError, OSError, TypeError, ValueError) as error:  # how the host's dataclasses complain
             raise ArgumentError(_end(_in_one_line(error))) from error
+        for arguments in parsed:
+            if isinstance(arguments, TrainingArguments):
+                _check_numbers(arguments)
+        return parsed
 
     def name_unknown(self, spelled: str) -> str:
         """Returns that there is no such argument, and the nearest there is."""
@@ -99,6 +104,15 @@ def _convert(value: Any, action: argparse.Action, hint: Any) -> Any:
     if action.choices is not None and value not in action.choices:
         raise ValueError(f"it takes {', '.join(map(str, action.choices))}")
     return [value] if action.nargs == "+" else value
+
+
+def _check_numbers(args: TrainingArguments) -> None:
+    """Complains about numbers that the host takes and fails of later."""
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+        if (number := vars(args)[name]) < 1:
+            raise ArgumentError(f"--{name} must be at least 1, got {number}.")
+    if not 0 <= args.learning_rate < math.inf:
+        raise ArgumentError(f"--learning_rate must be finite and not negative, got {args.learning_rate}.")
 
 
 def speaks() -> bool:

@@ -71,7 +71,7 @@ def test_help_shows_flags_that_are(capsys):
         (["--deepspeed", "no-such.json"], ["deepspeed"]),
         (["--per_device_train_batch_size", "0"], ["--per_device_train_batch_size", "0"]),
         (["--gradient_accumulation_steps", "0"], ["--gradient_accumulation_steps", "0"]),
-        (["--learning_rate", "-1"], ["learning rate", "-1.0"]),
+        (["--learning_rate", "-1"], ["--learning_rate", "-1.0"]),
         (["--load_in_4bit", "--model_name_or_path", "MODEL"], ["bitsandbytes"]),
         (["--report_to", "no-such"], ["no-such"]),
         (["--max_length", "2"], ["--max_length"]),

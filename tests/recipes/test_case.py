@@ -27,6 +27,12 @@ def test_healthy_data_is_silent(name, tmp_path):
     [
         (latent, ["--num_rows", "3"], "--num_rows must be more than 21, got 3."),
         (diffusion, ["--num_levels", "1"], "--num_levels must be at least 2, got 1."),
+        (latent, ["--learning_rate", "-1"], "--learning_rate must be finite and not negative, got -1.0."),
+        (
+            diffusion,
+            ["--gradient_accumulation_steps", "0"],
+            "--gradient_accumulation_steps must be at least 1, got 0.",
+        ),
         (distill, ["--temperature", "0"], "--temperature must be positive and finite, got 0.0."),
         (distill, ["--learning_rate", "1e-3"], "learning_rate must be given as --student_lr here, got 0.001."),
         (

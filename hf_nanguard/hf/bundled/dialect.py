@@ -21,7 +21,6 @@ from ..preset import read_preset, read_yaml
 
 OWN_OF_EMBEDDED = ("learning_rate",)
 PRECISIONS = ("bf16", "fp16")
-COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps")  # where the host would divide by zero
 
 
 @dataclass
@@ -133,9 +132,6 @@ def _layer(
         notes.append(f"datasets is used, so --dataset_name {given.dataset_name} is not.")
     parser.set_layer({**base, **preset, **own, **config}, f"--preset {given.preset}")
     recipe, script, training, model, mixture, *_ = parser.parse_all(words)
-    for name in COUNTS:
-        if (number := vars(training)[name]) < 1:
-            raise ArgumentError(f"--{name} must be at least 1, got {number}.")
     return Plan(recipe, script, training, model, mixture, no_model, no_data, notes)
 
 
