@@ -18,8 +18,8 @@ unit: $(STAMP)
 	$(PYTEST) -m "not slow"
 
 # The core, and of the host layer what tells most in little time.
-QUICK := tests/core tests/report tests/test_layering.py tests/test_surface.py tests/hf/test_arguments.py \
-	tests/hf/test_compat.py tests/hf/test_trainer.py
+QUICK := tests/core tests/report tests/test_layering.py tests/test_surface.py tests/hf/trainer/test_arguments.py \
+	tests/hf/compat/test_trainer.py tests/hf/test_guarded_trainer.py
 
 quick: lint
 	$(PYTEST) -m "not slow and not distributed" $(QUICK)

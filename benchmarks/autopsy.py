@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hf_nanguard.core.autopsy.origin import find_origin
+from hf_nanguard.core.autopsy.trace.origin import find_origin
 
 SIZES = {"2m": (128, 4, 4096, 4, 64), "27m": (512, 8, 8192, 4, 128)}
 

@@ -18,7 +18,7 @@ from transformers import InfNanRemoveLogitsProcessor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hf_nanguard.core.logits import repair_scores
-from hf_nanguard.hf.processor import NumericalStabilityLogitsProcessor
+from hf_nanguard.hf.generation.logits_processors import NumericalStabilityLogitsProcessor
 
 SHAPES = ((8, 151936), (32, 32000))
 

@@ -15,13 +15,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hf_nanguard.core.activation import ActivationMonitor
-from hf_nanguard.core.agreement import Ranks
 from hf_nanguard.core.journal import Journal
-from hf_nanguard.core.movement import MovementMonitor
-from hf_nanguard.core.patrol import Patrol
-from hf_nanguard.core.soundness import SoundnessMonitor
-from hf_nanguard.hf.attention import AttentionMonitor
+from hf_nanguard.core.monitors.activations import ActivationMonitor
+from hf_nanguard.core.monitors.monitor_set import MonitorSet
+from hf_nanguard.core.monitors.weight_updates import MovementMonitor
+from hf_nanguard.core.monitors.weights import SoundnessMonitor
+from hf_nanguard.core.ranks import Ranks
+from hf_nanguard.hf.monitors.attention_monitor import AttentionMonitor
 from tests.counting import counting
 
 SIZES = {"2m": (128, 4, 4096), "27m": (512, 8, 8192)}
@@ -51,18 +51,18 @@ class Loop:
             "weights": lambda: SoundnessMonitor(*state),
             "movement": lambda: MovementMonitor(*state),
         }
-        self.patrol = Patrol(tuple(build[kind]() for kind in kinds))
-        for monitor in self.patrol.monitors:
+        self.monitor_set = MonitorSet(tuple(build[kind]() for kind in kinds))
+        for monitor in self.monitor_set.monitors:
             monitor.early = ()
 
     def step(self, number: int) -> None:
         """Takes one step."""
-        self.patrol.begin_step(number)
+        self.monitor_set.begin_step(number)
         self.model(input_ids=self.tokens, labels=self.tokens).loss.backward()
-        self.patrol.end_backward()
-        self.patrol.before_update()
+        self.monitor_set.end_backward()
+        self.monitor_set.before_update()
         self.optimizer.step()
-        self.patrol.after_update()
+        self.monitor_set.after_update()
         self.optimizer.zero_grad()
 
 

@@ -19,10 +19,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hf_nanguard import GuardedTrainer
-from hf_nanguard.core.guard import Guard
-from hf_nanguard.core.runner import Runner
-from hf_nanguard.hf.collate import CheckedCollator
-from hf_nanguard.hf.session import Session
+from hf_nanguard.core.rerun.runner import Runner
+from hf_nanguard.core.step.guard import Guard
+from hf_nanguard.hf.data.checked_collator import CheckedCollator
+from hf_nanguard.hf.trainer.trainer_guard import TrainerGuard
 from tests.counting import counting
 
 SIZES = {"2m": (128, 4, 4096), "27m": (512, 8, 8192)}
@@ -115,8 +115,8 @@ def main() -> None:
     spent: Counter = Counter()
     trainer, times = build(GuardedTrainer, options.size, options.steps, options.accumulation)
     methods = [
-        (CheckedCollator, "__call__", "guard"), (Session, "begin_group", "guard"), (Session, "hold_inputs", "guard"),
-        (Session, "_open_group", "guard"), (Guard, "settle", "guard"), (Runner, "measure", "host"),
+        (CheckedCollator, "__call__", "guard"), (TrainerGuard, "begin_group", "guard"), (TrainerGuard, "hold_inputs", "guard"),
+        (TrainerGuard, "_open_group", "guard"), (Guard, "settle", "guard"), (Runner, "measure", "host"),
     ]  # fmt: skip
     with timed(spent, *methods):
         trainer.train()

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .core.guard import Guard as Guard
+    from .bundle_replay.rebuild import replay as replay
     from .core.losses import bounded_loss as bounded_loss
     from .core.losses import clamp_weight as clamp_weight
     from .core.losses import distillation_loss as distillation_loss
@@ -12,28 +12,28 @@ if TYPE_CHECKING:
     from .core.losses import masked_cross_entropy as masked_cross_entropy
     from .core.losses import normalized_mse as normalized_mse
     from .core.losses import soft_cap as soft_cap
-    from .core.policy import Policy as Policy
+    from .core.settings import Policy as Policy
+    from .core.step.guard import Guard as Guard
     from .errors import ArgumentError as ArgumentError
     from .errors import LossMissingError as LossMissingError
     from .errors import NanGuardError as NanGuardError
     from .errors import NonFiniteError as NonFiniteError
-    from .hf.arguments import GuardArguments as GuardArguments
-    from .hf.arguments import GuardedTrainingArguments as GuardedTrainingArguments
     from .hf.callbacks import ActivationMonitorCallback as ActivationMonitorCallback
     from .hf.callbacks import GradientMonitorCallback as GradientMonitorCallback
     from .hf.callbacks import NanGuardCallback as NanGuardCallback
-    from .hf.generation import guard_generation as guard_generation
-    from .hf.grpo import GuardedGRPOConfig as GuardedGRPOConfig
-    from .hf.grpo import GuardedGRPOTrainer as GuardedGRPOTrainer
-    from .hf.mixin import GuardedTrainerMixin as GuardedTrainerMixin
-    from .hf.processor import NumericalStabilityLogitsProcessor as NumericalStabilityLogitsProcessor
-    from .hf.processor import SafeTemperatureLogitsWarper as SafeTemperatureLogitsWarper
-    from .hf.rebuild import replay as replay
-    from .hf.sft import GuardedSFTConfig as GuardedSFTConfig
-    from .hf.sft import GuardedSFTTrainer as GuardedSFTTrainer
-    from .hf.trainer import GuardedTrainer as GuardedTrainer
-    from .hf.trainer import attach as attach
-    from .hf.trainer import guarded as guarded
+    from .hf.generation.guard_generation import guard_generation as guard_generation
+    from .hf.generation.logits_processors import NumericalStabilityLogitsProcessor as NumericalStabilityLogitsProcessor
+    from .hf.generation.logits_processors import SafeTemperatureLogitsWarper as SafeTemperatureLogitsWarper
+    from .hf.guarded_grpo import GuardedGRPOConfig as GuardedGRPOConfig
+    from .hf.guarded_grpo import GuardedGRPOTrainer as GuardedGRPOTrainer
+    from .hf.guarded_sft import GuardedSFTConfig as GuardedSFTConfig
+    from .hf.guarded_sft import GuardedSFTTrainer as GuardedSFTTrainer
+    from .hf.guarded_trainer import GuardedTrainer as GuardedTrainer
+    from .hf.guarded_trainer import attach as attach
+    from .hf.guarded_trainer import guarded as guarded
+    from .hf.trainer.arguments import GuardArguments as GuardArguments
+    from .hf.trainer.arguments import GuardedTrainingArguments as GuardedTrainingArguments
+    from .hf.trainer.mixin import GuardedTrainerMixin as GuardedTrainerMixin
 
 __version__ = "0.1.0"
 
@@ -43,7 +43,7 @@ _HOMES = {
     "LossMissingError": "errors",
     "NanGuardError": "errors",
     "NonFiniteError": "errors",
-    "Guard": "core.guard",
+    "Guard": "core.step.guard",
     "bounded_loss": "core.losses",
     "clamp_weight": "core.losses",
     "distillation_loss": "core.losses",
@@ -51,21 +51,21 @@ _HOMES = {
     "masked_cross_entropy": "core.losses",
     "normalized_mse": "core.losses",
     "soft_cap": "core.losses",
-    "Policy": "core.policy",
-    "GuardArguments": "hf.arguments",
-    "GuardedTrainingArguments": "hf.arguments",
-    "GuardedTrainerMixin": "hf.mixin",
-    "GuardedTrainer": "hf.trainer",
-    "guarded": "hf.trainer",
-    "attach": "hf.trainer",
-    "GuardedSFTConfig": "hf.sft",
-    "GuardedSFTTrainer": "hf.sft",
-    "GuardedGRPOConfig": "hf.grpo",
-    "GuardedGRPOTrainer": "hf.grpo",
-    "replay": "hf.rebuild",
-    "NumericalStabilityLogitsProcessor": "hf.processor",
-    "SafeTemperatureLogitsWarper": "hf.processor",
-    "guard_generation": "hf.generation",
+    "Policy": "core.settings",
+    "GuardArguments": "hf.trainer.arguments",
+    "GuardedTrainingArguments": "hf.trainer.arguments",
+    "GuardedTrainerMixin": "hf.trainer.mixin",
+    "GuardedTrainer": "hf.guarded_trainer",
+    "guarded": "hf.guarded_trainer",
+    "attach": "hf.guarded_trainer",
+    "GuardedSFTConfig": "hf.guarded_sft",
+    "GuardedSFTTrainer": "hf.guarded_sft",
+    "GuardedGRPOConfig": "hf.guarded_grpo",
+    "GuardedGRPOTrainer": "hf.guarded_grpo",
+    "replay": "bundle_replay.rebuild",
+    "NumericalStabilityLogitsProcessor": "hf.generation.logits_processors",
+    "SafeTemperatureLogitsWarper": "hf.generation.logits_processors",
+    "guard_generation": "hf.generation.guard_generation",
     "NanGuardCallback": "hf.callbacks",
     "GradientMonitorCallback": "hf.callbacks",
     "ActivationMonitorCallback": "hf.callbacks",

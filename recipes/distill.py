@@ -1,7 +1,7 @@
 """A float16 student with routed experts learns from a teacher that has another tokenizer.
 
 The loss has two terms: cross-entropy (ce) and the divergence from the teacher (kd), compared where both tokenizers
-predict the same characters, over the tokens they share (`hf_nanguard.hf.alignment` says how). If kd is not finite it is
+predict the same characters, over the tokens they share (`hf_nanguard.examples.tasks.token_alignment` says how). If kd is not finite it is
 dropped, as an event, and ce goes on. The router has a learning rate of its own. After every epoch the perplexity on
 other texts is measured, and the best model is kept. Without names, models and texts are made here; nothing is
 downloaded. Planted failures:
@@ -41,12 +41,19 @@ from hf_nanguard import (
     masked_cross_entropy,
     soft_cap,
 )
-from hf_nanguard.hf.alignment import align_positions, share_vocabulary
-from hf_nanguard.hf.calendar import BAD_WORD, build_student, build_teacher, build_texts, build_tokenizers, spoil_word
-from hf_nanguard.hf.case import COMMON, CaseArguments, exit_code
-from hf_nanguard.hf.comparison import Outcome, compare_runs
-from hf_nanguard.hf.flag import parse_arguments
-from hf_nanguard.hf.term import weigh_term
+from hf_nanguard.examples.compare import Outcome, compare_runs
+from hf_nanguard.examples.recipe.command_line import parse_arguments
+from hf_nanguard.examples.recipe.field_report_case import COMMON, CaseArguments, exit_code
+from hf_nanguard.examples.tasks.calendar_words import (
+    BAD_WORD,
+    build_student,
+    build_teacher,
+    build_texts,
+    build_tokenizers,
+    spoil_word,
+)
+from hf_nanguard.examples.tasks.token_alignment import align_positions, share_vocabulary
+from hf_nanguard.hf.trainer.trainer_terms import weigh_term
 
 MASKED = -100
 NUM_VALIDATION = 48

@@ -5,7 +5,7 @@
     accelerate launch recipes/grpo.py --config configs/grpo/balanced.yaml
     accelerate launch --config_file configs/accelerate/ddp.yaml recipes/grpo.py --preset balanced
 
-`--help` shows what it takes; the code is hf_nanguard/hf/bundled/grpo.py.
+`--help` shows what it takes; the code is hf_nanguard/examples/recipe/grpo_recipe.py.
 """
 
 import sys

@@ -21,11 +21,11 @@ from datasets import Dataset
 from trl import GRPOTrainer
 
 from hf_nanguard import ArgumentError, GuardedGRPOConfig, GuardedGRPOTrainer
-from hf_nanguard.hf import picture
-from hf_nanguard.hf.bundled.grpo import measure
-from hf_nanguard.hf.case import CaseArguments, check_rows, exit_code
-from hf_nanguard.hf.comparison import Outcome, compare_runs
-from hf_nanguard.hf.flag import parse_arguments
+from hf_nanguard.examples.compare import Outcome, compare_runs
+from hf_nanguard.examples.recipe.command_line import parse_arguments
+from hf_nanguard.examples.recipe.field_report_case import CaseArguments, check_rows, exit_code
+from hf_nanguard.examples.recipe.grpo_recipe import measure
+from hf_nanguard.examples.tasks import pictures as picture
 
 BAD_ROW = 5
 DEFAULTS = {

@@ -24,10 +24,10 @@ from torch.nn import functional as F
 from transformers import BertConfig, BertModel, Trainer, TrainingArguments
 
 from hf_nanguard import GuardedTrainingArguments, guarded, masked_cross_entropy, normalized_mse
-from hf_nanguard.hf.case import COMMON, CaseArguments, check_rows, exit_code
-from hf_nanguard.hf.comparison import Outcome, compare_runs
-from hf_nanguard.hf.flag import parse_arguments
-from hf_nanguard.hf.term import weigh_term
+from hf_nanguard.examples.compare import Outcome, compare_runs
+from hf_nanguard.examples.recipe.command_line import parse_arguments
+from hf_nanguard.examples.recipe.field_report_case import COMMON, CaseArguments, check_rows, exit_code
+from hf_nanguard.hf.trainer.trainer_terms import weigh_term
 
 PAD, BLANK, FIRST, NUM_TOKENS = 0, 1, 2, 50
 LENGTH, NUM_LATENTS = 16, 8

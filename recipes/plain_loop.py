@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_nanguard.core.finite import find_nonfinite
-from hf_nanguard.core.guard import Guard
+from hf_nanguard.core.step.guard import Guard
 
 Batch = tuple[Tensor, Tensor]
 BATCHES_A_STEP = 4

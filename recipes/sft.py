@@ -5,7 +5,7 @@
     accelerate launch recipes/sft.py --config configs/sft/balanced.yaml
     accelerate launch --config_file configs/accelerate/ddp.yaml recipes/sft.py --preset balanced
 
-`--help` shows what it takes; the code is hf_nanguard/hf/bundled/sft.py.
+`--help` shows what it takes; the code is hf_nanguard/examples/recipe/sft_recipe.py.
 """
 
 import sys

@@ -27,7 +27,7 @@ from hf_nanguard import (
 )
 from hf_nanguard.cli.main import build_parser
 from hf_nanguard.core.event import Culprit, Event
-from hf_nanguard.core.signal import Action, Cause, Signal
+from hf_nanguard.core.vocabulary import Action, Cause, Signal
 
 ROOT = Path(__file__).parent.parent
 
@@ -186,10 +186,10 @@ def test_versions_agree():
     ("module", "absent"),
     [
         ("hf_nanguard", ("torch", "transformers", "accelerate", "trl")),
-        ("hf_nanguard.core.guard", ("transformers", "accelerate", "trl")),
-        ("hf_nanguard.report.jsonl", ("torch", "transformers", "accelerate", "trl")),
+        ("hf_nanguard.core.step.guard", ("transformers", "accelerate", "trl")),
+        ("hf_nanguard.report.run_files", ("torch", "transformers", "accelerate", "trl")),
         ("hf_nanguard.cli.main", ("torch", "transformers", "accelerate", "trl", "rich")),
-        ("hf_nanguard.hf.trainer", ("trl",)),
+        ("hf_nanguard.hf.guarded_trainer", ("trl",)),
     ],
 )
 def test_imports_stay_light(module, absent):

@@ -112,7 +112,7 @@ def build(
 
 def events_of(trainer: Any, rank: int = 0) -> list[dict]:
     """Returns the events a run has written."""
-    from hf_nanguard.report.jsonl import events_path, read_jsonl
+    from hf_nanguard.report.run_files import events_path, read_jsonl
 
     path = events_path(Path(trainer.args.output_dir) / "nanguard", rank)
     return list(read_jsonl(path)) if path.exists() else []

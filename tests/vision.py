@@ -4,7 +4,7 @@ import random
 
 from datasets import Dataset
 
-from hf_nanguard.hf.picture import CHAT_TEMPLATE, PictureProcessor
+from hf_nanguard.examples.tasks.pictures import CHAT_TEMPLATE, PictureProcessor
 
 from .architectures import VOCAB
 from .models import tiny_tokenizer

@@ -61,7 +61,7 @@ def find_commands(parser: argparse.ArgumentParser) -> list[Command]:
 
 
 def _describe(name: str, text: str, parser: argparse.ArgumentParser) -> Command:
-    from ..core.policy import CHOICES
+    from ..core.settings import CHOICES
 
     options, words = [], []
     for action in parser._actions:

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
-from .screen import between, build_console, guard_log, make_folder, progress
+from .live_output import between, build_console, guard_log, make_folder, progress
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..hf.stage import Act
+    from ..examples.demo.scenario_runner import Scenario
 
 EPILOG = """examples:
   nanguard demo
@@ -55,14 +55,14 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the demo and returns the exit code."""
     folder = make_folder("--output-dir", arguments.output_dir)
     try:
-        from ..hf.act import ACTS
-        from ..hf.stage import Stage
+        from ..examples.demo.scenario_runner import ScenarioRunner
+        from ..examples.demo.scenarios import ACTS
     except ModuleNotFoundError as error:
         raise ArgumentError(f"nanguard demo needs {error.name}. Run pip install 'hf-nanguard[trl]'.") from error
 
     import torch
 
-    from ..hf.showcase import quiet_hosts
+    from ..examples.demo.small_sft import quiet_hosts
 
     torch.set_num_threads(1)  # the models are so small that a second thread only waits for the first
     console = build_console()
@@ -75,13 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
                 console.print(f"{number}. {story}", markup=False, highlight=False)
 
             with progress(console) as begin:
-                shown.append(play(Stage(folder, arguments.seed, arguments.steps, tell, begin)))
+                shown.append(play(ScenarioRunner(folder, arguments.seed, arguments.steps, tell, begin)))
             console.print()
     show(console, shown)
     return 0
 
 
-def show(console: Console, acts: Sequence[Act]) -> None:
+def show(console: Console, acts: Sequence[Scenario]) -> None:
     """Prints the comparison, and where the evidence is."""
     from rich.markup import escape
     from rich.table import Table

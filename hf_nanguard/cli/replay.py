@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import ArgumentError
 
 if TYPE_CHECKING:
-    from ..core.autopsy.bundle import Bundle
+    from ..core.autopsy.bundle.reader import Bundle
     from ..core.autopsy.verdict import Remedy, Verdict
 
 PATIENCE = 2.0
@@ -75,10 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
 def examine(arguments: argparse.Namespace, say: Callable[[str], None]) -> tuple[Bundle, Verdict]:
     """Returns the bundle and what was found in it this time."""
     try:
-        from ..core.autopsy.bundle import read_bundle
+        from ..core.autopsy.bundle.reader import read_bundle
 
         bundle = read_bundle(arguments.bundle)  # a wrong folder is told before the slow import
-        from ..hf.rebuild import examine_bundle
+        from ..bundle_replay.rebuild import examine_bundle
     except ModuleNotFoundError as error:
         raise ArgumentError(f"nanguard replay needs {error.name}. Run pip install {error.name}.") from error
     say("building the model")

@@ -14,14 +14,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .setting import CONFIG_VARIABLE, add_flags, as_environment, gather
-from .target import find_target
+from ..takeover.script_target import find_target
+from .setting_flags import CONFIG_VARIABLE, add_flags, as_environment, gather
 
 if TYPE_CHECKING:
-    from ..hf.takeover import Takeover
+    from ..takeover.takeover import Takeover
 
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
-STARTUP = str(Path(__file__).parent / "startup")
+STARTUP = str(Path(__file__).parent.parent / "takeover" / "startup")
 MARK = (
     "HF_NANGUARD_RUN"  # in the environment of child processes: the folder in which they tell that they built a trainer
 )
@@ -83,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs what was named and returns its exit code."""
     settings = gather(vars(arguments), os.environ, arguments.config)
     target = find_target(arguments.words)
-    from ..hf.takeover import Takeover
+    from ..takeover.takeover import Takeover
 
     with _guarded_children(settings) as folders:
         with Takeover(settings, say, lambda: _leave_mark(folders)) as takeover:
@@ -139,7 +139,7 @@ def _guarded_children(settings: dict[str, Any]) -> Iterator[list[Path]]:
 
 def take_over_child() -> None:
     """Guards the trainers of a process that a guarded one has started, until it ends."""
-    from ..hf.takeover import Takeover
+    from ..takeover.takeover import Takeover
 
     folder = os.environ.get(MARK)
     if folder is not None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .recipe import add_recipe, run, split
+from .recipe_command import add_recipe, run, split
 
 __all__ = ["add_parser", "run", "split"]
 

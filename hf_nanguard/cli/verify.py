@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
-from .screen import between, build_console, guard_log, make_folder, progress
+from .live_output import between, build_console, guard_log, make_folder, progress
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..hf.verification import Verification
+    from ..verification.grade import Verification
 
 TASKS = ("sft", "grpo")
 WITH_VALUE = ("--task", "--steps", "--memory_limit", "--memory-limit", "--output_dir", "--output-dir")
@@ -119,11 +119,11 @@ def run(arguments: argparse.Namespace) -> int:
         recipe = import_module(f"..hf.bundled.{arguments.task}", __package__).RECIPE
     except ModuleNotFoundError as error:
         raise ArgumentError(f"nanguard verify needs {error.name}. Run pip install 'hf-nanguard[trl]'.") from error
-    from ..hf.bundled.dialect import parse
-    from ..hf.bundled.ending import build, stdout_aside
-    from ..hf.bundled.recipe import fresh
-    from ..hf.showcase import quiet_hosts
-    from ..hf.trial import verify
+    from ..examples.demo.small_sft import quiet_hosts
+    from ..examples.recipe.base_recipe import fresh
+    from ..examples.recipe.recipe_parser import parse
+    from ..examples.recipe.run_and_save import build, stdout_aside
+    from ..verification.measured_run import verify
 
     plan = parse(arguments.words, recipe.kind)
     if plan.recipe.compare:

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from .signal import Action, Cause, Signal
+from .vocabulary import Action, Cause, Signal
 
 SCHEMA = 1
 

@@ -5,10 +5,10 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from .agreement import Ranks
 from .event import Culprit, Event
-from .group import Group
-from .signal import Action, Signal
+from .ranks import Ranks
+from .rerun.micro_batch import AccumulationGroup
+from .vocabulary import Action, Signal
 
 logger = logging.getLogger("hf_nanguard")
 
@@ -55,13 +55,13 @@ class Journal:
         logger.log(logging.WARNING if loud else logging.INFO, "[%s] %s: %s", signal, event["action"], event["message"])
 
 
-def tell_watched(journal: Journal, group: Group, watched: list[float], step: int) -> None:
+def tell_watched(journal: Journal, group: AccumulationGroup, watched: list[float], step: int) -> None:
     """Writes an event for every watched tensor that is not finite or exceeds its bound.
 
     Args:
         journal (`Journal`):
             Where to.
-        group (`Group`):
+        group (`AccumulationGroup`):
             The group in which the tensors were watched.
         watched (`list[float]`):
             Their largest magnitudes, as read.
@@ -79,13 +79,15 @@ def tell_watched(journal: Journal, group: Group, watched: list[float], step: int
         journal.write(Event(step, Signal.PREDICTION_NONFINITE, Action.OBSERVED, message, None, rank, values, culprit))
 
 
-def tell_bad_terms(journal: Journal, group: Group, losses: list[float], step: int, skipped: bool = False) -> None:
+def tell_bad_terms(
+    journal: Journal, group: AccumulationGroup, losses: list[float], step: int, skipped: bool = False
+) -> None:
     """Writes an event for every term that is not finite and that no event of the step as a whole tells of.
 
     Args:
         journal (`Journal`):
             Where to.
-        group (`Group`):
+        group (`AccumulationGroup`):
             The group, with its terms as read.
         losses (`list[float]`):
             Its losses, if they were read: one that is not finite is told of with its terms.

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
-from .token_loss import distillation_loss as distillation_loss
-from .token_loss import masked_cross_entropy as masked_cross_entropy
-from .token_loss import widen
+from .token_losses import distillation_loss as distillation_loss
+from .token_losses import masked_cross_entropy as masked_cross_entropy
+from .token_losses import widen
 
 
 def _check_positive(name: str, value: float) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from hf_nanguard.cli.completion import WRITERS, find_commands
 from hf_nanguard.cli.main import build_parser, main
-from hf_nanguard.core.policy import CHOICES
+from hf_nanguard.core.settings import CHOICES
 
 COMMANDS = find_commands(build_parser())
 

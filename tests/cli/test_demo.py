@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_nanguard.hf.act import SAMPLING_STEPS
-from hf_nanguard.hf.showcase import BATCH_SIZE, HIGHEST, MASKED, WORDS, build_rows, build_tokenizer, cut_off
-from hf_nanguard.report.jsonl import read_jsonl
+from hf_nanguard.examples.demo.scenarios import SAMPLING_STEPS
+from hf_nanguard.examples.demo.small_sft import BATCH_SIZE, HIGHEST, MASKED, WORDS, build_rows, build_tokenizer, cut_off
+from hf_nanguard.report.run_files import read_jsonl
 
 ROOT = Path(__file__).parent.parent.parent
 COMMAND = [sys.executable, "-m", "hf_nanguard.cli.main", "demo"]

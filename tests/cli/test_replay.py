@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from hf_nanguard import GuardArguments, NanGuardCallback
 from hf_nanguard.cli import replay as command
 from hf_nanguard.cli.main import main
-from hf_nanguard.core.autopsy.bundle import write_bundle
-from hf_nanguard.core.autopsy.origin import Origin
+from hf_nanguard.core.autopsy.bundle.reader import write_bundle
+from hf_nanguard.core.autopsy.trace.origin import Origin
 from hf_nanguard.core.autopsy.verdict import Blame, Remedy, Verdict, format_verdict
-from hf_nanguard.core.signal import Cause
-from hf_nanguard.hf.describe import describe_trainer
-from tests.hf.bundles import bad_row, examine_and_write, hold
+from hf_nanguard.core.vocabulary import Cause
+from hf_nanguard.hf.trainer.trainer_facts import describe_trainer
+from tests.bundle_replay.bundles import bad_row, examine_and_write, hold
 from tests.models import tiny_llama, token_rows
 from tests.trainers import build, events_of
 
@@ -27,19 +27,19 @@ REMEDIES = (Remedy("float32", True, False), Remedy("drop_rows", True, True), Rem
 
 
 @pytest.fixture(scope="module")
-def specimen(tmp_path_factory):
+def suspect(tmp_path_factory):
     return hold(build("plain", tmp_path_factory.mktemp("run"), guard=False), bad_row)
 
 
 @pytest.fixture(scope="module")
-def found(specimen, tmp_path_factory) -> tuple[Path, Verdict]:
+def found(suspect, tmp_path_factory) -> tuple[Path, Verdict]:
     """A bundle and its verdict."""
-    return examine_and_write(specimen, tmp_path_factory.mktemp("bundle"))
+    return examine_and_write(suspect, tmp_path_factory.mktemp("bundle"))
 
 
-def write(specimen, folder: Path, verdict: Verdict, **facts) -> str:
-    told = {**describe_trainer(specimen.runner.trainer, specimen.share), **facts}
-    return str(write_bundle(folder / "step-7", specimen, verdict, told, weights="all"))
+def write(suspect, folder: Path, verdict: Verdict, **facts) -> str:
+    told = {**describe_trainer(suspect.runner.trainer, suspect.share), **facts}
+    return str(write_bundle(folder / "step-7", suspect, verdict, told, weights="all"))
 
 
 def run(*arguments: str, capsys) -> tuple[int, str, str]:
@@ -94,9 +94,9 @@ def test_json_is_one_strict_object(found, capsys):
     assert told["recorded"]["blame"]["samples"] == [1]
 
 
-def test_another_origin_is_told(specimen, found, tmp_path, capsys):
+def test_another_origin_is_told(suspect, found, tmp_path, capsys):
     origin = replace(found[1].origin, module="model.layers.9", cause=Cause.UNKNOWN)
-    path = write(specimen, tmp_path, replace(found[1], origin=origin, blame=Blame("samples", [0])))
+    path = write(suspect, tmp_path, replace(found[1], origin=origin, blame=Blame("samples", [0])))
     code, out, _ = run(path, capsys=capsys)
     assert code == 1
     told = out.splitlines()[-1]
@@ -107,25 +107,25 @@ def test_another_origin_is_told(specimen, found, tmp_path, capsys):
     assert "source" not in told
 
 
-def test_a_batch_that_is_finite_now_is_told(specimen, found, tmp_path, capsys):
+def test_a_batch_that_is_finite_now_is_told(suspect, found, tmp_path, capsys):
     """The weights of another run are given: nothing is wrong with them."""
-    facts = describe_trainer(specimen.runner.trainer, specimen.share)
+    facts = describe_trainer(suspect.runner.trainer, suspect.share)
     verdict = replace(found[1], origin=replace(found[1].origin, parameter=None))
-    path = write_bundle(tmp_path / "step-7", specimen, verdict, facts, weights="none")
+    path = write_bundle(tmp_path / "step-7", suspect, verdict, facts, weights="none")
     tiny_llama().save_pretrained(tmp_path / "healthy")
     code, out, _ = run(str(path), "--checkpoint", str(tmp_path / "healthy"), capsys=capsys)
     assert code == 1
     assert "Not as recorded: the replay was finite." in out
 
 
-def test_weights_that_the_optimizer_ruined_are_the_same_fault(specimen, found, tmp_path, capsys):
+def test_weights_that_the_optimizer_ruined_are_the_same_fault(suspect, found, tmp_path, capsys):
     origin = replace(found[1].origin, phase="optimizer", cause=Cause.ADAM_EPS_UNDERFLOW)
-    path = write(specimen, tmp_path, replace(found[1], origin=origin))
+    path = write(suspect, tmp_path, replace(found[1], origin=origin))
     assert run(path, capsys=capsys)[0] == 0
 
 
-def test_remedies_are_shown_as_recorded_unless_tried_again(specimen, found, tmp_path, capsys, monkeypatch):
-    path = write(specimen, tmp_path, replace(found[1], remedies=REMEDIES))
+def test_remedies_are_shown_as_recorded_unless_tried_again(suspect, found, tmp_path, capsys, monkeypatch):
+    path = write(suspect, tmp_path, replace(found[1], remedies=REMEDIES))
     _, out, _ = run(path, capsys=capsys)
     lines = [line.split(":", 1) for line in out.splitlines() if ":" in line]
     told = {name.strip(): text.strip() for name, text in lines}
@@ -143,17 +143,17 @@ def test_remedies_are_shown_as_recorded_unless_tried_again(specimen, found, tmp_
     assert "drop_rows" not in out
 
 
-def test_text_of_a_bundle_cannot_steer_the_terminal(specimen, found, tmp_path, capsys):
+def test_text_of_a_bundle_cannot_steer_the_terminal(suspect, found, tmp_path, capsys):
     evil = "\x1b]0;evil\x07\x1b[2J\u202e[bold red]"
     blame = replace(found[1].blame, texts={1: evil})
-    path = write(specimen, tmp_path, replace(found[1], blame=blame, remedies=(Remedy(evil, True, True),)))
+    path = write(suspect, tmp_path, replace(found[1], blame=blame, remedies=(Remedy(evil, True, True),)))
     code, out, _ = run(path, capsys=capsys)
     assert code == 0
     assert "[bold red]" in out  # shown as it is: nobody takes it for markup
     assert not {"\x1b", "\x07", "\u202e"} & set(out)
-    facts = describe_trainer(specimen.runner.trainer, specimen.share)
+    facts = describe_trainer(suspect.runner.trainer, suspect.share)
     facts["model"]["config"][f"{evil}_layers"] = 10**9
-    path = str(write_bundle(tmp_path / "step-8", specimen, found[1], facts, weights="all"))
+    path = str(write_bundle(tmp_path / "step-8", suspect, found[1], facts, weights="all"))
     code, out, err = run(path, capsys=capsys)
     assert (code, out) == (2, "")
     assert "\x1b" not in err
@@ -177,8 +177,8 @@ def test_bad_arguments(arguments, told, found, capsys):
     assert err.count("\n") == 1
 
 
-def test_inputs_that_cannot_be_run_are_told_in_a_sentence(specimen, found, tmp_path, capsys):
-    path = write(specimen, tmp_path, found[1])
+def test_inputs_that_cannot_be_run_are_told_in_a_sentence(suspect, found, tmp_path, capsys):
+    path = write(suspect, tmp_path, found[1])
     file = Path(path) / "inputs.safetensors"
     tensors = load_file(file)
     ids = next(name for name in tensors if name.endswith("input_ids"))

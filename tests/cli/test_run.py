@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_nanguard.cli.main import main
-from hf_nanguard.report.jsonl import read_jsonl
+from hf_nanguard.report.run_files import read_jsonl
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -157,7 +157,7 @@ def test_help_names_every_setting_and_its_variable(capsys):
         main(["run", "--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    from hf_nanguard.cli.setting import read_settings
+    from hf_nanguard.cli.setting_flags import read_settings
 
     assert [name for name in read_settings() if f"--{name}" not in text] == []
     assert "NANGUARD_ON_SPIKE=skip" in text

@@ -12,9 +12,9 @@ import pytest
 from safetensors.torch import load_file
 
 from hf_nanguard.cli.main import main
-from hf_nanguard.hf.arithmetic import build_model
-from hf_nanguard.hf.bundled.dialect import parse
-from hf_nanguard.hf.sft import GuardedSFTTrainer
+from hf_nanguard.examples.recipe.recipe_parser import parse
+from hf_nanguard.examples.tasks.sums import build_model
+from hf_nanguard.hf.guarded_sft import GuardedSFTTrainer
 
 from ..recipes.test_sft import save_model, save_rows
 
@@ -41,8 +41,9 @@ def test_help_all_lists_the_flags_of_trl(capsys):
 def test_help_shows_flags_that_are(capsys):
     """What the short help shows is taken by the parser that reads it."""
     from hf_nanguard.cli.main import build_parser
-    from hf_nanguard.hf.bundled import grpo, sft
-    from hf_nanguard.hf.bundled.dialect import build_parser as build_trl_parser
+    from hf_nanguard.examples.recipe import grpo_recipe as grpo
+    from hf_nanguard.examples.recipe import sft_recipe as sft
+    from hf_nanguard.examples.recipe.recipe_parser import build_parser as build_trl_parser
 
     [subparsers] = [action for action in build_parser()._actions if action.dest == "command"]
     for kind in (sft.RECIPE.kind, grpo.RECIPE.kind):
@@ -155,7 +156,7 @@ def test_bad_rows(rows, told, tmp_path, capsys):
 
 
 def test_a_column_that_is_not_used_may_be_empty(tmp_path):
-    from hf_nanguard.hf.bundled.sft import RECIPE
+    from hf_nanguard.examples.recipe.sft_recipe import RECIPE
 
     data = save_rows(tmp_path / "data", [{"text": None, "prompt": "1+1=", "completion": "2"}])
     words = ["--model_name_or_path", "any", "--dataset_name", data, "--output_dir", str(tmp_path / "out")]
@@ -203,7 +204,7 @@ def test_an_output_folder_that_cannot_be(tmp_path, capsys):
 
 
 def test_environment_of_the_file(tmp_path, monkeypatch):
-    from hf_nanguard.hf.bundled import sft
+    from hf_nanguard.examples.recipe import sft_recipe as sft
 
     monkeypatch.delenv("MY_SETTING", raising=False)
     (tmp_path / "mine.yaml").write_text("env:\n  MY_SETTING: 3\nmax_steps: 4\n", encoding="utf-8")

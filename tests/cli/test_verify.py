@@ -10,7 +10,7 @@ from rich.console import Console
 
 from hf_nanguard.cli.main import main
 from hf_nanguard.cli.verify import show, split
-from hf_nanguard.hf.verification import Verification
+from hf_nanguard.verification.grade import Verification
 
 from ..recipes.test_sft import save_model, save_rows
 

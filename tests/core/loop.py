@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_nanguard.core.guard import Guard
-from hf_nanguard.core.policy import Policy
+from hf_nanguard.core.settings import Policy
+from hf_nanguard.core.step.guard import Guard
 from tests.faults import NAN, _BadGradient
 
 OPTIMIZERS: dict[str, Callable] = {

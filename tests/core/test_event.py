@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_nanguard.core.event import Culprit, Event, strict
-from hf_nanguard.core.signal import Action, Cause, Signal
+from hf_nanguard.core.vocabulary import Action, Cause, Signal
 from tests.faults import INF, NAN
 
 KEYS = {

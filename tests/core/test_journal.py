@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from hf_nanguard.core.agreement import Ranks
 from hf_nanguard.core.event import Culprit, Event
 from hf_nanguard.core.journal import Journal
-from hf_nanguard.core.signal import Action, Signal
+from hf_nanguard.core.ranks import Ranks
+from hf_nanguard.core.vocabulary import Action, Signal
 from tests.faults import NAN
 
 

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from hf_nanguard.core.activation import ActivationMonitor
-from hf_nanguard.core.agreement import Ranks
 from hf_nanguard.core.journal import Journal
+from hf_nanguard.core.monitors.activations import ActivationMonitor
+from hf_nanguard.core.ranks import Ranks
 from tests.counting import counting
 from tests.distributed.ending import hang_up
 from tests.models import tiny_llama

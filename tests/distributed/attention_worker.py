@@ -16,9 +16,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from trl.trainer.utils import add_fused_lm_head
 
-from hf_nanguard.core.agreement import Ranks
 from hf_nanguard.core.journal import Journal
-from hf_nanguard.hf.attention import AttentionMonitor
+from hf_nanguard.core.ranks import Ranks
+from hf_nanguard.hf.monitors.attention_monitor import AttentionMonitor
 from tests.distributed.ending import hang_up
 from tests.models import VOCAB, tiny_llama
 

@@ -7,14 +7,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from hf_nanguard import (
-    GuardArguments,
-    GuardedGRPOTrainer,
-    GuardedSFTTrainer,
-    GuardedTrainer,
-    NanGuardCallback,
-    attach,
-)
+from hf_nanguard import GuardArguments, GuardedGRPOTrainer, GuardedSFTTrainer, GuardedTrainer, NanGuardCallback, attach
 from tests.models import VOCAB, text_rows, tiny_llama, tiny_tokenizer, token_dataset
 
 from .scenario import ATTACH, CALLBACK, GRPO, LLAMA, MEAN, MIXIN, NORM, SFT, Scenario

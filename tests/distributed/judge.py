@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from hf_nanguard.report.jsonl import events_path, read_jsonl
+from hf_nanguard.report.run_files import events_path, read_jsonl
 
 from .launch import Played
 from .scenario import CALLBACK, GRPO, Expected, Scenario

@@ -21,8 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from hf_nanguard.core.guard import Guard
-from hf_nanguard.core.policy import Policy
+from hf_nanguard.core.settings import Policy
+from hf_nanguard.core.step.guard import Guard
 from hf_nanguard.errors import NonFiniteError
 from tests.distributed.ending import hang_up
 

@@ -20,11 +20,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from hf_nanguard.core.agreement import Ranks
 from hf_nanguard.core.finite import local
 from hf_nanguard.core.journal import Journal
-from hf_nanguard.core.movement import MovementMonitor
-from hf_nanguard.core.soundness import SoundnessMonitor
+from hf_nanguard.core.monitors.weight_updates import MovementMonitor
+from hf_nanguard.core.monitors.weights import SoundnessMonitor
+from hf_nanguard.core.ranks import Ranks
 from tests.distributed.ending import hang_up
 
 PATIENCE = 30

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_nanguard.core.guard import Guard
-from hf_nanguard.core.policy import Policy
+from hf_nanguard.core.settings import Policy
+from hf_nanguard.core.step.guard import Guard
 
 BAD_STEP, BAD_PLACE, STEPS = 1, 1, 4
 FAULTS = {

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_nanguard.report.jsonl import events_path, read_jsonl
+from hf_nanguard.report.run_files import events_path, read_jsonl
 
 from .judge import check_scenario
 from .launch import Played, play_suite

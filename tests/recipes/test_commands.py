@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_nanguard.hf.arithmetic import build_model, build_tokenizer
+from hf_nanguard.examples.tasks.sums import build_model, build_tokenizer
 
 from .markdown import ROOT, find_snippets, read_page
 

@@ -8,7 +8,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_nanguard import bounded_loss
-from hf_nanguard.hf.calendar import BAD_WORD, build_student, build_teacher, build_texts, build_tokenizers
+from hf_nanguard.examples.tasks.calendar_words import (
+    BAD_WORD,
+    build_student,
+    build_teacher,
+    build_texts,
+    build_tokenizers,
+)
 from recipes import distill
 
 TENSORS, NUM_ROWS = 37, 24

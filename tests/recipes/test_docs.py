@@ -10,15 +10,15 @@ import yaml
 from transformers import TrainingArguments
 
 from hf_nanguard import GuardArguments, GuardedTrainer
-from hf_nanguard.cli.setting import CONFIG_VARIABLE, gather, read_settings
-from hf_nanguard.core.autopsy.bound import BOUNDS
-from hf_nanguard.core.autopsy.rounding import IDEAS
-from hf_nanguard.core.counter import Counter
+from hf_nanguard.cli.setting_flags import CONFIG_VARIABLE, gather, read_settings
+from hf_nanguard.core.autopsy.remedies.bounded_operators import BOUNDS
 from hf_nanguard.core.event import SCHEMA, Culprit, Event
-from hf_nanguard.core.policy import CHOICES
-from hf_nanguard.core.signal import Action, Cause, Signal
-from hf_nanguard.hf.arguments import PREFIX
-from hf_nanguard.hf.preset import list_presets
+from hf_nanguard.core.optimizer.rounding import IDEAS
+from hf_nanguard.core.settings import CHOICES
+from hf_nanguard.core.step.counters import Counter
+from hf_nanguard.core.vocabulary import Action, Cause, Signal
+from hf_nanguard.examples.recipe.presets import list_presets
+from hf_nanguard.hf.trainer.arguments import PREFIX
 
 from ..architectures import BY_NAME
 from ..models import tiny_llama, token_dataset
@@ -194,7 +194,7 @@ def test_metrics_are_those_of_the_code(tmp_path):
     bounded = {
         "nanguard/bounded_ratio",
         "nanguard/bounded_kl",
-    }  # of online trainers, see tests/hf/test_grpo_learning.py
+    }  # of online trainers, see tests/hf/rl/test_grpo_learning.py
     stated = named_in([cells[0] for cells in find_tables(EVENTS, "metric")])
     assert len(stated) == len(set(stated))
     assert set(stated) == seen | counter.as_metrics().keys() | bounded

@@ -20,8 +20,10 @@ import hf_nanguard
 from hf_nanguard import GuardArguments, GuardedGRPOConfig, GuardedSFTConfig, GuardedTrainingArguments
 from hf_nanguard.cli.main import build_parser
 from hf_nanguard.core.event import Event
-from hf_nanguard.core.signal import Action, Cause, Signal
-from hf_nanguard.hf.bundled import dialect, grpo, sft
+from hf_nanguard.core.vocabulary import Action, Cause, Signal
+from hf_nanguard.examples.recipe import grpo_recipe as grpo
+from hf_nanguard.examples.recipe import recipe_parser as dialect
+from hf_nanguard.examples.recipe import sft_recipe as sft
 
 from .markdown import ROOT, find_sections, find_tables, is_said, named_in, read_page
 
@@ -290,7 +292,7 @@ def test_wrong_words_are_found():
     row = Row(1, "default", "", "", "")
     wrong = {
         "hf_nanguard.core.losses.bounded_lose": is_symbol, "hf_nanguard.clamp_weight(max=99.0)": is_symbol,
-        "hf_nanguard.hf.verification.BEST_RATE = 0.8": is_symbol, "nanguard_max_bad_steps=9": is_setting,
+        "hf_nanguard.verification.grade.BEST_RATE = 0.8": is_symbol, "nanguard_max_bad_steps=9": is_setting,
         "nanguard_no_such": is_setting, "recipes/distill.py --no_such": is_flag, "recipes/distill.py --alpha_kd 0.2": is_flag,
         "nanguard/no_such": is_metric, "recipes/no_such.py": is_file, "max_grad_norm=2.0": is_host_argument,
         "nanguard none": is_command,

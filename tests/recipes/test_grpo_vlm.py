@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_nanguard.hf import picture
-from hf_nanguard.report.jsonl import read_jsonl
+from hf_nanguard.examples.tasks import pictures as picture
+from hf_nanguard.report.run_files import read_jsonl
 
 from .test_sft import sections
 

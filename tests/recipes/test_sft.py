@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 from hf_nanguard.cli.main import main
 from hf_nanguard.core.finite import find_nonfinite
-from hf_nanguard.hf import arithmetic
-from hf_nanguard.hf.bundled.dialect import parse
-from hf_nanguard.hf.bundled.sft import RECIPE
+from hf_nanguard.examples.recipe.recipe_parser import parse
+from hf_nanguard.examples.recipe.sft_recipe import RECIPE
+from hf_nanguard.examples.tasks import sums as arithmetic
 
 QUIET = ["--disable_tqdm", "true"]
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from .origin import Origin
-from .specimen import Specimen, find_fields
+from .suspect_batch import SuspectBatch, find_fields
+from .trace.origin import Origin
 from .verdict import Blame
 
 MAX_TOKENS = 16
@@ -19,42 +19,42 @@ MAX_CHECKS = 8
 SEQUENCES = ("input_ids", "decoder_input_ids", "labels", "completion_ids", "attention_mask", "inputs_embeds")
 
 
-def find_blame(specimen: Specimen, origin: Origin, allowed: Callable[[], bool]) -> Blame:
+def find_blame(suspect: SuspectBatch, origin: Origin, allowed: Callable[[], bool]) -> Blame:
     """Returns whose data a fault needs.
 
     Args:
-        specimen (`Specimen`):
+        specimen (`SuspectBatch`):
             The bad micro-batch.
         origin (`Origin`):
             Where its bad number was born.
         allowed (`Callable`):
             Asked before every replay; once it says no, what is known by then is returned.
     """
-    number = specimen.num_samples
+    number = suspect.num_samples
     if number is None:
         return Blame()
-    tokens = map_positions(origin, specimen)
+    tokens = map_positions(origin, suspect)
     seen = sorted({sample for sample, _ in tokens})
     if number == 1:
-        return _blame(specimen, "samples", [0], tokens)
+        return _blame(suspect, "samples", [0], tokens)
     try:
-        found, together = _search(specimen, seen, allowed)
+        found, together = _search(suspect, seen, allowed)
         if not together:
-            found = _keep_same(specimen, origin, found, allowed)
+            found = _keep_same(suspect, origin, found, allowed)
             together = not found
     except _OutOfTimeError:
-        return _blame(specimen, "untried", seen, tokens)
+        return _blame(suspect, "untried", seen, tokens)
     except Exception:  # this batch cannot be cut: images, packing, a loss that insists on its size by any means
-        return _blame(specimen, "untried", seen, tokens)
+        return _blame(suspect, "untried", seen, tokens)
     if together:
-        return _blame(specimen, "batch", found if found and len(found) < number else None, tokens)
+        return _blame(suspect, "batch", found if found and len(found) < number else None, tokens)
     if len(found) == number:
-        return _blame(specimen, "every_sample", found, [])
-    return _blame(specimen, "samples", found, tokens)
+        return _blame(suspect, "every_sample", found, [])
+    return _blame(suspect, "samples", found, tokens)
 
 
-def _blame(specimen: Specimen, scope: str, samples: list[int] | None, tokens: list[tuple[int, int | None]]) -> Blame:
-    rows = specimen.rows
+def _blame(suspect: SuspectBatch, scope: str, samples: list[int] | None, tokens: list[tuple[int, int | None]]) -> Blame:
+    rows = suspect.rows
     chosen = [s for s in (samples or []) if rows is not None and s < len(rows)]
     shown = [[sample, token] for sample, token in tokens if token is not None and sample in (samples or [])]
     return Blame(
@@ -69,14 +69,14 @@ class _OutOfTimeError(Exception):
     pass
 
 
-def _search(specimen: Specimen, seen: list[int], allowed: Callable[[], bool]) -> tuple[list[int], bool]:
+def _search(suspect: SuspectBatch, seen: list[int], allowed: Callable[[], bool]) -> tuple[list[int], bool]:
     """Returns the samples to blame, and whether it takes several of them together."""
     together = False
 
     def is_bad(samples: Sequence[int]) -> bool:
         if not allowed():
             raise _OutOfTimeError
-        return not specimen.run(samples).healthy
+        return not suspect.run(samples).healthy
 
     def search(samples: list[int]) -> list[int]:
         """Finds the culprits among samples that are bad together."""
@@ -90,7 +90,7 @@ def _search(specimen: Specimen, seen: list[int], allowed: Callable[[], bool]) ->
             return samples
         return found
 
-    number = specimen.num_samples
+    number = suspect.num_samples
     assert number is not None
     others = [sample for sample in range(number) if sample not in seen]
     if not seen or not others:
@@ -101,36 +101,36 @@ def _search(specimen: Specimen, seen: list[int], allowed: Callable[[], bool]) ->
     return sorted(found), together
 
 
-def _keep_same(specimen: Specimen, origin: Origin, found: list[int], allowed: Callable[[], bool]) -> list[int]:
+def _keep_same(suspect: SuspectBatch, origin: Origin, found: list[int], allowed: Callable[[], bool]) -> list[int]:
     """Returns the samples that alone are bad where the batch was; after some that are, the others are taken for it."""
     kept: list[int] = []
     for number, sample in enumerate(found):
         if len(kept) == number == MAX_CHECKS or not allowed():
             return kept + found[number:]
-        alone = specimen.find_origin([sample])
+        alone = suspect.find_origin([sample])
         if alone is None or (alone.module, alone.source, alone.leaf) == (origin.module, origin.source, origin.leaf):
             kept.append(sample)
-    return kept or [sample for sample in found[:MAX_CHECKS] if allowed() and _is_needed(specimen, sample)]
+    return kept or [sample for sample in found[:MAX_CHECKS] if allowed() and _is_needed(suspect, sample)]
 
 
-def _is_needed(specimen: Specimen, sample: int) -> bool:
+def _is_needed(suspect: SuspectBatch, sample: int) -> bool:
     """Whether the batch is healthy without one sample."""
-    rest = [other for other in range(specimen.num_samples or 0) if other != sample]
-    return len(rest) > 1 and specimen.run(rest).healthy
+    rest = [other for other in range(suspect.num_samples or 0) if other != sample]
+    return len(rest) > 1 and suspect.run(rest).healthy
 
 
-def map_positions(origin: Origin, specimen: Specimen) -> list[tuple[int, int | None]]:
+def map_positions(origin: Origin, suspect: SuspectBatch) -> list[tuple[int, int | None]]:
     """Returns sample and token of the bad values at the origin, as far as the shape tells them.
 
     Understood are `[batch, ...]`, `[batch, tokens, ...]`, `[batch * tokens, ...]`, and attention's
     `[batch, heads, tokens, ...]` and `[batch * heads, tokens, ...]`.
     """
-    entries, samples = specimen.num_entries, specimen.num_samples
+    entries, samples = suspect.num_entries, suspect.num_samples
     if entries is None or samples is None or not origin.shape:
         return []
     if len(origin.shape) == 1 and origin.phase not in ("input", "loss"):
         return []  # a vector inside a model is rather one of its features than of its samples
-    length = _sequence_length(specimen.fields)
+    length = _sequence_length(suspect.fields)
     found = [_map_position(position, origin.shape, entries, length) for position in origin.positions]
     return sorted({(entry % samples, token) for entry, token in found if entry is not None}, key=str)
 

@@ -16,17 +16,17 @@ from typing import Any
 import torch
 
 from ..event import Event
-from ..group import MicroBatch
 from ..journal import Journal
-from ..policy import Policy
-from ..runner import Runner
-from ..signal import Action, Signal
+from ..optimizer.update import examine_update, try_update_remedies
+from ..rerun.micro_batch import MicroBatch
+from ..rerun.runner import Runner
+from ..settings import Policy
+from ..vocabulary import Action, Signal
 from .blame import find_blame
-from .bundle import write_bundle
-from .origin import Origin
-from .remedy import try_remedies
-from .specimen import Specimen
-from .update import examine_update, try_update_remedies
+from .bundle.reader import write_bundle
+from .remedies.try_remedies import try_remedies
+from .suspect_batch import SuspectBatch
+from .trace.origin import Origin
 from .verdict import Blame, Remedy, Verdict, format_verdict
 
 logger = logging.getLogger("hf_nanguard")
@@ -85,12 +85,12 @@ class Budget:
 
 
 def examine(
-    specimen: Specimen, budget: Budget, origin: Origin | None = None, remedies: bool = True, text: bool = True
+    suspect: SuspectBatch, budget: Budget, origin: Origin | None = None, remedies: bool = True, text: bool = True
 ) -> Verdict:
     """Examines a bad micro-batch.
 
     Args:
-        specimen (`Specimen`):
+        specimen (`SuspectBatch`):
             The micro-batch, ready to be run again.
         budget (`Budget`):
             How much time there is once the origin is known.
@@ -102,38 +102,38 @@ def examine(
             Whether to decode the samples to blame.
     """
     with budget.patient("looking for the origin"):
-        origin = origin or specimen.find_origin()
+        origin = origin or suspect.find_origin()
     budget.start()
     if origin is None:
-        return Verdict(None, num_samples=specimen.num_samples, num_runs=specimen.num_runs, seconds=budget.spent)
+        return Verdict(None, num_samples=suspect.num_samples, num_runs=suspect.num_runs, seconds=budget.spent)
     budget.stage = "looking for the samples it takes"
-    blame = find_blame(specimen, origin, budget.allowed)
-    blame = replace(blame, texts=read_texts(specimen, blame) if text else {})
+    blame = find_blame(suspect, origin, budget.allowed)
+    blame = replace(blame, texts=read_texts(suspect, blame) if text else {})
     budget.stage = "looking whether it comes back"
-    reproducible = (not specimen.run().healthy) if budget.allowed() else None
-    origin, tried = trace_update(specimen, origin)
+    reproducible = (not suspect.run().healthy) if budget.allowed() else None
+    origin, tried = trace_update(suspect, origin)
     if remedies and reproducible is not False:
         budget.stage = "trying remedies"
-        tried += try_remedies(specimen, origin, blame, budget.allowed, origin.cause)
-    return Verdict(origin, blame, reproducible, tried, specimen.num_samples, specimen.num_runs, round(budget.spent, 3))
+        tried += try_remedies(suspect, origin, blame, budget.allowed, origin.cause)
+    return Verdict(origin, blame, reproducible, tried, suspect.num_samples, suspect.num_runs, round(budget.spent, 3))
 
 
-def trace_update(specimen: Specimen, origin: Origin) -> tuple[Origin, tuple[Remedy, ...]]:
+def trace_update(suspect: SuspectBatch, origin: Origin) -> tuple[Origin, tuple[Remedy, ...]]:
     """Goes one step further back if a parameter was bad: to the optimizer update that made it so."""
-    optimizer = specimen.runner.optimizer
-    named = [(n, p) for n, p in specimen.model.named_parameters() if n == origin.parameter]
+    optimizer = suspect.runner.optimizer
+    named = [(n, p) for n, p in suspect.model.named_parameters() if n == origin.parameter]
     update = examine_update(optimizer, named) if optimizer is not None and named else None
     if update is None:
         return origin, ()
     return replace(origin, phase="optimizer", cause=update.cause), try_update_remedies(optimizer, update, named[0][1])
 
 
-def read_texts(specimen: Specimen, blame: Blame) -> dict[int, str]:
+def read_texts(suspect: SuspectBatch, blame: Blame) -> dict[int, str]:
     """Returns the text of the samples to blame, as far as the loop can decode it."""
     if blame.scope == "every_sample":
         return {}
     try:
-        found = {sample: specimen.runner.decode(specimen.micro, sample) for sample in (blame.samples or [])[:MAX_TEXTS]}
+        found = {sample: suspect.runner.decode(suspect.micro, sample) for sample in (blame.samples or [])[:MAX_TEXTS]}
     except Exception:  # a tokenizer that does not know the ids, e.g. the placeholders of images, may raise anything
         return {}
     return {sample: text for sample, text in found.items() if text}
@@ -189,23 +189,23 @@ class Examiner:
         return None
 
     def _examine(self, runner: Runner, micro: MicroBatch, share: Any, step: int) -> Verdict:
-        specimen = Specimen(runner, micro, share)
+        suspect = SuspectBatch(runner, micro, share)
         say = lambda stage: logger.warning("hf_nanguard: autopsy of step %d: %s", step, stage)  # noqa: E731
         budget = Budget(self.policy.autopsy_seconds, say)
         with budget.patient("looking for the origin"):
-            origin = specimen.find_origin()
+            origin = suspect.find_origin()
         known = self.known.get(origin.signature) if origin is not None else None
         if known is not None or len(self.known) >= self.policy.max_autopsies or runner.lockstep:
-            return self._locate(specimen, origin, known, budget, step)
+            return self._locate(suspect, origin, known, budget, step)
         if origin is None:
-            again = not specimen.run(compiled=True).healthy  # as the loop runs it, which is not how it can be traced
-            verdict = Verdict(None, reproducible=again, num_runs=specimen.num_runs, seconds=round(budget.spent, 3))
+            again = not suspect.run(compiled=True).healthy  # as the loop runs it, which is not how it can be traced
+            verdict = Verdict(None, reproducible=again, num_runs=suspect.num_runs, seconds=round(budget.spent, 3))
             if again in self.told_finite:
                 return verdict
             self.told_finite.add(again)
         else:
-            verdict = examine(specimen, budget, origin, text=self.policy.bundle_text)
-            verdict = self._write_bundle(specimen, verdict, step)
+            verdict = examine(suspect, budget, origin, text=self.policy.bundle_text)
+            verdict = self._write_bundle(suspect, verdict, step)
             self.known[origin.signature] = verdict
         self._tell(verdict, step, micro)
         return verdict
@@ -217,36 +217,36 @@ class Examiner:
         logger.warning(format_verdict(verdict, step, micro.index))
 
     def _locate(
-        self, specimen: Specimen, origin: Origin | None, known: Verdict | None, budget: Budget, step: int
+        self, suspect: SuspectBatch, origin: Origin | None, known: Verdict | None, budget: Budget, step: int
     ) -> Verdict:
         """Says where it was, without another examination."""
         if origin is None:
-            return Verdict(None, num_runs=specimen.num_runs, seconds=round(budget.spent, 3))
-        blame = find_blame(specimen, origin, lambda: False)
+            return Verdict(None, num_runs=suspect.num_runs, seconds=round(budget.spent, 3))
+        blame = find_blame(suspect, origin, lambda: False)
         verdict = Verdict(
-            origin, blame, num_samples=specimen.num_samples, num_runs=specimen.num_runs, seconds=round(budget.spent, 3),
+            origin, blame, num_samples=suspect.num_samples, num_runs=suspect.num_runs, seconds=round(budget.spent, 3),
             remedies=known.remedies if known is not None else (), bundle=known.bundle if known is not None else None,
         )  # fmt: skip
         if known is None and len(self.known) < self.policy.max_autopsies:
             self.known[origin.signature] = verdict
-            self._tell(verdict, step, specimen.micro)
+            self._tell(verdict, step, suspect.micro)
         return verdict
 
-    def _write_bundle(self, specimen: Specimen, verdict: Verdict, step: int) -> Verdict:
+    def _write_bundle(self, suspect: SuspectBatch, verdict: Verdict, step: int) -> Verdict:
         if self.folder is None:
             return verdict
         try:
             path = write_bundle(
                 self.folder / FOLDER / f"step-{step}",
-                specimen,
+                suspect,
                 verdict,
-                {**specimen.runner.facts(specimen.share), "rows": specimen.micro.rows},
+                {**suspect.runner.facts(suspect.share), "rows": suspect.micro.rows},
                 weights=self.policy.bundle_weights,
                 text=self.policy.bundle_text,
             )
         except Exception as error:  # a full disk, or anything in the inputs that cannot be written
             self._tell_failure(
-                step, specimen.micro, f"no bundle was written: {type(error).__name__}: {_first_line(error)}"
+                step, suspect.micro, f"no bundle was written: {type(error).__name__}: {_first_line(error)}"
             )
             return verdict
         return replace(verdict, bundle=path.relative_to(self.folder).as_posix())

@@ -4,9 +4,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..event import Culprit, strict
-from ..signal import Cause
-from .memory import SHOWN_POSITIONS
-from .origin import Origin
+from ..vocabulary import Cause
+from .trace.memory import SHOWN_POSITIONS
+from .trace.origin import Origin
 
 MAX_TEXT = 160
 MAX_SHOWN = 6

@@ -9,12 +9,12 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ...core.activation import ActivationMonitor
-from ...core.agreement import Ranks
 from ...core.journal import Journal
+from ...core.monitors.activations import ActivationMonitor
+from ...core.ranks import Ranks
 from ...errors import ArgumentError
-from ...report.jsonl import JsonlWriter, events_path
-from ..record import FOLDER
+from ...report.run_files import JsonlWriter, events_path
+from ..trainer.run_record import FOLDER
 
 logger = logging.getLogger("hf_nanguard")
 

@@ -9,15 +9,15 @@ from typing import Any
 from tqdm import tqdm
 from transformers import TrainerCallback
 
-from ...core.census import Census, describe, format_incident, take_census
 from ...core.event import Culprit, Event
 from ...core.finite import local, read_host
-from ...core.signal import Action, Cause, Signal
-from ...core.skip import clear_gradients
+from ...core.rerun.skip import clear_gradients
+from ...core.step.bad_gradients import Census, describe, format_incident, take_census
+from ...core.vocabulary import Action, Cause, Signal
 from ...errors import ArgumentError
-from ...report.jsonl import JsonlWriter, events_path
-from ..compat import hold_schedule
-from .tap import GradientTap
+from ...report.run_files import JsonlWriter, events_path
+from ..compat.trainer import hold_schedule
+from .gradient_tap import GradientTap
 
 logger = logging.getLogger(__name__)
 

@@ -10,22 +10,22 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ...core.agreement import Ranks
 from ...core.event import Culprit, Event
 from ...core.finite import local, read_host
-from ...core.group import Group, MicroBatch
-from ...core.guard import Guard
+from ...core.monitors.weights import find_bad_weights
+from ...core.ranks import Ranks
+from ...core.rerun.micro_batch import AccumulationGroup, MicroBatch
 from ...core.rng import RngState
-from ...core.signal import Action, Signal
-from ...core.soundness import find_bad_weights
+from ...core.step.guard import Guard
+from ...core.vocabulary import Action, Signal
 from ...errors import NonFiniteError
-from ...report.jsonl import JsonlWriter, events_path
-from ..arguments import GuardArguments, find_guard_arguments
-from ..compat import bare_optimizer, hold_schedule
-from ..patrol import build_monitors
-from ..record import FOLDER, STATE_FILE, load_guard, save_guard
-from .replay import CallbackRunner, share_out
-from .tap import GradientTap
+from ...report.run_files import JsonlWriter, events_path
+from ..compat.trainer import bare_optimizer, hold_schedule
+from ..monitors.trainer_monitors import build_monitors
+from ..trainer.arguments import GuardArguments, find_guard_arguments
+from ..trainer.run_record import FOLDER, STATE_FILE, load_guard, save_guard
+from .forward_replay import CallbackRunner, share_out
+from .gradient_tap import GradientTap
 
 logger = logging.getLogger("hf_nanguard")
 
@@ -85,7 +85,7 @@ class NanGuardCallback(TrainerCallback):
         folder = Path(args.output_dir) / FOLDER
         self.guard = Guard(policy=policy, ranks=Ranks(args.device), on_event=self.writer, folder=folder)
         self.runner = CallbackRunner(model, GradientTap(model, holds_calls=policy.autopsy), processing_class)
-        self.guard.patrol.begin(build_monitors(args, model, optimizer, self.guard))
+        self.guard.monitor_set.begin(build_monitors(args, model, optimizer, self.guard))
         self.halting, self.is_spoiled, self.last_good = None, False, None
         if state.global_step:
             self._load_state(args, state)
@@ -98,16 +98,16 @@ class NanGuardCallback(TrainerCallback):
             self.runner.tap.remove()
             self.runner = None
         if self.guard is not None:
-            self.guard.patrol.close()
+            self.guard.monitor_set.close()
 
     def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
         if self.guard is None or self.runner is None:
             return
-        self.guard.group = Group(micro_batches=[MicroBatch(0, None, RngState.capture(args.device.type))])
+        self.guard.group = AccumulationGroup(micro_batches=[MicroBatch(0, None, RngState.capture(args.device.type))])
         self.num_substeps = 0
         self.runner.buffers.keep()
         self.runner.tap.arm()
-        self.guard.patrol.begin_step(state.global_step)
+        self.guard.monitor_set.begin_step(state.global_step)
         if optimizer.scaler is None:
             hold_schedule(optimizer, False)
 
@@ -120,7 +120,7 @@ class NanGuardCallback(TrainerCallback):
             return
         tap = runner.tap
         tap.armed = False
-        guard.patrol.end_backward()
+        guard.monitor_set.end_backward()
         if tap.norm is None:
             if Signal.GUARD_FAILED not in guard.journal.told:
                 message = "the gradients could not be tapped: no output of the model's forward led to the backward pass"
@@ -130,7 +130,7 @@ class NanGuardCallback(TrainerCallback):
             return
         if optimizer.scaler is not None:
             self._leave_to_scaler(args, state, guard, tap)
-            guard.patrol.before_update()
+            guard.monitor_set.before_update()
             return
         first, size = guard.group.micro_batches[0], self.num_substeps + 1
         losses = tap.losses if len(tap.losses) == size else [None] * size  # else they cannot be told apart
@@ -138,22 +138,22 @@ class NanGuardCallback(TrainerCallback):
         guard.group.micro_batches = [MicroBatch(i, calls[i], first.rng, loss=loss) for i, loss in enumerate(losses)]
         runner.optimizer = bare_optimizer(optimizer)
         with runner.at_rest():
-            settlement = guard.settle(guard.group, runner, state.global_step)
+            outcome = guard.settle(guard.group, runner, state.global_step)
         self.steps_since_log += 1
-        if settlement.steps:
-            guard.patrol.before_update()
+        if outcome.stepped:
+            guard.monitor_set.before_update()
             return
         self.skips_since_log += 1
         hold_schedule(optimizer, True)
-        if settlement.halt is not None:
-            self._halt(args, state, control, model, settlement.halt)
+        if outcome.halt is not None:
+            self._halt(args, state, control, model, outcome.halt)
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         if self.guard is None:
             return
-        reason = self.guard.patrol.after_update()
+        reason = self.guard.monitor_set.after_update()
         if reason is None and control.should_save:
-            reason = self.guard.patrol.check_before_save(state.global_step)
+            reason = self.guard.monitor_set.check_before_save(state.global_step)
         if reason is not None:
             self._halt(args, state, control, model, reason)
 
@@ -162,7 +162,9 @@ class NanGuardCallback(TrainerCallback):
             return
         if self.is_spoiled:  # told, and the run is about to stop
             control.should_save = control.should_evaluate = False
-        elif control.should_save and (reason := self.guard.patrol.check_before_save(state.global_step)) is not None:
+        elif (
+            control.should_save and (reason := self.guard.monitor_set.check_before_save(state.global_step)) is not None
+        ):
             self._halt(args, state, control, model, reason)
 
     def _leave_to_scaler(self, args: Any, state: Any, guard: Guard, tap: GradientTap) -> None:
@@ -184,7 +186,7 @@ class NanGuardCallback(TrainerCallback):
         assert self.guard is not None
         control.should_training_stop = True
         bad_weights = bool(find_bad_weights(model))
-        if self.guard.ranks.any(bad_weights or not self.guard.patrol.is_sound()):
+        if self.guard.ranks.any(bad_weights or not self.guard.monitor_set.is_sound()):
             self.is_spoiled = True
             control.should_save = control.should_evaluate = False  # an evaluation may ask for a save as well
             message += " Nothing was saved, for the weights or the state of the optimizer are not finite."
@@ -219,7 +221,7 @@ class NanGuardCallback(TrainerCallback):
         if self.guard is None or logs is None or "loss" not in logs:
             return
         row = state.log_history[-1]
-        metrics: dict[str, Any] = {**self.guard.counter.as_metrics(), **self.guard.patrol.metrics()}
+        metrics: dict[str, Any] = {**self.guard.counter.as_metrics(), **self.guard.monitor_set.metrics()}
         if self.steps_since_log and self.skips_since_log == self.steps_since_log:
             for shown in (logs, row):  # every step was skipped: what stands there is the host's filter, not a loss
                 shown.pop("loss", None)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_nanguard.core.autopsy.origin import Origin, find_origin
-from hf_nanguard.core.signal import Cause
+from hf_nanguard.core.autopsy.trace.origin import Origin, find_origin
+from hf_nanguard.core.vocabulary import Cause
 from tests.architectures import Architecture
 
 SAMPLE, TOKEN = 1, 2

@@ -12,7 +12,7 @@ import transformers.integrations.moe
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_nanguard.core.signal import Cause
+from hf_nanguard.core.vocabulary import Cause
 from tests.architectures import BATCH, Architecture
 
 from .matrix import BRAIN, HALF, INF, NAN, SAMPLE, SINGLE, TOKEN, Expected, compare, culprit_line, find_in, find_line

@@ -5,13 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_nanguard.core.autopsy.origin import Origin
-from hf_nanguard.core.autopsy.specimen import Specimen
+from hf_nanguard.core.autopsy.suspect_batch import SuspectBatch
+from hf_nanguard.core.autopsy.trace.origin import Origin
 from hf_nanguard.core.autopsy.verdict import Blame, Verdict
-from hf_nanguard.core.group import MicroBatch
+from hf_nanguard.core.rerun.micro_batch import MicroBatch
+from hf_nanguard.core.rerun.runner import LoopRunner
 from hf_nanguard.core.rng import RngState
-from hf_nanguard.core.runner import LoopRunner
-from hf_nanguard.core.signal import Cause
+from hf_nanguard.core.vocabulary import Cause
 
 
 class Tied(nn.Module):
@@ -34,10 +34,10 @@ def make_inputs(num_samples: int = 4) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids, "prompts": [f"secret {i}" for i in range(num_samples)], "scale": 0.5}
 
 
-def make_specimen(inputs: Any, model: nn.Module | None = None, rng: RngState | None = None) -> Specimen:
+def make_specimen(inputs: Any, model: nn.Module | None = None, rng: RngState | None = None) -> SuspectBatch:
     model = Tied() if model is None else model
     runner = LoopRunner(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return Specimen(runner, MicroBatch(1, inputs, rng or RngState.capture()), 1.0)
+    return SuspectBatch(runner, MicroBatch(1, inputs, rng or RngState.capture()), 1.0)
 
 
 def make_verdict(parameter: str | None = None, **blame: Any) -> Verdict:

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_nanguard.core.autopsy.blame import find_blame, map_positions
-from hf_nanguard.core.autopsy.origin import Origin
-from hf_nanguard.core.signal import Cause
+from hf_nanguard.core.autopsy.trace.origin import Origin
+from hf_nanguard.core.vocabulary import Cause
 
 
 class Batch:

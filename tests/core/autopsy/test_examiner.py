@@ -10,9 +10,9 @@ from torch import nn
 
 from hf_nanguard.core.autopsy import examiner as module
 from hf_nanguard.core.autopsy.examiner import Budget
-from hf_nanguard.core.guard import Guard
-from hf_nanguard.core.policy import Policy
-from hf_nanguard.core.runner import LoopRunner
+from hf_nanguard.core.rerun.runner import LoopRunner
+from hf_nanguard.core.settings import Policy
+from hf_nanguard.core.step.guard import Guard
 from tests.faults import NAN
 
 POISON = 9.0
@@ -195,13 +195,13 @@ def test_a_long_examination_says_what_it_is_doing(monkeypatch, caplog):
 
 def test_a_long_trace_says_so_too(monkeypatch, caplog):
     monkeypatch.setattr(module, "PATIENCE", 0.01)
-    find = module.Specimen.find_origin
+    find = module.SuspectBatch.find_origin
 
     def slow(self, *args):
         module.time.sleep(0.2)
         return find(self, *args)
 
-    monkeypatch.setattr(module.Specimen, "find_origin", slow)
+    monkeypatch.setattr(module.SuspectBatch, "find_origin", slow)
     Loop({2: [3]})
     assert any("autopsy of step 2: looking for the origin" in record.message for record in caplog.records)
 
@@ -231,7 +231,7 @@ def test_a_failing_replay_is_an_event(error, monkeypatch):
     def fail(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(module.Specimen, "find_origin", fail)
+    monkeypatch.setattr(module.SuspectBatch, "find_origin", fail)
     loop = Loop({2: [3]})
     failed, event = loop.events
     assert (failed["signal"], failed["action"], failed["step"]) == ("guard_failed", "observed", 2)
@@ -255,7 +255,7 @@ def test_ctrl_c_in_an_autopsy_leaves_the_event(monkeypatch):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module.Specimen, "find_origin", interrupt)
+    monkeypatch.setattr(module.SuspectBatch, "find_origin", interrupt)
     events = []
     torch.manual_seed(0)
     model = Net()
@@ -278,8 +278,8 @@ def test_an_update_that_ruined_a_weight_is_named():
     optimizer.state[model.last.weight]["exp_avg"][0, 1] = NAN
     guard.step(lambda x: model(x).square().mean(), [batch])  # finite loss, finite gradients, and the weight is gone
     assert events == []
-    settlement = guard.step(lambda x: model(x).square().mean(), [batch])
-    assert settlement.halt is not None
+    outcome = guard.step(lambda x: model(x).square().mean(), [batch])
+    assert outcome.halt is not None
     skipped, halted = events
     assert (skipped["cause"], skipped["culprit"]["parameter"]) == ("optimizer_state", "last.weight")
     assert (halted["signal"], halted["cause"]) == ("param_nonfinite", "optimizer_state")

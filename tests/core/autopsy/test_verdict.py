@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from hf_nanguard.core.autopsy.origin import Origin
+from hf_nanguard.core.autopsy.trace.origin import Origin
 from hf_nanguard.core.autopsy.verdict import Blame, Remedy, Verdict, format_verdict
 from hf_nanguard.core.event import Culprit
-from hf_nanguard.core.signal import Cause
+from hf_nanguard.core.vocabulary import Cause
 
 ORIGIN = Origin(
     "forward", "inf", Cause.FP16_OVERFLOW, op="aten.mm.default", module="model.layers.3.mlp.up_proj",

@@ -180,7 +180,7 @@ def test_the_hook_is_gone_after_the_run(tmp_path):
 
 @pytest.fixture
 def scaled():
-    """Gives a trainer torch's CPU scaler, as tests/hf/test_scaler.py does: accelerate builds none on a CPU."""
+    """Gives a trainer torch's CPU scaler, as tests/hf/trainer/test_scaler.py does: accelerate builds none on a CPU."""
 
     def equip(trainer, init_scale):
         trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=3)

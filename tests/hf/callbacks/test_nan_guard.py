@@ -440,7 +440,7 @@ def fp16_state():
 
 
 def _scaled(trainer, init_scale):
-    """Gives the trainer torch's CPU scaler, as tests/hf/test_scaler.py does: accelerate builds none on a CPU."""
+    """Gives the trainer torch's CPU scaler, as tests/hf/trainer/test_scaler.py does: accelerate builds none on a CPU."""
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=1000)
     trainer.accelerator.native_amp = True
     trainer.accelerator.state._mixed_precision = "fp16"

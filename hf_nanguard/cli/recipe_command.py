@@ -1,0 +1,99 @@
+"""What the commands `nanguard sft` and `nanguard grpo` share: a short help, and the hand-over to the recipe.
+
+The recipes take every flag of TRL's scripts. Reading those needs the host libraries, so the help shows what is used often and
+`--help_all` the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from ..errors import ArgumentError
+from .setting_flags import add_flags
+
+PRESETS = ("balanced", "ultra_conservative")
+OFTEN = {
+    "--model_name_or_path": ("NAME", "a folder with a model, or the name of one on the hub"),
+    "--dataset_name": ("NAME", "a folder with data files, or the name of a dataset on the hub"),
+    "--output_dir": ("FOLDER", "where the model, checkpoints and the guard's events are put"),
+    "--learning_rate": ("X", "the peak of the schedule"),
+    "--max_steps": ("N", "optimizer steps"),
+    "--per_device_train_batch_size": ("N", "samples of a micro-batch"),
+    "--gradient_accumulation_steps": ("N", "micro-batches of a step"),
+    "--bf16": ("BOOL", "bfloat16 mixed precision; on unless --fp16 is given"),
+    "--use_peft": (None, "train LoRA adapters; --lora_r, --lora_alpha, --lora_target_modules, ..."),
+}
+SETTINGS = """which value holds:
+  A flag wins over the YAML file of --config, that over --preset, and that over TRL's default. The embedded
+  model knows next to nothing and keeps its own learning rate under a preset.
+"""
+EXIT_CODES = "exit codes: 0; 1 if the guard had to halt the run; 2 for bad arguments; 130 for Ctrl-C\n"
+HELP = ("-h", "--help")
+
+
+def add_recipe(
+    subparsers: Any, name: str, summary: str, description: str, examples: str, often: dict[str, tuple[str | None, str]]
+) -> None:
+    """Adds the command of a recipe to the command line.
+
+    Args:
+        subparsers (`argparse._SubParsersAction`):
+            Of the whole command line.
+        name (`str`), summary (`str`), description (`str`), examples (`str`):
+            The command and its help.
+        often (`dict`):
+            Flags to show beside those of every recipe.
+    """
+    parser = subparsers.add_parser(
+        name,
+        help=summary,
+        usage=f"nanguard {name} [--preset NAME] [--config FILE] [--compare] [--json] [any flag of TRL's {name} script]",
+        description=description,
+        epilog=f"{SETTINGS}\nexamples:\n{examples}\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--preset", choices=PRESETS, help="arguments that were found to hold for this kind of training")
+    parser.add_argument("--config", metavar="FILE", help="a YAML file with any of the arguments, one a line")
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="plant a failure, run stock and guarded on it and print what became of both",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print what came of it as one JSON object, all else on standard error"
+    )
+    parser.add_argument("--help_all", action="store_true", help="list every flag, with those of TRL, and exit")
+    group = parser.add_argument_group("often used, of TRL")
+    for flag, (metavar, text) in {**OFTEN, **often}.items():
+        if metavar is None:
+            group.add_argument(flag, action="store_true", help=text)
+        else:
+            group.add_argument(flag, metavar=metavar, help=text)
+    add_flags(parser.add_argument_group("settings of the guard"))
+    parser.set_defaults(run=run, recipe=name)
+
+
+def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Returns our own words of a command line that begins with a recipe's name, and those the recipe reads itself."""
+    if any(word in HELP for word in words):
+        return [words[0], HELP[1]], []
+    return list(words[:1]), list(words[1:])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the recipe and returns its exit code."""
+    name = arguments.recipe
+    try:
+        recipe = import_module(f"..hf.bundled.{name}", __package__).RECIPE
+    except ModuleNotFoundError as error:
+        raise ArgumentError(f"nanguard {name} needs {error.name}. Run pip install 'hf-nanguard[trl]'.") from error
+    if "--help_all" in arguments.words:
+        from ..examples.recipe.recipe_parser import build_parser
+
+        build_parser(recipe.kind).print_help()
+        return 0
+    return recipe.run(arguments.words)

@@ -1,0 +1,116 @@
+"""Tensors of any kind in a safetensors file, exact to the bit, and back from a file that nobody vouches for."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ...rerun.runner import is_sharded
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "BOOL": torch.bool, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}  # fmt: skip
+MAX_HEADER = 16 * 2**20
+MAX_DIMS = 64
+MAX_EMPTY = 2**20  # of an empty tensor, whose other dimensions no byte has to pay for
+
+
+def escape(name: str) -> str:
+    """Returns a tensor's name as it is in a file: no separator, no `..`, nothing but ASCII."""
+    return quote(name, safe="", errors="surrogatepass").replace("..", "%2E%2E")
+
+
+def unescape(name: str) -> str:
+    """Returns the name that `escape` was given; refuses what `escape` does not write."""
+    plain = unquote(name, errors="surrogatepass")
+    if escape(plain) != name:
+        raise ValueError(f"the tensor name {name[:80]!r} has characters that no name in a bundle has")
+    return plain
+
+
+def why_not(tensor: Tensor) -> str | None:
+    """Returns why a tensor cannot be saved, `None` if it can."""
+    if is_sharded(tensor):
+        replicated = all(placement.is_replicate() for placement in tensor.placements)  # type: ignore[attr-defined]
+        if not replicated and tensor.device_mesh.size() > 1:  # type: ignore[attr-defined]
+            return "it is sharded over ranks"
+        tensor = local_of(tensor)
+    if hasattr(tensor, "__tensor_flatten__"):
+        return f"a {type(tensor).__name__} is not a plain tensor"
+    if tensor.is_meta:
+        return "it is on the meta device and has no values"
+    if tensor.is_nested or tensor.layout != torch.strided:
+        return "it is not dense"
+    return None if tensor.dtype in DTYPES.values() else f"safetensors has no {tensor.dtype}"
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Returns what this rank holds of a tensor."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def count_bytes(tensors: Iterable[Tensor]) -> int:
+    """Returns how much room tensors take in a file."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@torch.no_grad()
+def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes tensors for which `why_not` knows no reason. Those that share memory are written once each.
+
+    Raises:
+        OSError: The disk did not take it.
+    """
+    plain: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        value = local_of(tensor).detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+        storage = value.untyped_storage().data_ptr()
+        plain[escape(name)] = value.clone() if storage in storages else value
+        storages.add(storage)
+    try:
+        save_file(plain, path)
+    except SafetensorError as err:  # it has no better class for a full disk
+        raise OSError(f"{path.name} could not be written: {err}") from err
+
+
+def load_tensors(path: Path) -> dict[str, Tensor]:
+    """Reads a file of tensors to the CPU.
+
+    Raises:
+        ValueError: The file is broken, or holds what no bundle holds; the message is a clause for a person.
+    """
+    with path.open("rb") as file:
+        if int.from_bytes(file.read(8), "little") > MAX_HEADER:
+            raise ValueError(f"{path.name} has a header of more than {MAX_HEADER // 2**20} MiB")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dictionary)
+                _check_entry(name, file.get_slice(name), path.name)
+            found = {unescape(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, RuntimeError) as err:
+        raise ValueError(f"{path.name} is broken or cut short ({err})") from err
+    for name, tensor in found.items():
+        if tensor.numel() and tensor.data_ptr() % tensor.element_size():
+            raise ValueError(f"{path.name} holds {name[:80]!r} at an address that no writer would choose")
+        if tensor.dtype == torch.bool and (tensor.view(torch.uint8) > 1).any():
+            raise ValueError(f"{path.name} holds {name[:80]!r} with truth values other than 0 and 1")
+    return found
+
+
+def _check_entry(name: str, entry, file_name: str) -> None:
+    unescape(name)
+    shape = entry.get_shape()
+    if entry.get_dtype() not in DTYPES:
+        raise ValueError(f"{file_name} holds {name[:80]!r} with the unknown dtype {entry.get_dtype()}")
+    if len(shape) > MAX_DIMS or (0 in shape and max(shape) > MAX_EMPTY):
+        raise ValueError(f"{file_name} holds {name[:80]!r} with an impossible shape")

@@ -1,0 +1,134 @@
+"""Operators that only see arguments they can bear, for the duration of a replay.
+
+A mode that autograd sees changes an argument before the operator gets it, also while checkpointed parts are computed
+again. Which operators and how is a table from cause to remedy.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ...vocabulary import Cause
+
+LOG_RATIO_BOUND = 20.0
+# How an operator's argument is changed: the operand, all arguments, the named ones.
+Change = Callable[[Any, tuple, dict], Any]
+# Operator to the place of the argument, and how that is changed.
+Rules = dict[str, tuple[int, Change]]
+
+
+@contextmanager
+def bounded(rules: Rules) -> Iterator[None]:
+    """Applies rules to all that is called inside.
+
+    Functions of torch that are written in Python, `backward` and what it computes again among them, would be handed to the
+    mode whole and run without it; so they are kept from asking.
+    """
+    with ExitStack() as checks:
+        for module in (torch.nn.functional, torch.functional, torch._tensor, torch.autograd):
+            for name in [name for name in vars(module) if name.startswith("has_torch_function")]:
+                checks.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, lambda *tensors: False)
+        checks.enter_context(Bounded(rules))
+        yield
+
+
+class Bounded(TorchFunctionMode):
+    """Changes an argument of some operators before they see it.
+
+    Args:
+        rules (`dict`):
+            Operator to the place of the argument and how it is changed. `special_` and the underscore of the in-place form
+            do not count as part of the name.
+    """
+
+    def __init__(self, rules: Rules):
+        super().__init__()
+        self.rules = rules
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        full = getattr(func, "__name__", "")
+        name = full if full.startswith("__") else full.removeprefix("special_").rstrip("_")
+        if name not in self.rules:
+            return func(*args, **kwargs)
+        place, change = self.rules[name]
+        if place >= len(args):
+            key = ("input", "other")[place]
+            return func(*args, **{**kwargs, key: change(kwargs[key], args, kwargs)})
+        if place == 0 and full.endswith("_") and full != name:
+            target = args[0]
+            fresh = change(target.clone(), args, kwargs)  # autograd may need the old value of what is written here
+            return target.copy_(func(fresh, *args[1:], **kwargs))
+        return func(*args[:place], change(args[place], args, kwargs), *args[place + 1 :], **kwargs)
+
+
+def _floats(change: Callable[[Tensor, torch.finfo], Tensor]) -> Change:
+    """A change of float tensors that depends on their dtype alone."""
+    return lambda x, args, kwargs: (
+        change(x, torch.finfo(x.dtype)) if isinstance(x, Tensor) and x.is_floating_point() else x
+    )
+
+
+def _root_base(x: Any, args: tuple, kwargs: dict) -> Any:
+    """The base of a power with a fraction for an exponent is a root's argument; that of a square may be negative."""
+    exponent = args[1] if len(args) > 1 else kwargs.get("exponent")
+    return _above_zero(x, args, kwargs) if isinstance(exponent, float) and not exponent.is_integer() else x
+
+
+def _nonzero(x: Any, args: tuple, kwargs: dict) -> Any:
+    """A divisor with every zero replaced, by 1 where numbers are counted."""
+    if not isinstance(x, Tensor):
+        return x or torch.finfo(torch.float32).eps
+    return torch.where(x == 0, torch.finfo(x.dtype).eps if x.is_floating_point() else 1, x)
+
+
+def _some_unmasked(x: Any, args: tuple, kwargs: dict) -> Any:
+    """Scores with every row of nothing but -inf replaced by an even one."""
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    return x if dim is None else x.masked_fill((x == -math.inf).all(dim, keepdim=True), 0.0)
+
+
+# Nine tenths of the largest exponent leave room for sums and products of the result.
+_capped = _floats(lambda x, info: x.clamp(max=0.9 * math.log(info.max)))
+_capped_2 = _floats(lambda x, info: x.clamp(max=0.9 * math.log2(info.max)))
+_capped_both = _floats(lambda x, info: x.clamp(-0.9 * math.log(info.max), 0.9 * math.log(info.max)))
+_ratio = _floats(lambda x, info: x.clamp(max=min(LOG_RATIO_BOUND, 0.9 * math.log(info.max))))
+_above_zero = _floats(lambda x, info: x.clamp(min=info.eps**2))
+_normal = _floats(lambda x, info: x.clamp(min=info.tiny))
+
+RATIO: Rules = dict.fromkeys(("exp", "expm1", "exp2"), (0, _ratio))
+EXP: Rules = {
+    "exp": (0, _capped), "expm1": (0, _capped), "exp2": (0, _capped_2), "sinh": (0, _capped_both), "cosh": (0, _capped_both),
+}  # fmt: skip
+ROOT: Rules = {"sqrt": (0, _above_zero), "rsqrt": (0, _above_zero), "pow": (0, _root_base)}
+LOG: Rules = {
+    **dict.fromkeys(("log", "log2", "log10"), (0, _normal)),
+    "log1p": (0, _floats(lambda x, info: x.clamp(min=info.eps - 1))),
+    "logit": (0, _floats(lambda x, info: x.clamp(info.eps, 1 - info.eps))),
+}
+DIVISION: Rules = {
+    **dict.fromkeys(("div", "divide", "true_divide"), (1, _nonzero)),
+    **dict.fromkeys(("reciprocal", "__rdiv__", "__rtruediv__"), (0, _nonzero)),
+    "rsqrt": (0, _above_zero),
+}
+SOFTMAX: Rules = dict.fromkeys(("softmax", "log_softmax", "logsumexp"), (0, _some_unmasked))
+
+BOUNDS: dict[Cause, tuple[str, str, Rules]] = {
+    Cause.RATIO_OVERFLOW: ("bounded_log_ratio", "log-ratio at most 20 before exp", RATIO),
+    Cause.KL_OVERFLOW: ("bounded_log_ratio", "log-ratio at most 20 before exp", RATIO),
+    Cause.EXP_OVERFLOW: ("bounded_exp", "argument of exp at most 0.9 of what its dtype bears", EXP),
+    Cause.SQRT_AT_ZERO: ("eps_in_sqrt", "argument of sqrt at least the square of its dtype's eps", ROOT),
+    Cause.NORM_AT_ZERO: ("eps_in_sqrt", "argument of sqrt at least the square of its dtype's eps", ROOT),
+    Cause.LOG_OF_ZERO: ("log_of_clamped", "argument of log at least its dtype's smallest normal number", LOG),
+    Cause.DIV_BY_ZERO: ("guarded_division", "zeros of a divisor as its dtype's eps, or as 1 of counts", DIVISION),
+    Cause.MASKED_ROW_SOFTMAX: ("unmask_empty_rows", "fully masked rows of a softmax as even ones", SOFTMAX),
+    Cause.WHERE_UNSELECTED_BRANCH: (
+        "where_on_input", "exp, log, sqrt and division only see arguments they can bear", {**EXP, **ROOT, **LOG, **DIVISION}
+    ),
+}  # fmt: skip

@@ -1,0 +1,96 @@
+"""Another precision for the duration of a replay: of all, or of one module. Autocast follows, whoever enters it."""
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..suspect_batch import SuspectBatch
+from .tensor_swap import given, map_tensors, swapped
+
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def in_precision(
+    suspect: SuspectBatch, narrow: tuple[torch.dtype, ...], wide: torch.dtype, remarks: list[str]
+) -> Iterator[None]:
+    """Runs in `wide` whatever is in one of the `narrow` dtypes: weights, buffers, inputs and autocast."""
+    cast = lambda tensor: tensor.to(wide) if tensor.dtype in narrow else tensor  # noqa: E731
+    devices = {"cpu", suspect.runner.device_type}
+    with (
+        swapped(suspect, suspect.runner.model, cast),
+        given(suspect, cast),
+        autocast_as(narrow, wide, devices, remarks),
+    ):
+        yield
+
+
+@contextmanager
+def autocast_as(
+    narrow: tuple[torch.dtype, ...], wide: torch.dtype, devices: set[str], remarks: list[str]
+) -> Iterator[None]:
+    """Lets every autocast that is entered inside, and those that are active already, cast to `wide` instead."""
+    original = torch.autocast.__enter__
+
+    def enter(self: torch.autocast) -> Any:
+        enabled, dtype = self._enabled, self.fast_dtype
+        if enabled and dtype in narrow:
+            remarks.append("autocast off" if wide is torch.float32 else f"autocast to {_name(wide)}")
+            self._enabled, self.fast_dtype = wide is not torch.float32, dtype if wide is torch.float32 else wide
+        try:
+            return original(self)
+        finally:  # instances are entered again and again: accelerate holds one for good
+            self._enabled, self.fast_dtype = enabled, dtype
+
+    torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+    torch.clear_autocast_cache()
+    try:
+        with ExitStack() as ambient:
+            for device in devices:
+                if torch.is_autocast_enabled(device):
+                    ambient.enter_context(torch.autocast(device, torch.get_autocast_dtype(device)))
+            yield
+    finally:
+        torch.autocast.__enter__ = original  # type: ignore[method-assign]
+        torch.clear_autocast_cache()
+
+
+@contextmanager
+def upcast_module(suspect: SuspectBatch, module: nn.Module, narrow: torch.dtype, remarks: list[str]) -> Iterator[None]:
+    """Computes one module in float32 and casts what it returns back."""
+    cast = lambda tensor: tensor.float() if tensor.dtype in LOW_PRECISION else tensor  # noqa: E731
+    original, own = module.forward, "forward" in module.__dict__
+    device = suspect.runner.device_type
+
+    def narrowed(tensor: Tensor) -> Tensor:
+        if tensor.dtype != torch.float32:
+            return tensor
+        result = tensor.to(narrow)
+        spilled = tensor.detach()[~result.isfinite() & tensor.isfinite()]
+        if spilled.numel():
+            remarks.append(f"its output does not fit, it reaches {spilled.abs().max():.3g}")
+        return result
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device, enabled=False):
+            output = original(*map_tensors(args, cast), **map_tensors(kwargs, cast))
+        return map_tensors(output, narrowed)
+
+    with swapped(suspect, module, cast):
+        module.forward = forward  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            if own:
+                module.forward = original  # type: ignore[method-assign]
+            else:
+                del module.forward
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

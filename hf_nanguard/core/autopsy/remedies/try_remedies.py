@@ -1,0 +1,149 @@
+"""Remedies tried on the bad micro-batch itself: each alters one replay and looks whether loss and gradients come out finite.
+
+Costs one replay each, and the memory of a second copy of the weights where these are cast (`swap.py`, `precision.py`);
+operators are bounded without a copy (`bound.py`). Afterwards the model is the very same.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from ...vocabulary import Cause
+from ..suspect_batch import SuspectBatch
+from ..trace.origin import Origin
+from ..verdict import Blame, Remedy
+from .bounded_operators import BOUNDS, bounded
+from .precision import LOW_PRECISION, in_precision, upcast_module
+from .tensor_swap import fill_input, fill_weight, name_weights
+
+NO_TIME = "no time left"
+Alter = Callable[[SuspectBatch, list[str]], AbstractContextManager]
+
+
+@dataclass(frozen=True)
+class Idea:
+    """A remedy that may apply.
+
+    Args:
+        name (`str`), note (`str`):
+            As in [`Remedy`].
+        alter (`Callable`):
+            Returns a context that alters the runs inside; it may add remarks to the list it is given.
+        samples (`list[int]`, *optional*):
+            Which samples to run; all if `None`.
+        certain (`bool`):
+            Whether it applies for sure. If not, it does when there is a remark.
+    """
+
+    name: str
+    note: str
+    alter: Alter = lambda suspect, remarks: nullcontext()
+    samples: list[int] | None = None
+    certain: bool = True
+
+
+def try_remedies(
+    suspect: SuspectBatch, origin: Origin, blame: Blame, allowed: Callable[[], bool], cause: Cause
+) -> tuple[Remedy, ...]:
+    """Tries what may help on the bad micro-batch, what follows from the cause first.
+
+    Gradients are cleared and kept buffers put back; parameters, buffers, modules and autocast are the very same as before,
+    also when a trial raises. An exception in a trial is its outcome.
+
+    Args:
+        specimen (`SuspectBatch`):
+            The micro-batch.
+        origin (`Origin`), blame (`Blame`), cause (`Cause`):
+            What is known about it.
+        allowed (`Callable`):
+            Asked before each trial; once it says no, the rest is left untried.
+
+    Returns:
+        `tuple[Remedy, ...]`: what was tried with its outcome, and what there was no time for.
+    """
+    remedies: list[Remedy] = []
+    in_time = True
+    for idea in find_ideas(suspect, origin, blame, cause):
+        in_time = in_time and allowed()
+        if in_time:
+            remedy = _try(suspect, idea)
+            remedies += [remedy] if remedy is not None else []
+        elif idea.certain:
+            remedies.append(Remedy(idea.name, tried=False, note=NO_TIME))
+    return tuple(remedies)
+
+
+def _try(suspect: SuspectBatch, idea: Idea) -> Remedy | None:
+    runner = suspect.runner
+    remarks: list[str] = []
+    runner.clear()
+    runner.buffers.restore()
+    try:
+        with idea.alter(suspect, remarks):
+            outcome = suspect.run(idea.samples)
+        works, failure = outcome.healthy, ""
+        if not math.isfinite(outcome.loss):
+            failure = f"the loss was {outcome.loss}"
+        elif outcome.bad:
+            failure = f"the loss was finite, {len(outcome.bad)} gradients were not"
+    except Exception as error:  # the user's code in a precision it was not written for may raise anything
+        works, failure = False, _describe_error(error)
+    finally:
+        runner.clear()
+        runner.buffers.restore()
+    if not (idea.certain or remarks):
+        return None
+    return Remedy(idea.name, True, works, "; ".join(filter(None, (idea.note, *dict.fromkeys(remarks), failure))))
+
+
+def _describe_error(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+    return "out of memory" if out_of_memory else f"{type(error).__name__}: {lines[0][:200] if lines else 'no message'}"
+
+
+def find_ideas(suspect: SuspectBatch, origin: Origin, blame: Blame, cause: Cause) -> Iterator[Idea]:
+    """Yields what applies: first what mends the cause, then the data, then the precision."""
+    if cause in BOUNDS:
+        name, note, rules = BOUNDS[cause]
+        yield Idea(name, note, lambda suspect, remarks: bounded(rules))
+    if cause is Cause.INPUT_NONFINITE and origin.leaf in suspect.fields:
+        field = suspect.fields[origin.leaf]
+        yield Idea("fill_input", f"bad entries of {origin.leaf} as 0", lambda s, _: fill_input(s, field))
+    weight = origin.parameter
+    is_ours = weight in name_weights(suspect.model)  # not a teacher's
+    if cause in (Cause.PARAM_NONFINITE, Cause.UNINITIALISED_WEIGHT) and weight is not None and is_ours:
+        yield Idea("initialise_weight", f"bad entries of {weight} as 0", lambda s, _: fill_weight(s, weight))
+    if blame.scope == "samples" and blame.samples and suspect.num_samples:
+        rest = [sample for sample in range(suspect.num_samples) if sample not in blame.samples]
+        if rest:
+            yield Idea("drop_rows", f"{len(rest)} of {suspect.num_samples} samples left", samples=rest)
+    if origin.leaf is None:  # no precision mends what was bad before the first operator
+        yield from _find_precisions(suspect, origin)
+
+
+def _find_precisions(suspect: SuspectBatch, origin: Origin) -> Iterator[Idea]:
+    model = suspect.model
+    dtypes = {tensor.dtype for tensor in (*model.parameters(), *model.buffers())}
+    born = getattr(torch, origin.dtype) if origin.dtype else None
+    if born is not None:
+        dtypes.add(born)
+    if torch.float16 in dtypes:
+        narrow = (torch.float16,)
+        yield Idea(
+            "bfloat16", "float16 as bfloat16", lambda s, remarks: in_precision(s, narrow, torch.bfloat16, remarks)
+        )
+    # Autocast shows itself only while it runs, so without any other sign of low precision float32 is tried to find out.
+    yield Idea(
+        "float32",
+        "model, inputs and operators in float32",
+        lambda s, remarks: in_precision(s, LOW_PRECISION, torch.float32, remarks),
+        certain=any(dtype in LOW_PRECISION for dtype in dtypes),
+    )
+    module = dict(model.named_modules()).get(origin.module) if origin.module else None
+    if module is not None and born in LOW_PRECISION:
+        note = f"{origin.module} in float32, its output as {origin.dtype} again"
+        yield Idea("upcast_module", note, lambda s, remarks: upcast_module(s, module, born, remarks))

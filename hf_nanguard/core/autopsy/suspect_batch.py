@@ -1,0 +1,182 @@
+"""A bad micro-batch under examination: it can be run again, whole or in part, as often as need be."""
+
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import copy
+from dataclasses import dataclass, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..finite import find_nonfinite, read_host
+from ..rerun.micro_batch import MicroBatch
+from ..rerun.runner import Runner
+from .trace.origin import Origin, find_origin
+
+# Fields that say how many samples a batch has, the plainest first.
+MAIN_FIELDS = (
+    "input_ids",
+    "completion_ids",
+    "labels",
+    "pixel_values",
+    "input_values",
+    "input_features",
+    "inputs_embeds",
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a replay.
+
+    Args:
+        loss (`float`):
+            The loss.
+        bad (`dict[str, str]`):
+            The gradients that are not finite, each `"nan"` or `"inf"`.
+    """
+
+    loss: float
+    bad: dict[str, str]
+
+    @property
+    def healthy(self) -> bool:
+        """Whether loss and gradients are finite."""
+        return math.isfinite(self.loss) and not self.bad
+
+
+class SuspectBatch:
+    """A held micro-batch that can be run again.
+
+    Args:
+        runner (`Runner`):
+            Runs it as the loop did, in isolation.
+        micro (`MicroBatch`):
+            The micro-batch.
+        share (`Any`):
+            How the loop weighs it.
+    """
+
+    def __init__(self, runner: Runner, micro: MicroBatch, share: Any):
+        self.runner = runner
+        self.micro = micro
+        self.share = share
+        self.fields = name_tensors(runner.inputs_of(micro))
+        self.num_entries = count_entries(self.fields)
+        rows = micro.rows
+        units = self.num_entries
+        if rows and units and units % len(rows) == 0:  # pairs of a preference trainer come as two halves
+            units = len(rows)
+        self.num_samples = units
+        self.rows = rows if rows is not None and units == len(rows) else None
+        self.num_runs = 0
+
+    @property
+    def model(self) -> nn.Module:
+        """The model without wrappers, as the user knows it."""
+        model: Any = self.runner.model
+        while isinstance(model, (DistributedDataParallel, nn.DataParallel)) or hasattr(model, "_orig_mod"):
+            model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+        return model
+
+    def run(self, samples: Sequence[int] | None = None, compiled: bool = False) -> Outcome:
+        """Runs forward and backward with the random state of old, of all samples or of some; eagerly, unless `compiled`."""
+        loss = self._probe(self.part(samples), compiled)
+        [value] = read_host([loss])
+        return Outcome(value, find_nonfinite(self.runner.named_gradients()))
+
+    def find_origin(self, samples: Sequence[int] | None = None) -> Origin | None:
+        """Runs it under a trace and returns where its bad number was born, `None` if it was healthy this time."""
+        self.runner.clear()
+        self.runner.buffers.restore()  # what is put back, or cut, under the trace would look like the work of the loss
+        micro = self.part(samples)
+        named = name_tensors(self.runner.inputs_of(micro))
+        origin, _ = find_origin(lambda: self._probe(micro), self.model, self.runner.named_gradients, named)
+        return origin
+
+    def part(self, samples: Sequence[int] | None) -> MicroBatch:
+        """Returns the micro-batch cut down to some samples. What has one entry per sample is cut, all else is kept."""
+        if samples is None:
+            return self.micro
+        assert self.num_entries is not None
+        assert self.num_samples is not None
+        entries = [first + s for first in range(0, self.num_entries, self.num_samples) for s in samples]
+        inputs = take_entries(self.runner.inputs_of(self.micro), {self.num_samples: samples, self.num_entries: entries})
+        return replace(self.micro, payload=self.runner.with_inputs(self.micro, inputs))
+
+    def _probe(self, micro: MicroBatch, compiled: bool = False) -> Tensor:
+        self.num_runs += 1
+        with nullcontext() if compiled else eager():
+            return self.runner.probe(micro, self.share)
+
+
+@contextmanager
+def eager() -> Iterator[None]:
+    """Runs compiled models as they were written: a compiled graph has no modules and no lines."""
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def name_tensors(inputs: Any, prefix: str = "") -> dict[str, Tensor]:
+    """Returns the tensors inside nested inputs by a dotted name."""
+    if isinstance(inputs, Tensor):
+        return {prefix or "input": inputs}
+    items: Any = ()
+    if is_dataclass(inputs) and not isinstance(inputs, Mapping):
+        items = vars(inputs).items()
+    elif isinstance(inputs, Mapping):
+        items = inputs.items()
+    elif isinstance(inputs, (list, tuple)):
+        items = enumerate(inputs)
+    found: dict[str, Tensor] = {}
+    for key, value in items:
+        found |= name_tensors(value, f"{prefix}.{key}" if prefix else str(key))
+    return found
+
+
+def find_fields(fields: dict[str, Tensor], names: Sequence[str]) -> list[Tensor]:
+    """Returns the tensors with these names, nested or not, in the order of the names."""
+    return [tensor for name in names for key, tensor in fields.items() if key.rsplit(".", 1)[-1] == name]
+
+
+def count_entries(fields: dict[str, Tensor]) -> int | None:
+    """Returns how many entries a batch has, `None` if its tensors do not tell."""
+    ranked = [*find_fields(fields, MAIN_FIELDS), *fields.values()]
+    return next((int(tensor.shape[0]) for tensor in ranked if tensor.ndim and tensor.shape[0]), None)
+
+
+def take_entries(inputs: Any, chosen: Mapping[int, Sequence[int]]) -> Any:
+    """Returns nested inputs with only some entries of whatever has as many as the batch.
+
+    Args:
+        inputs (`Any`):
+            The inputs.
+        chosen (`Mapping`):
+            Which entries to take, by how many there are: the rows of a preference trainer come as two halves, what is known
+            of a pair comes once.
+    """
+    if isinstance(inputs, Tensor):
+        if inputs.ndim == 0 or inputs.shape[0] not in chosen:
+            return inputs
+        return inputs[torch.tensor(chosen[inputs.shape[0]], device=inputs.device)]
+    if is_dataclass(inputs) and not isinstance(inputs, Mapping):
+        cut = copy(inputs)
+        vars(cut).update({name: take_entries(value, chosen) for name, value in vars(inputs).items()})
+        return cut
+    if isinstance(inputs, Mapping):
+        picked: Any = copy(inputs)
+        for key, value in inputs.items():
+            picked[key] = take_entries(value, chosen)
+        return picked
+    if isinstance(inputs, (list, tuple)):
+        if len(inputs) in chosen and not any(isinstance(item, Tensor) for item in inputs):
+            return type(inputs)(inputs[entry] for entry in chosen[len(inputs)])
+        return type(inputs)(take_entries(item, chosen) for item in inputs)
+    return inputs

@@ -1,0 +1,179 @@
+"""Updates that rounding swallows: what would move these entries, tried on copies of them.
+
+A stored weight moves if its update is more than half the distance to its neighbour. One more update of sampled entries, done by
+the same optimizer in float64, tells how large updates are. From that follow what stochastic rounding would move on average and
+how much larger the learning rate has to be; float32 weights and that learning rate are then tried by updates of their own.
+Optimizers whose state does not go entry by entry (Adafactor's rows and columns, 8-bit blocks) leave everything untried.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..autopsy.verdict import Remedy
+from ..finite import local
+from ..state_tensors import is_plain
+
+MOVES = 0.01  # the share of entries from which weights count as moving
+REMAINDERS = (
+    "master",
+    "compensation",
+    "kahan",
+)  # what optimizers call the part of a weight that is too fine for its dtype
+IDEAS = {
+    "float32_weights": "float32 weights, or float32 master copies of them",
+    "stochastic_rounding": "an optimizer that rounds up or down by chance, right on average",
+    "larger_lr": "a larger learning rate",
+}
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Entries of a parameter that ought to have moved.
+
+    Args:
+        parameter (`Tensor`):
+            The parameter.
+        entries (`Tensor`):
+            Their places in its part on this rank.
+        gradient (`Tensor`):
+            Their gradients.
+        weight (`float`):
+            How many entries of the parameter each of them stands for.
+    """
+
+    parameter: Tensor
+    entries: Tensor
+    gradient: Tensor
+    weight: float = 1.0
+
+
+@torch.no_grad()
+def keeps_remainder(optimizer: Any, sample: Sample) -> bool:
+    """Returns whether the optimizer keeps what rounding takes: a finer copy of the weights, or what is left of updates."""
+    state = optimizer.state.get(sample.parameter, {})
+    weights = local(sample.parameter).reshape(-1)[sample.entries]
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or local(value).numel() != local(sample.parameter).numel():
+            continue
+        if any(word in str(key).lower() for word in REMAINDERS):
+            return True
+        if is_plain(local(value)) and torch.finfo(value.dtype).eps < torch.finfo(weights.dtype).eps:
+            same = local(value).reshape(-1)[sample.entries].to(weights.dtype) == weights
+            if bool((same & (weights != 0)).sum() > 0.9 * len(weights)):
+                return True
+    return False
+
+
+def try_rounding_remedies(optimizer: Any, samples: Sequence[Sample]) -> tuple[Remedy, ...]:
+    """Tries what would make entries move that rounding holds in place. Optimizer and parameters are only read.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`):
+            The optimizer.
+        samples (`Sequence[Sample]`):
+            Entries with a gradient.
+
+    Returns:
+        `tuple[Remedy, ...]`: each with the share of entries it would move in a step.
+    """
+    live = [sample for sample in samples if len(sample.entries)]
+    if not live or not all(_goes_by_entries(optimizer, sample.parameter) for sample in live):
+        return _leave("as the optimizer's state does not go entry by entry")
+    try:
+        return _try(optimizer, live)
+    except Exception as error:  # an optimizer whose constructor or state is not known here may raise anything
+        return _leave(f"for {type(error).__name__}: {str(error)[:200]}")
+
+
+def _leave(why: str) -> tuple[Remedy, ...]:
+    return tuple(Remedy(name, tried=False, note=f"{note}; not tried {why}") for name, note in IDEAS.items())
+
+
+@torch.no_grad()
+def _try(optimizer: Any, samples: Sequence[Sample]) -> tuple[Remedy, ...]:
+    sizes, chances, ratios = [], [], []
+    for sample in samples:
+        before, after = _update_copy(optimizer, sample, torch.float64)
+        change = (after - before).abs()
+        distance = _find_distance(before, sample.parameter.dtype)
+        sizes.append(sample.weight)
+        chances.append((change / distance).clamp(max=1.0).mean())
+        ratios.append(distance[change > 0] / 2 / change[change > 0])
+    expected = _average(sizes, chances)
+    wide = _average(sizes, [_share_moved(optimizer, each, torch.float32) for each in samples])
+    remedies = [
+        _judge("float32_weights", f"moves {wide:.2%} of the entries in a step", wide >= MOVES),
+        _judge(
+            "stochastic_rounding", f"moves {100 * expected:.2g}% of the entries in a step, on average", expected > 0
+        ),
+    ]
+    every = torch.cat(ratios)
+    if not len(every):
+        return (*remedies, Remedy("larger_lr", True, False, f"{IDEAS['larger_lr']}; the update is exactly zero"))
+    factor = _round_up(float(every.median()) * 1.01)  # a change of exactly half the distance may go either way
+    scaled = [_share_moved(optimizer, each, each.parameter.dtype, factor) for each in samples]
+    share = _average(sizes, scaled)
+    note = f"{factor:g} times as large moves {share:.2%} of the entries in a step"
+    return (*remedies, _judge("larger_lr", note, share >= MOVES))
+
+
+def _judge(name: str, note: str, works: bool) -> Remedy:
+    return Remedy(name, True, works, f"{IDEAS[name]}: {note}")
+
+
+def _average(sizes: list[float], values: list[Tensor]) -> float:
+    weights = torch.tensor(sizes, dtype=torch.float64)
+    return float((torch.stack(values).double().cpu() * weights).sum() / weights.sum())
+
+
+def _round_up(value: float) -> float:
+    """Rounds up to two digits."""
+    digit = 10.0 ** (math.floor(math.log10(value)) - 1)
+    return math.ceil(value / digit) * digit
+
+
+def _find_distance(weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns how far the neighbours of weights are in a dtype."""
+    info = torch.finfo(dtype)
+    exponent = torch.frexp(weights.abs())[1] - 1
+    return torch.ldexp(torch.full_like(weights, info.eps), exponent).clamp(min=info.smallest_normal * info.eps)
+
+
+def _share_moved(optimizer: Any, sample: Sample, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
+    before, after = _update_copy(optimizer, sample, dtype, factor)
+    return (before != after).double().mean()
+
+
+def _goes_by_entries(optimizer: Any, parameter: Tensor) -> bool:
+    shape = local(parameter).shape
+    tensors = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor)]
+    return all(not v.ndim or (is_plain(local(v)) and local(v).shape == shape) for v in tensors)
+
+
+def _update_copy(optimizer: Any, sample: Sample, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Does one more update of some entries by an optimizer of the same class; returns them before and after."""
+    parameter, entries = sample.parameter, sample.entries
+    (group,) = (group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+    settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    if settings["lr"] is not None:
+        settings["lr"] = settings["lr"] * factor
+    weights = nn.Parameter(local(parameter).detach().reshape(-1)[entries].to(dtype))
+    weights.grad = sample.gradient.to(dtype)
+    before = weights.detach().clone()
+
+    def take(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return local(value).detach().reshape(-1)[entries].to(dtype) if value.ndim else value.detach().clone()
+
+    clone = type(optimizer)([weights])
+    clone.param_groups[0].update(settings)
+    clone.state[weights] = {key: take(value) for key, value in optimizer.state.get(parameter, {}).items()}
+    with torch.enable_grad():  # as a loop has it
+        clone.step()
+    return before, weights.detach()

@@ -1,0 +1,342 @@
+"""An optimizer update that ruined weights although loss and gradient were finite: which number did it, and what helps.
+
+The step is over, so only what survives it can tell. An entry whose moment is not finite got its bad weight from that
+moment; an entry whose moments are finite got it from the arithmetic of the update, which can be done again: a denominator
+of zero is an eps that underflowed, a quotient beyond the dtype's limit a learning rate that is too high. Skipped steps
+change none of this. Weights that were bad before the step, with a sound update, are left unexplained. State that went bad
+while the weights are still finite is news of the next update, or of entries that will never move again.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..autopsy.verdict import Remedy
+from ..finite import find_nonfinite, local
+from ..state_tensors import is_plain
+from ..vocabulary import Cause
+
+SHOWN_ROWS = 8
+MAX_ENTRIES = 4096
+FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
+SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum")  # what Adam with amsgrad divides by comes first
+SAFE_EPS = {torch.float16: 1e-4}  # 1e-8 is less than half of the smallest float16
+
+
+@dataclass(frozen=True)
+class UpdateFinding:
+    """What an optimizer update did to a parameter. Plain values only.
+
+    Args:
+        parameter (`str`):
+            Its name.
+        cause (`Cause`):
+            `optimizer_state`, `adam_eps_underflow` or `lr_too_high`.
+        state (`str`, *optional*):
+            The tensor of the optimizer's state that is to blame.
+        num_bad (`int`):
+            How many entries are explained by it.
+        rows (`tuple[int, ...]`):
+            The first of their rows (of the part of the parameter on this rank).
+        learning_rate, eps (`float`, *optional*):
+            As the optimizer had them.
+        message (`str`):
+            One clause for a person.
+    """
+
+    parameter: str
+    cause: Cause
+    state: str | None
+    num_bad: int
+    rows: tuple[int, ...]
+    learning_rate: float | None
+    eps: float | None
+    message: str
+    phase: str = "optimizer"
+
+
+def examine_update(optimizer: Any, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
+    """Finds out how an update made weights bad.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`):
+            The optimizer after the step, or anything with its `param_groups` and `state`.
+        named (`Iterable[tuple[str, Tensor]]`):
+            Parameters by name; the first one that is bad and can be explained is.
+
+    Returns:
+        `UpdateFinding | None`: the finding, `None` if the optimizer holds no evidence.
+    """
+    named = list(named)
+    bad = find_nonfinite(named)
+    for name, parameter in named:
+        if name in bad:
+            finding = _examine(optimizer, name, parameter)
+            if finding is not None:
+                return finding
+    return None
+
+
+def examine_state(optimizer: Any, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
+    """Finds out what a bad state means for weights that are finite still.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`):
+            As in [`examine_update`].
+        named (`Iterable[tuple[str, Tensor]]`):
+            Parameters by name; the first one that is finite and whose state is bad is explained.
+
+    Returns:
+        `UpdateFinding | None`: the finding, with cause `optimizer_state`; `None` if no state of theirs is bad.
+    """
+    named = list(named)
+    bad = find_nonfinite(named)
+    sound = ((name, parameter) for name, parameter in named if name not in bad)
+    findings = (_examine(optimizer, name, parameter) for name, parameter in sound)
+    return next((finding for finding in findings if finding is not None), None)
+
+
+@torch.no_grad()
+def _examine(optimizer: Any, name: str, parameter: Tensor) -> UpdateFinding | None:
+    group = _find_group(optimizer, parameter)
+    if group is None:
+        return None
+    finite = bool(torch.isfinite(local(parameter)).all())
+    evidence = _gather(optimizer, group, parameter)
+    # An entry has one cause; where entries differ, the one that explains most of them is told.
+    (cause, state), entries = max(evidence.items(), key=lambda item: int(item[1].sum()), default=((None, None), None))
+    if cause is None or entries is None:
+        return None
+    num_bad = int(entries.sum())
+    rows = (entries if entries.ndim < 2 else entries.flatten(1).any(1)).reshape(-1).nonzero().flatten()
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    rate, eps = _number(group, "lr"), _number(group, "eps")
+    if finite:
+        message = _tell_state(_floats(optimizer, parameter), str(state), entries)
+        return UpdateFinding(name, cause, state, num_bad, tuple(rows[:SHOWN_ROWS].tolist()), rate, eps, message)
+    told = {
+        Cause.OPTIMIZER_STATE: f"{state} held no usable number for {num_bad} entries before the update",
+        Cause.ADAM_EPS_UNDERFLOW: f"{num_bad} entries were divided by zero: {state} is 0, and so is eps {eps} in {dtype}",
+        Cause.LR_TOO_HIGH: f"the update of {num_bad} entries at learning rate {rate} was more than {dtype} holds",
+    }
+    return UpdateFinding(name, cause, state, num_bad, tuple(rows[:SHOWN_ROWS].tolist()), rate, eps, told[cause])
+
+
+def _tell_state(state: dict[str, Tensor], key: str, entries: Tensor) -> str:
+    """Says what a bad state does to weights that it has not reached."""
+    if not _only_inf(state, key):
+        return "the weights are finite still, and the next update that takes part of it ruins them"
+    first = next((state[name] for name in FIRST_MOMENTS if name in state), None)
+    kept = str(state[key].dtype).removeprefix("torch.")
+    why = ""
+    if first is not None and first.shape == entries.shape and bool(torch.isfinite(first[entries]).all()):
+        why = f"the square of a finite gradient was more than {kept} holds: "
+    return f"{why}divided by infinity, these entries will never move again"
+
+
+def _only_inf(state: dict[str, Tensor], key: str) -> bool:
+    """Whether a second moment is bad by infinities alone, which ruin nothing."""
+    return key in SECOND_MOMENTS and not bool((torch.isnan(state[key]) | (state[key] < 0)).any())
+
+
+def _find_group(optimizer: Any, parameter: Tensor) -> dict[str, Any] | None:
+    return next((group for group in optimizer.param_groups if any(p is parameter for p in group["params"])), None)
+
+
+def _number(group: dict[str, Any], key: str) -> float | None:
+    value = group.get(key)
+    return float(value) if isinstance(value, (int, float, Tensor)) else None
+
+
+def _floats(optimizer: Any, parameter: Tensor) -> dict[str, Tensor]:
+    """Returns the float tensors the optimizer keeps for a parameter, as far as they live on this rank."""
+    state = optimizer.state.get(parameter, {})
+    return {
+        key: local(value)
+        for key, value in state.items()
+        if isinstance(value, Tensor) and is_plain(local(value)) and value.ndim
+    }
+
+
+@torch.no_grad()
+def _gather(optimizer: Any, group: dict[str, Any], parameter: Tensor) -> dict[tuple[Cause, str | None], Tensor]:
+    """Returns for each cause that there is evidence of the entries it explains."""
+    weights = local(parameter)
+    bad = ~torch.isfinite(weights)
+    finite = not bool(bad.any())
+    state = _floats(optimizer, parameter)
+    found: dict[tuple[Cause, str | None], Tensor] = {}
+    ruined = torch.zeros_like(bad)
+    for key, value in state.items():
+        unusable = ~torch.isfinite(value)
+        if key in SECOND_MOMENTS:  # dividing by an infinity moves nothing, but a negative one has no root
+            unusable = torch.isnan(value) | (value < 0) | (unusable & finite)
+        if value.shape == bad.shape and not finite:
+            unusable = unusable & bad
+            ruined |= unusable
+        if unusable.any():
+            found[Cause.OPTIMIZER_STATE, key] = unusable
+    if finite:
+        return found
+    step, divisor, second = _redo(group, optimizer.state.get(parameter, {}), state, weights, parameter.grad)
+    sound = bad & ~ruined
+    if divisor is not None and (divided := sound & (divisor == 0)).any():
+        found[Cause.ADAM_EPS_UNDERFLOW, second] = divided
+        sound = sound & ~divided
+    if step is not None:
+        info = torch.finfo(weights.dtype)
+        # A weight at the very limit is pushed over it by half the distance to its neighbour.
+        reached = torch.where(torch.isnan(weights), info.max, info.max * info.eps / 2)
+        if (beyond := sound & ~(step.abs() <= reached)).any():
+            found[Cause.LR_TOO_HIGH, None] = beyond
+    return found
+
+
+def _redo(
+    group: dict[str, Any], raw: dict[str, Any], state: dict[str, Tensor], weights: Tensor, gradient: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, str | None]:
+    """Returns the change of the weights (in float64), what it was divided by in the optimizer's own arithmetic, and the
+    moment that makes up the divisor; each `None` where the optimizer keeps no such thing."""
+    alike = {key: value for key, value in state.items() if value.shape == weights.shape}
+    first = next((alike[key] for key in FIRST_MOMENTS if key in alike), None)
+    if first is None and gradient is not None and local(gradient).shape == weights.shape:
+        first = local(gradient) if bool(torch.isfinite(local(gradient)).all()) else None  # else not that of this update
+    second = next((key for key in SECOND_MOMENTS if key in alike), None)
+    rate = _number(group, "lr") or 0.0
+    if second is None:
+        return (None if first is None else first.double() * rate), None, None
+    root = alike[second].float().sqrt() if group.get("fused") else alike[second].sqrt()
+    if "betas" in group and "step" in raw:
+        count, (beta1, beta2) = float(raw["step"]), group["betas"]
+        rate /= 1 - float(beta1) ** count or 1.0
+        root = root / math.sqrt(1 - float(beta2) ** count or 1.0)
+    divisor = root.add(_number(group, "eps") or 0.0)
+    return (None if first is None else first.double() / divisor.double() * rate), divisor, second
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """Settings for one update of a copy; `wide`: weights and state in float32, `reset`: state as 0."""
+
+    name: str
+    note: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    wide: bool = False
+    reset: bool = False
+
+
+def try_update_remedies(optimizer: Any, finding: UpdateFinding, parameter: Tensor) -> tuple[Remedy, ...]:
+    """Does the update of the bad entries again on a copy, by the same optimizer with other settings.
+
+    The weights before the update are gone, so the copy starts at zero, with moments and gradient that lead to what the
+    optimizer holds now. If the copy as it stands does not turn bad, nothing can be said. Optimizer and parameter are only read.
+
+    Args:
+        optimizer (`torch.optim.Optimizer`):
+            The optimizer.
+        finding (`UpdateFinding`):
+            What [`examine_update`] found.
+        parameter (`Tensor`):
+            The parameter it is about.
+
+    Returns:
+        `tuple[Remedy, ...]`: each with its outcome.
+    """
+    group = _find_group(optimizer, parameter)
+    if group is None:
+        return ()
+    trials = _find_trials(group, finding.cause, parameter.dtype)
+    state = _floats(optimizer, parameter)
+    if finding.state in state and _only_inf(state, finding.state) and finding.cause is Cause.OPTIMIZER_STATE:
+        trials.append(_Trial("float32_state", "weights and state in float32", wide=True))
+        return tuple(
+            Remedy(t.name, False, note=f"{t.note}; there is no update to try, as nothing moves") for t in trials
+        )
+    explained = _gather(optimizer, group, parameter).get((finding.cause, finding.state))
+    bad = ~torch.isfinite(local(parameter))
+    entries = (bad if explained is None or explained.shape != bad.shape else explained).reshape(-1).nonzero().flatten()
+
+    def update(trial: _Trial) -> float:
+        return _update_copy(optimizer, group, parameter, entries[:MAX_ENTRIES], trial)
+
+    try:
+        reproduced = not math.isfinite(update(_Trial("unchanged", "")))
+    except Exception:  # an optimizer whose constructor or state is not known here may raise anything
+        reproduced = False
+    if not reproduced:
+        return tuple(
+            Remedy(t.name, tried=False, note=f"{t.note}; the update does not come back on a copy") for t in trials
+        )
+    return tuple(_try(update, trial) for trial in trials)
+
+
+def _find_trials(group: dict[str, Any], cause: Cause, dtype: torch.dtype) -> list[_Trial]:
+    if cause is Cause.OPTIMIZER_STATE:
+        return [_Trial("reset_state", "state of these entries as 0", reset=True)]
+    trials = []
+    safe, eps, rate = SAFE_EPS.get(dtype, 1e-8), _number(group, "eps"), _number(group, "lr")
+    if eps is not None and eps < safe:
+        trials.append(_Trial("larger_eps", f"eps {safe:g}", {"eps": safe}))
+    if cause is Cause.LR_TOO_HIGH and rate is not None:
+        trials.append(_Trial("smaller_lr", f"learning rate {rate / 10:g}", {"lr": rate / 10}))
+    if dtype in (torch.float16, torch.bfloat16):
+        if not group.get("fused", True):
+            trials.append(_Trial("fused", "fused kernels compute in float32", {"fused": True, "foreach": False}))
+        trials.append(_Trial("float32_state", "weights and state in float32", wide=True))
+    return trials
+
+
+def _try(update: Callable[[_Trial], float], trial: _Trial) -> Remedy:
+    try:
+        largest = update(trial)
+    except Exception as error:  # no such kernel for this dtype or device, out of memory, whatever an optimizer raises
+        return Remedy(trial.name, True, False, f"{trial.note}; {type(error).__name__}: {str(error)[:200]}")
+    return Remedy(trial.name, True, math.isfinite(largest), f"{trial.note}; largest update {largest:.3g}")
+
+
+def _update_copy(optimizer: Any, group: dict[str, Any], parameter: Tensor, entries: Tensor, trial: _Trial) -> float:
+    """Steps an optimizer of the same class over some entries alone and returns the largest change."""
+    settings = {key: value for key, value in group.items() if key not in ("params", "param_names")} | trial.settings
+    shape, dtype = local(parameter).shape, torch.float32 if trial.wide else parameter.dtype
+    weights = nn.Parameter(torch.zeros(len(entries), dtype=dtype, device=entries.device))
+
+    def take(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if not value.ndim or local(value).shape != shape:
+            on_device = settings.get("fused") or settings.get("capturable")
+            return value.detach().clone().to(weights.device if on_device else value.device)
+        part = local(value).detach().reshape(-1)[entries]
+        return torch.zeros_like(part) if trial.reset else part.float() if trial.wide else part
+
+    clone = type(optimizer)([weights])
+    clone.param_groups[0].update(settings)
+    state = {key: take(value) for key, value in optimizer.state.get(parameter, {}).items()}
+    weights.grad = _turn_back(state, settings)
+    if weights.grad is None:
+        weights.grad = torch.zeros_like(weights) if parameter.grad is None else take(parameter.grad).to(dtype)
+    clone.state[weights] = state
+    clone.step()
+    return float(weights.detach().abs().max())
+
+
+def _turn_back(state: dict[str, Any], settings: dict[str, Any]) -> Tensor | None:
+    """Takes moments back by one step in place and returns the gradient that leads to them again, `None` if there are none.
+
+    That gradient is gone. For Adam it is taken as the mean of all there were: exact after one step, and fair later on."""
+    buffer, first, second = state.get("momentum_buffer"), state.get("exp_avg"), state.get("exp_avg_sq")
+    if buffer is not None:
+        return buffer * ((1 - settings.get("momentum", 0.0)) / (1 - settings.get("dampening", 0.0)))
+    if first is None or second is None or "step" not in state or "betas" not in settings:
+        return None if first is None else first.clone()
+    beta1, beta2 = map(float, settings["betas"])
+    gradient = first.float() / (1 - beta1 ** float(state["step"]) or 1.0)
+    before = (second.float() - (1 - beta2) * gradient.square()) / (beta2 or 1.0)
+    state["exp_avg"] = ((first.float() - (1 - beta1) * gradient) / (beta1 or 1.0)).to(first.dtype)
+    state["exp_avg_sq"] = torch.where(second >= 0, before.clamp(min=0), second.float()).to(second.dtype)
+    state["step"] = state["step"] - 1
+    return gradient.to(first.dtype)

@@ -1,0 +1,280 @@
+"""How the guard runs micro-batches again: alone to find the bad ones, then the good ones as the loop would have.
+
+A runner knows the loop it belongs to; the guard knows what to do. Under DDP a probe stays on its rank (`no_sync`), and
+a rank with nothing left joins the others' reduction with zeros. Sharded parameters (FSDP2) need every rank in every
+pass: `lockstep` is then true and a micro-batch is dropped on all ranks or on none.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..finite import local
+from ..rng import RngState
+from .buffers import BufferKeeper
+from .micro_batch import AccumulationGroup, MicroBatch
+from .skip import ScalerState, clear_gradients
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Returns whether `tensor` is a DTensor."""
+    return hasattr(tensor, "device_mesh")
+
+
+def same_on_all_ranks(norm: Tensor) -> Tensor:
+    """Returns the norm as a value every rank has, for a sharded model by one small reduction (the clip's own)."""
+    if not is_sharded(norm):
+        return norm
+    from torch.distributed.tensor import Replicate
+
+    return norm.redistribute(placements=[Replicate()] * norm.device_mesh.ndim)  # type: ignore[attr-defined]
+
+
+class Runner(ABC):
+    """Runs held micro-batches again.
+
+    Args:
+        model (`nn.Module`):
+            The model as the loop calls it, that is, with its DDP wrapper if it has one.
+        scaler (`torch.amp.GradScaler`, *optional*):
+            The loss scaler in use.
+    """
+
+    def __init__(self, model: nn.Module, scaler: Any = None):
+        self.model = model
+        self.scaler = scaler
+        self.buffers = BufferKeeper(model)
+        parameters = self.parameters
+        self.lockstep = any(is_sharded(parameter) for parameter in parameters)
+        self.device_type = parameters[0].device.type if parameters else "cpu"
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trainable parameters as of now: a run may freeze and unfreeze them on its way."""
+        return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+
+    @abstractmethod
+    def run(self, micro: MicroBatch, share: Any) -> Tensor:
+        """Runs forward and backward of one micro-batch as the loop does and returns its loss, detached."""
+
+    @abstractmethod
+    def forward(self, micro: MicroBatch) -> None:
+        """Runs the forward only, with gradients enabled."""
+
+    @abstractmethod
+    def regroup(self, good: list[MicroBatch], num_good: list[int]) -> Any:
+        """Returns the share of each good micro-batch, given how many each rank has left. Every rank calls it."""
+
+    @abstractmethod
+    def unscale(self) -> None:
+        """Divides the gradients by the loss scale, once a step, if there is one."""
+
+    def why_not(self, group: AccumulationGroup) -> str | None:
+        """Returns why the group cannot be redone, `None` if it can."""
+        return None
+
+    def why_no_autopsy(self, group: AccumulationGroup) -> str | None:
+        """Returns why its micro-batches cannot be examined, `None` if they can."""
+        return self.why_not(group)
+
+    current: MicroBatch | None = None  # the one that is run again
+
+    # ---- what an autopsy asks ----
+
+    optimizer: Any = None  # the torch optimizer whose update may be to blame
+    knows_loss = True  # whether `run` computes the loss of the loop, and not only what the model makes of its inputs
+
+    def inputs_of(self, micro: MicroBatch) -> Any:
+        """Returns the inputs of a held micro-batch: tensors, nested in mappings and sequences."""
+        return micro.payload
+
+    def with_inputs(self, micro: MicroBatch, inputs: Any) -> Any:
+        """Returns the payload of a micro-batch with other inputs."""
+        return inputs
+
+    def decode(self, micro: MicroBatch, sample: int) -> str | None:
+        """Returns the text of a sample, `None` if it has none."""
+        return None
+
+    def facts(self, share: Any) -> dict[str, Any]:
+        """Returns what a bundle must tell so that the loop's model and loss can be built again, as JSON values."""
+        return {"kind": "loop", "model": type(self.model).__name__}
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Leaves gradients, buffers, random state and loss scaler as they are before the block."""
+        gradients = [(parameter, parameter.grad) for parameter in self.parameters]
+        rng = RngState.capture(self.device_type)
+        buffers = BufferKeeper(self.model)
+        buffers.keep()
+        unscaled = None if self.scaler is None else dict(self.scaler._per_optimizer_states)
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            buffers.restore()
+            rng.restore()
+            self.sync_buffers(True)
+            if self.scaler is not None:
+                self.scaler._per_optimizer_states.update(unscaled)
+
+    @property
+    def learning_rate(self) -> float | None:
+        """The largest learning rate of the optimizer; `None` without one, or if it lives on a device."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        rates = [group.get("lr") for group in groups]
+        return max((rate for rate in rates if isinstance(rate, float)), default=None)
+
+    # ---- isolation ----
+
+    def isolated(self) -> AbstractContextManager:
+        """Returns a context in which running a micro-batch leaves nothing behind in the loop's own books."""
+        return nullcontext()
+
+    def recorded(self) -> AbstractContextManager:
+        """Returns a context in which the good micro-batches replace what the group had left in the loop's books."""
+        return nullcontext()
+
+    def named_parameters(self) -> list[tuple[str, Tensor]]:
+        """Returns the trainable parameters with the names the user knows, in model order."""
+        bare = self.model
+        if isinstance(bare, (DistributedDataParallel, nn.DataParallel)):
+            bare = bare.module
+        return [
+            (name.replace("_orig_mod.", ""), parameter)
+            for name, parameter in bare.named_parameters()
+            if parameter.requires_grad
+        ]
+
+    def named_gradients(self) -> list[tuple[str, Tensor]]:
+        """Returns the gradients that exist, in model order."""
+        return [(name, p.grad) for name, p in self.named_parameters() if p.grad is not None]
+
+    def measure(self) -> Tensor:
+        """Unscales the gradients and returns their total norm on the device, the same on every rank."""
+        self.unscale()
+        return self.norm()
+
+    def norm(self) -> Tensor:
+        """Returns the total norm of the gradients as they are."""
+        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        return same_on_all_ranks(torch.nn.utils.get_total_norm(gradients))
+
+    @contextmanager
+    def unsynced(self) -> Iterator[None]:
+        """Keeps gradients of the passes inside on this rank."""
+        if isinstance(self.model, DistributedDataParallel):
+            with self.model.no_sync():
+                yield
+        elif self.lockstep:
+            self.model.set_requires_gradient_sync(False)  # type: ignore[operator]
+            try:
+                yield
+            finally:
+                self.model.set_requires_gradient_sync(True)  # type: ignore[operator]
+        else:
+            yield
+
+    def poison(self) -> None:
+        """Leaves NaN in a sharded gradient of this rank: the norm, reduced over all shards, then tells every rank."""
+        for parameter in self.parameters:
+            if parameter.grad is not None and local(parameter.grad).numel():
+                local(parameter.grad).view(-1)[0] = float("nan")
+                return
+
+    def clear(self) -> None:
+        """Forgets all gradients, and that they were unscaled."""
+        clear_gradients(self.parameters)
+        if self.scaler is not None:
+            ScalerState(self.scaler).forget_unscale()
+
+    def probe(self, micro: MicroBatch, share: Any) -> Tensor:
+        """Runs one micro-batch alone, with the random state it had, and leaves its gradients in place."""
+        self.clear()
+        self.buffers.restore()
+        micro.rng.restore()
+        self.sync_buffers(False)
+        self.current = micro
+        with self.isolated(), nullcontext() if self.lockstep else self.unsynced():
+            return self.run(micro, share)
+
+    def rerun(self, group: AccumulationGroup, good: list[MicroBatch], share: Any) -> list[Tensor]:
+        """Runs the good micro-batches from the group's first random state, as if the others had never come."""
+        self.clear()
+        self.buffers.restore()
+        group.micro_batches[0].rng.restore()
+        self.sync_buffers(True)  # in the first pass, as in the group itself; every rank runs one
+        with self.recorded():
+            if not good:
+                self.join(group.micro_batches[0])
+                self.buffers.restore()
+                group.micro_batches[0].rng.restore()
+            losses = []
+            for micro in good:
+                self.current = micro
+                with nullcontext() if micro is good[-1] else self.unsynced():
+                    losses.append(self.run(micro, share))
+            return losses
+
+    def sync_buffers(self, active: bool) -> None:
+        """Lets DDP broadcast buffers in the next forward, or not: ranks may run different numbers of probes."""
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.require_forward_param_sync = active
+
+    def meet(self) -> None:
+        """Does what all ranks must do together before they run passes apart: DDP rebuilds its buckets in the first
+        forward after its first reduction, by a collective."""
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.reducer._rebuild_buckets()
+
+    def join(self, micro: MicroBatch) -> None:
+        """Takes part in the others' gradient reduction with zeros."""
+        if isinstance(self.model, DistributedDataParallel):
+            with self.isolated():
+                self.forward(micro)
+            torch.autograd.backward(self.parameters, [torch.zeros_like(p) for p in self.parameters])
+
+
+class LoopRunner(Runner):
+    """The runner of a hand-written loop: a loss function, a model and an optimizer.
+
+    Args:
+        model (`nn.Module`):
+            The model in training.
+        optimizer (`torch.optim.Optimizer`):
+            Its optimizer.
+        scaler (`torch.amp.GradScaler`, *optional*):
+            The loss scaler.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any = None):
+        super().__init__(model, scaler)
+        self.optimizer = optimizer
+        self.loss_fn: Callable[[Any], Tensor] | None = None
+
+    def _loss(self, payload: Any) -> Tensor:
+        if self.loss_fn is None:
+            raise RuntimeError("LoopRunner was asked to run a micro-batch before Guard.step gave it a loss function.")
+        return self.loss_fn(payload)
+
+    def run(self, micro: MicroBatch, share: float) -> Tensor:
+        loss = self._loss(micro.payload)
+        weighed = loss * share
+        (weighed if self.scaler is None else self.scaler.scale(weighed)).backward()
+        return loss.detach()
+
+    def forward(self, micro: MicroBatch) -> None:
+        self._loss(micro.payload)
+
+    def regroup(self, good: list[MicroBatch], num_good: list[int]) -> float:
+        return len(num_good) / sum(num_good)
+
+    def unscale(self) -> None:
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)

@@ -1,0 +1,103 @@
+"""Which parameters have bad gradients, of which kind, and who their healthy neighbours are."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from ..finite import find_nonfinite
+
+SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Census:
+    """The gradients of one moment, parameter by parameter.
+
+    Args:
+        bad (`dict[str, str]`):
+            Bad parameters in model order, each `"nan"` or `"inf"`.
+        good (`list[str]`):
+            The parameters whose gradients are finite, in model order.
+        neighbours (`list[str]`):
+            Those of them that stand right before or after a bad one.
+    """
+
+    bad: dict[str, str] = field(default_factory=dict)
+    good: list[str] = field(default_factory=list)
+    neighbours: list[str] = field(default_factory=list)
+
+    @property
+    def suspect(self) -> str | None:
+        """The bad parameter nearest to the loss, where the backward pass met the fault first.
+
+        `None` if no gradient is bad, or if all are: then the fault lies in the loss itself, not at a parameter.
+        """
+        return next(reversed(self.bad)) if self.bad and (self.good or len(self.bad) == 1) else None
+
+    def as_values(self) -> dict[str, Any]:
+        """Returns the census for the `values` of an event, cut to a readable length."""
+        return {
+            "num_bad_parameters": len(self.bad),
+            "num_good_parameters": len(self.good),
+            "bad_parameters": dict(list(self.bad.items())[-SHOWN:]),
+            "good_neighbours": self.neighbours[-SHOWN:],
+        }
+
+
+def take_census(named: Iterable[tuple[str, Tensor]], bad_elsewhere: dict[str, str] | None = None) -> Census:
+    """Looks at the gradients as they are now; call it before they are clipped.
+
+    Args:
+        named (`Iterable[tuple[str, Tensor]]`):
+            Names and gradients in model order.
+        bad_elsewhere (`dict[str, str]`, *optional*):
+            What other ranks found in their shards of the same gradients.
+    """
+    pairs = list(named)
+    return judge([name for name, _ in pairs], {**(bad_elsewhere or {}), **find_nonfinite(pairs)})
+
+
+def judge(names: list[str], bad: dict[str, str]) -> Census:
+    """Builds the census of `names` (in model order) from what is known of the bad ones."""
+    neighbours = [
+        name
+        for index, name in enumerate(names)
+        if name not in bad and any(other in bad for other in names[max(index - 1, 0) : index + 2])
+    ]
+    return Census(
+        bad={name: bad[name] for name in names if name in bad},
+        good=[name for name in names if name not in bad],
+        neighbours=neighbours,
+    )
+
+
+def describe(census: Census) -> str:
+    """Returns one clause that names what is bad."""
+    total = len(census.bad) + len(census.good)
+    if not census.bad:
+        return f"all {total} gradients are finite"
+    if census.suspect is None:
+        return f"all {total} gradients are bad"
+    kind = {"nan": "NaN", "inf": "inf"}[census.bad[census.suspect]]
+    rest = f" ({len(census.bad)} of {total} gradients are bad)" if len(census.bad) > 1 else f" (1 of {total})"
+    return f"gradient of {census.suspect} became {kind}{rest}"
+
+
+def format_incident(step: int, norm: float, census: Census, num_nan: int, num_inf: int) -> str:
+    """Returns the block that is logged when gradients go bad: the total norm and every bad parameter with its kind."""
+    kinds = {kind: sum(1 for found in census.bad.values() if found == kind) for kind in ("nan", "inf")}
+    lines = [
+        f"---- bad gradients at step {step} ----",
+        f"  total norm before clipping: {norm}",
+        f"  NaN in {kinds['nan']} parameters ({num_nan} so far), inf in {kinds['inf']} ({num_inf} so far)",
+    ]
+    if not census.bad:
+        lines.append("  every single gradient is finite: only their norm is not, no parameter is to blame")
+    shown = list(census.bad.items())[-SHOWN:]
+    if len(census.bad) > len(shown):
+        lines.append(f"  ... {len(census.bad) - len(shown)} more bad parameters before these")
+    lines += [f"  bad:  {name} ({'NaN' if kind == 'nan' else 'inf'})" for name, kind in shown]
+    lines += [f"  good: {name} (next to a bad one)" for name in census.neighbours[-4:]]
+    return "\n".join(lines)

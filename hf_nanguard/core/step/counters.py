@@ -1,0 +1,83 @@
+"""Counts of what a run has seen and lost: the source of the `nanguard/` metrics."""
+
+import math
+from collections import deque
+from typing import Any
+
+from ..rerun.micro_batch import MicroBatch
+
+RECENT = 100
+
+
+class Counter:
+    """Cumulative counts; they survive a checkpoint."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.dropped = 0
+        self.skipped_steps = 0
+        self.scaler_skips = 0
+        self.num_nan = 0
+        self.num_inf = 0
+        self.grad_norm_max = 0.0
+        self.recent: deque[int] = deque(maxlen=RECENT)
+        self.terms: dict[str, tuple[float, int]] = {}  # sum and number since the last row
+        self.dropped_terms: dict[str, int] = {}
+
+    @property
+    def success_rate(self) -> float:
+        """The share of micro-batches that were trained on."""
+        return 1.0 if not self.seen else (self.seen - self.dropped) / self.seen
+
+    def count_microbatches(self, seen: int, dropped: int) -> None:
+        """Counts the micro-batches of one step of this rank."""
+        self.seen += seen
+        self.dropped += dropped
+        self.recent.extend([1] * (seen - dropped) + [0] * dropped)
+
+    def count_gradients(self, bad: dict[str, str]) -> None:
+        """Counts bad gradients by kind."""
+        self.num_nan += sum(1 for kind in bad.values() if kind == "nan")
+        self.num_inf += sum(1 for kind in bad.values() if kind == "inf")
+
+    def count_terms(self, micro_batches: list[MicroBatch]) -> None:
+        """Takes the terms of those micro-batches of this rank that were trained on; what was dropped or is not finite
+        has no part in a mean."""
+        for micro in micro_batches if any(micro.terms for micro in micro_batches) else ():
+            if micro.is_dropped:
+                continue
+            dropped = {term.name for term in micro.terms if term.is_bad and term.drops} | micro.cut
+            for name in sorted(dropped):
+                self.dropped_terms[name] = self.dropped_terms.get(name, 0) + 1
+            for name, value in micro.term_values.items():
+                if name not in dropped and math.isfinite(value):
+                    total, number = self.terms.get(name, (0.0, 0))
+                    self.terms[name] = (total + value, number + 1)
+
+    def as_metrics(self) -> dict[str, float]:
+        """Returns the metrics of the next log row and starts a new window for the largest norm."""
+        metrics = {
+            "nanguard/skipped_steps": self.skipped_steps,
+            "nanguard/dropped_microbatches": self.dropped,
+            "nanguard/success_rate": self.success_rate,
+            "nanguard/success_rate_recent": 1.0 if not self.recent else sum(self.recent) / len(self.recent),
+            "nanguard/grad_norm_max": self.grad_norm_max,
+        }
+        if self.scaler_skips:
+            metrics["nanguard/scaler_skips"] = self.scaler_skips
+        metrics |= {f"nanguard/term/{name}": total / number for name, (total, number) in self.terms.items()}
+        metrics |= {f"nanguard/dropped_terms/{name}": number for name, number in self.dropped_terms.items()}
+        self.grad_norm_max, self.terms = 0.0, {}
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what `load_state_dict` needs."""
+        copies = {"recent": list(self.recent), "terms": dict(self.terms), "dropped_terms": dict(self.dropped_terms)}
+        return {**vars(self), **copies}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores the counts of a checkpoint."""
+        for name in vars(self):
+            if name in state:
+                value = dict(state[name]) if isinstance(state[name], dict) else state[name]
+                setattr(self, name, deque(value, maxlen=RECENT) if name == "recent" else value)

@@ -1,0 +1,244 @@
+"""An incident: a step that did not go well, what was read of it, and how it is told."""
+
+import math
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from ..autopsy.verdict import Verdict
+from ..event import Culprit, Event
+from ..rerun.micro_batch import AccumulationGroup, Finding, MicroBatch
+from ..settings import Decision
+from ..vocabulary import Action, Cause, Signal
+from .bad_gradients import Census, describe
+
+MAX_ROWS = 8
+
+
+@dataclass
+class StepOutcome:
+    """What became of a step.
+
+    Args:
+        stepped (`bool`):
+            Whether the optimizer may step.
+        norm (`Tensor`, *optional*):
+            The norm to clip by; `None` if the step is skipped.
+        redone (`list[Tensor]`, *optional*):
+            The losses that stand for the group if it was redone or skipped, `None` if it went through as it was.
+        fresh (`bool`):
+            Whether the gradients are not those the loop had computed.
+        num_dropped (`int`):
+            How many micro-batches of this rank were left out.
+        clip_to (`float`, *optional*):
+            A tighter bound for the norm than the loop's own.
+        halt (`str`, *optional*):
+            Why the run has to end, `None` if it goes on.
+        scaler_skips (`bool`):
+            The loss scaler is about to skip this step by itself, as it does while it finds its scale.
+    """
+
+    stepped: bool = True
+    norm: Tensor | None = None
+    redone: list[Tensor] | None = None
+    fresh: bool = False
+    num_dropped: int = 0
+    clip_to: float | None = None
+    halt: str | None = None
+    scaler_skips: bool = False
+
+
+@dataclass(frozen=True)
+class StepReading:
+    """What was read of a step that did not go well.
+
+    Args:
+        step (`int`):
+            Its number.
+        group (`AccumulationGroup`):
+            Its micro-batches.
+        losses (`list[float]`):
+            Their losses on this rank.
+        norm (`float`), norm_dev (`Tensor`):
+            The norm of the gradients, on the host and on the device.
+        decision (`Decision`):
+            How the step is to go on.
+        rank (`int`):
+            This rank.
+        clipped (`bool`):
+            Whether somebody had clipped already, so that the gradients no longer tell who was bad.
+        census (`Census`):
+            The gradients, parameter by parameter, once that has been looked at.
+        learning_rate (`float`, *optional*):
+            What the optimizer would have stepped with.
+    """
+
+    step: int
+    group: AccumulationGroup
+    losses: list[float]
+    norm: float
+    norm_dev: Tensor
+    decision: Decision
+    rank: int
+    clipped: bool = False
+    census: Census = field(default_factory=Census)
+    learning_rate: float | None = None
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """What was measured of the step as a whole, for events."""
+        rate = {} if self.learning_rate is None else {"learning_rate": self.learning_rate}
+        return {"grad_norm": self.norm, **rate}
+
+    @property
+    def bad_loss(self) -> tuple[int, float] | None:
+        """Place and value of the first loss that is not finite."""
+        return next(((i, loss) for i, loss in enumerate(self.losses) if not math.isfinite(loss)), None)
+
+    @property
+    def bad_place(self) -> int | None:
+        """Place of the first loss that is not finite, or was not before a term was dropped."""
+        if self.bad_loss is not None:
+            return self.bad_loss[0]
+        return next((micro.index for micro in self.group.micro_batches if micro.bad_terms), None)
+
+    @property
+    def suspected(self) -> bool:
+        """Whether a loss is not finite and there was something suspicious in its batch."""
+        return self.bad_loss is not None and self.group.micro_batches[self.bad_loss[0]].suspicion is not None
+
+    @property
+    def finite_losses(self) -> list[Tensor]:
+        """The losses that are finite, on their device."""
+        return [loss for loss, value in zip(self.group.losses, self.losses, strict=True) if math.isfinite(value)]
+
+    def tell(self) -> str:
+        """Returns one clause that says what is wrong."""
+        what = describe(self.census)
+        if self.bad_place is not None:
+            loss = None if self.bad_loss is None else self.bad_loss[1]
+            what = tell_loss(self.group.micro_batches[self.bad_place], loss)
+        return f"{what} at step {self.step}"
+
+    def as_values(self, place: int | None = None) -> dict[str, Any]:
+        """Returns what was measured, for the event; the terms are those of the micro-batch at a place, or of the last."""
+        shown = self.bad_loss[1] if self.bad_loss is not None else (self.losses[-1] if self.losses else None)
+        terms = self.group.micro_batches[-1 if place is None else place].term_values if self.group.terms else {}
+        found = {"terms": terms} if terms else {}
+        return {"loss": shown, **self.measured, **found, **self.census.as_values()}
+
+    def event(
+        self,
+        action: Action,
+        message: str,
+        signal: Signal | None = None,
+        cause: Cause | None = None,
+        blamed: "BadMicroBatch | None" = None,
+        **values: Any,
+    ) -> Event:
+        """Returns the event of the step as a whole, with the micro-batch to blame if it is known."""
+        place = self.bad_place if blamed is None else blamed.micro.index
+        phase = "loss" if place is not None and self.census.suspect is None else "backward"
+        rows = None if place is None else self.group.micro_batches[place].rows
+        term = None if place is None else next(iter(self.group.micro_batches[place].bad_terms), None)
+        term = term if blamed is None else blamed.culprit.term
+        culprit = Culprit(phase=phase, parameter=self.census.suspect, term=term, rows=rows)
+        signal = signal or self.decision.signal or Signal.GRAD_NONFINITE
+        event = Event(
+            self.step, signal, action, message, place, self.rank, {**self.as_values(place), **values}, culprit, cause
+        )
+        return event if blamed is None or blamed.verdict is None else explain_event(event, blamed.verdict)
+
+
+def tell_loss(micro: MicroBatch, loss: float | None) -> str:
+    """Returns a clause about a loss that is not finite, with the terms to blame, or about the terms if it went on without
+    them."""
+    if loss is None or math.isfinite(loss):
+        return " and ".join(f"{name} is {micro.term_values[name]}" for name in micro.bad_terms)
+    return f"loss is {loss}" + (f", from {' and '.join(micro.bad_terms)}" if micro.bad_terms else "")
+
+
+def _tell_rows(rows: list[int] | None) -> str:
+    shown = ", ".join(map(str, (rows or [])[:MAX_ROWS]))
+    more = ", ..." if rows and len(rows) > MAX_ROWS else ""
+    return f" (dataset rows {shown}{more})" if rows else ""
+
+
+@dataclass(frozen=True)
+class BadMicroBatch:
+    """A micro-batch that is to blame, before it is known what is done about it."""
+
+    micro: MicroBatch
+    signal: Signal
+    message: str
+    culprit: Culprit
+    values: dict[str, Any] = field(default_factory=dict)
+    cause: Cause | None = None
+    verdict: Verdict | None = None
+    cure: frozenset[str] = frozenset()  # terms without which its gradients are finite
+
+    @property
+    def begins_here(self) -> bool:
+        """Whether an autopsy has found the beginning on this rank; sharded gradients carry the faults of others too."""
+        origin = None if self.verdict is None else self.verdict.origin
+        return origin is not None and not origin.outside
+
+    @classmethod
+    def of_finding(cls, micro: MicroBatch, finding: Finding, step: int) -> "BadMicroBatch":
+        """Blames a micro-batch for what was found in it before it ran."""
+        rows = micro.rows if finding.rows is None else list(finding.rows)
+        if rows is not None and finding.rows is None and finding.samples:
+            rows = [rows[sample] for sample in finding.samples if sample < len(rows)]
+        culprit = Culprit(
+            phase=finding.phase,
+            samples=list(finding.samples) or None,
+            rows=rows,
+            tokens=[list(token) for token in finding.tokens] or None,
+        )
+        message = f"{finding.message} in micro-batch {micro.index} of step {step}{_tell_rows(rows)}"
+        return cls(micro, finding.signal, message, culprit, {}, finding.cause)
+
+    @classmethod
+    def of_run(
+        cls, micro: MicroBatch, loss: float, census: Census, step: int, cure: frozenset[str] = frozenset()
+    ) -> "BadMicroBatch":
+        """Blames a micro-batch whose gradients were bad when it ran alone, and the terms that cure it by their absence."""
+        finite = math.isfinite(loss) and not micro.bad_terms
+        if finite:
+            what = describe(census) + (f", but not without {' and '.join(sorted(cure))}" if cure else "")
+        else:
+            what = tell_loss(micro, loss)
+        term = next(iter([*micro.bad_terms, *sorted(cure)]), None)
+        culprit = Culprit(phase="backward" if finite else "loss", parameter=census.suspect, term=term, rows=micro.rows)
+        signal = Signal.GRAD_NONFINITE if finite else Signal.LOSS_NONFINITE
+        message = f"{what} in micro-batch {micro.index} of step {step}{_tell_rows(micro.rows)}"
+        terms = {"terms": micro.term_values} if micro.terms else {}
+        return cls(micro, signal, message, culprit, {"loss": loss, **terms, **census.as_values()}, cure=cure)
+
+    def event(self, action: Action, reading: StepReading, note: str = "") -> Event:
+        """Returns the event, now that it is known what was done."""
+        event = Event(
+            reading.step,
+            self.signal,
+            action,
+            self.message + note,
+            self.micro.index,
+            reading.rank,
+            {**self.values, **reading.measured},
+            self.culprit,
+            self.cause,
+        )
+        return event if self.verdict is None else explain_event(event, self.verdict)
+
+
+def explain_event(event: Event, verdict: Verdict) -> Event:
+    """Returns the event with what an autopsy found: culprit, cause, remedies, bundle."""
+    return replace(
+        event,
+        values={**event.values, "autopsy": verdict.as_values()},
+        culprit=verdict.explain(event.culprit or Culprit()),
+        cause=event.cause if event.cause is not None and verdict.origin is None else verdict.cause,
+        remedies=tuple(asdict(remedy) for remedy in verdict.remedies),
+        bundle=verdict.bundle,
+    )

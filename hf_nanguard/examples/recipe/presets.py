@@ -1,0 +1,60 @@
+"""Presets: files of arguments that were found to hold, by the kind of training and a name.
+
+They are `configs/<kind>/<name>.yaml` in a clone and ship inside the package in a wheel.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...errors import ArgumentError
+
+PACKAGE = Path(__file__).parents[2]
+
+
+def find_configs() -> Path:
+    """Returns the folder of presets: inside the package if it was installed, else beside it."""
+    shipped = PACKAGE / "configs"
+    return shipped if shipped.is_dir() else PACKAGE.parent / "configs"
+
+
+def list_presets(kind: str) -> list[str]:
+    """Returns the names of the presets of a kind (`sft`, `lora`, `grpo`, `distill`)."""
+    return sorted(path.stem for path in (find_configs() / kind).glob("*.yaml"))
+
+
+def read_preset(kind: str, name: str) -> dict[str, Any]:
+    """Returns the arguments of a preset by name.
+
+    Args:
+        kind (`str`):
+            The kind of training.
+        name (`str`):
+            `balanced` or `ultra_conservative`.
+
+    Raises:
+        `ArgumentError`: there is no such preset.
+    """
+    known = list_presets(kind)
+    if name not in known:
+        raise ArgumentError(
+            f"--preset must be one of {', '.join(known)}, got {name!r}. For a file of your own use --config."
+        )
+    return read_yaml(str(find_configs() / kind / f"{name}.yaml"), "--preset")
+
+
+def read_yaml(path: str, flag: str = "--config") -> dict[str, Any]:
+    """Returns the names and values of a YAML file, or complains about it under the name of its flag."""
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not text"
+        raise ArgumentError(f"{flag} must be a YAML file that can be read, got {path!r} ({reason}).") from error
+    except yaml.YAMLError as error:
+        raise ArgumentError(f"{flag} must be a YAML file, got {path!r} ({' '.join(str(error).split())}).") from error
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ArgumentError(
+            f"{flag} must be a YAML file of names and values, got {path!r}. For example learning_rate: 1.0e-5."
+        )
+    return content

@@ -1,0 +1,243 @@
+"""Checks of a batch where it is made: on the CPU, in the worker, before it reaches a device.
+
+Labels out of the vocabulary would otherwise end the process in a device assert that names nothing. The arrays are
+looked at through NumPy views of the CPU tensors, so no torch operation and no device read is added.
+"""
+
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...core.rerun.micro_batch import Finding
+from ...core.vocabulary import Cause, Signal
+from .batch_limits import Limits
+from .learning_signal import NoSignal, judge_lesson
+from .numpy_view import is_viewable, view
+from .samples import remove_samples
+
+NOTE = "nanguard_note"
+IGNORED = -100
+MAX_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class BatchNote:
+    """What the checks found, as plain values; it travels with the batch and is taken out before the model sees it.
+
+    Args:
+        findings (`tuple[Finding, ...]`):
+            What is wrong.
+        lesson (`NoSignal`, *optional*):
+            Why the batch has hardly anything to teach.
+        num_samples (`int`, *optional*), kept (`tuple[int, ...]`, *optional*):
+            If bad samples were taken out: how many there had been, and which are left.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    lesson: NoSignal | None = None
+    num_samples: int | None = None
+    kept: tuple[int, ...] | None = None
+
+
+class CheckedCollator:
+    """Runs the user's collator and checks what it made.
+
+    Args:
+        collator (`Callable`):
+            The user's own.
+        limits (`Limits`):
+            What the model can take.
+        verdict (`str`):
+            What is to be done with a bad batch: `"drop"`, `"drop_samples"`, `"repair"`, `"halt"` or `"observe"`.
+        can_drop (`bool`, *optional*, defaults to `True`):
+            Whether the loop can leave a batch out; if not, one that cannot be filled is only observed.
+    """
+
+    def __init__(self, collator: Callable, limits: Limits, verdict: str, can_drop: bool = True):
+        self.collator = collator
+        self.limits = limits
+        self.verdict = verdict
+        self.can_drop = can_drop
+
+    def __call__(self, examples: list) -> Any:
+        batch = self.collator(examples)
+        if not isinstance(batch, MutableMapping):
+            return batch
+        findings = check_batch(batch, self.limits, self.verdict)
+        if not self.can_drop:
+            findings = [replace(f, verdict="observe") if f.verdict == "drop" else f for f in findings]
+        note = BatchNote(tuple(findings))
+        if self.verdict == "drop_samples" and findings:
+            note = take_apart(batch, findings, len(examples), self.limits)
+        note = replace(note, lesson=judge_lesson(batch, self.limits))
+        if note != BatchNote():
+            batch[NOTE] = note
+        return batch
+
+
+def take_apart(batch: MutableMapping, findings: list[Finding], num_samples: int, limits: Limits) -> BatchNote:
+    """Takes the bad samples out of a batch and returns the note of it; the whole batch has to go if that cannot be."""
+    drops = [finding for finding in findings if finding.verdict == "drop"]
+    bad = {sample for finding in drops for sample in finding.samples}
+    kept = remove_samples(batch, bad, num_samples) if bad and all(finding.samples for finding in drops) else None
+    if kept is None:
+        return BatchNote(tuple(findings))
+    removed = [
+        replace(finding, verdict="removed", message=f"{finding.message}; they were taken out of the batch")
+        for finding in drops
+    ]
+    rest = check_batch(batch, limits, "drop")  # of those left, all labels may be masked
+    return BatchNote((*removed, *rest), None, num_samples, kept)
+
+
+def name_rows(note: BatchNote, rows: list[int] | None) -> tuple[BatchNote, list[int] | None]:
+    """Returns the note with the rows of samples that were taken out, and the rows of those that are left."""
+    if note.kept is None or rows is None or len(rows) != note.num_samples:
+        return note, rows if note.kept is None else None
+    findings = tuple(
+        replace(finding, rows=tuple(rows[sample] for sample in finding.samples))
+        if finding.verdict == "removed"
+        else finding
+        for finding in note.findings
+    )
+    return replace(note, findings=findings), [rows[sample] for sample in note.kept]
+
+
+def check_batch(batch: MutableMapping, limits: Limits, verdict: str) -> list[Finding]:
+    """Checks a batch and, unless `verdict` is `"observe"`, makes it safe to run: bad entries are filled in place of
+    reaching a kernel, so that a rank whose batch is bad can still take part in what all ranks do together.
+
+    Args:
+        batch (`MutableMapping`):
+            The collated batch, on the CPU.
+        limits (`Limits`):
+            What the model can take.
+        verdict (`str`):
+            As in [`CheckedCollator`].
+    """
+    certain = verdict == "drop_samples"  # a sample that is suspected costs no more than itself; a target may be missing
+    verdict = "drop" if certain else verdict
+    findings: list[Finding] = []
+    empty = check_length(batch, verdict)
+    if empty is not None:
+        findings.append(empty)
+    for name, value in list(batch.items()):
+        if not isinstance(value, Tensor) or not is_viewable(value):
+            continue
+        found: Finding | None = None
+        bad: np.ndarray | None = None
+        if value.is_floating_point():
+            found, bad = check_finite(name, value, verdict)
+            fill = 0
+        elif name == "labels":
+            found, bad = check_labels(value, limits, verdict)
+            fill = IGNORED if limits.token_labels else 0
+        elif name in ("input_ids", "decoder_input_ids") and limits.num_ids is not None:
+            found, bad = check_ids(name, value, limits, verdict)
+            fill = 0
+        elif name == "attention_mask":
+            found = check_mask(value, verdict)
+        if found is None:
+            continue
+        if certain and found.verdict == "suspect" and name != "labels":
+            found = replace(found, verdict="drop")
+        findings.append(found)
+        if bad is not None and found.verdict not in ("observe", "suspect"):
+            batch[name] = value.masked_fill(torch.from_numpy(np.asarray(bad)), fill)
+    return findings
+
+
+def _where(bad: np.ndarray) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...]]:
+    """Returns the samples with a bad entry and, for sequences, the first bad positions."""
+    samples = tuple(int(i) for i in np.flatnonzero(bad.reshape(bad.shape[0], -1).any(axis=1))) if bad.ndim else ()
+    tokens = tuple((int(s), int(t)) for s, t in np.argwhere(bad)[:MAX_TOKENS]) if bad.ndim == 2 else ()
+    return samples, tokens
+
+
+def check_finite(name: str, value: Tensor, verdict: str) -> tuple[Finding | None, np.ndarray | None]:
+    """Looks for NaN and inf in a float input; an additive attention mask may hold -inf.
+
+    NaN may be a missing target and -inf a bias that masks, so a batch is not dropped for it unless its loss or gradients
+    are not finite either.
+    """
+    array = view(value)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if np.isfinite(array.max()) and (np.isfinite(array.min()) or "mask" in name):
+            return None, None
+    bad = np.isnan(array) | np.isposinf(array) if "mask" in name else ~np.isfinite(array)
+    samples, tokens = _where(bad)
+    kind = "NaN" if np.isnan(array).any() else "inf"
+    verdict = "suspect" if verdict == "drop" else verdict
+    message = f"{name} holds {kind} in {int(bad.sum())} entries of samples {list(samples[:8])}"
+    return Finding(Signal.INPUT_NONFINITE, message, verdict, Cause.INPUT_NONFINITE, "input", samples, tokens), bad
+
+
+def check_labels(labels: Tensor, limits: Limits, verdict: str) -> tuple[Finding | None, np.ndarray | None]:
+    """Looks for labels the loss cannot take, and for a batch whose labels are all masked."""
+    array = view(labels)
+    if limits.num_labels is None or labels.dtype == torch.bool:
+        return None, None
+    if array.min() < 0 or array.max() >= limits.num_labels:
+        bad = ((array < 0) & ~np.isin(array, limits.ignored)) | (array >= limits.num_labels)
+        if bad.any():
+            samples, tokens = _where(bad)
+            example = int(array[bad][0])
+            message = f"label {example} of sample {samples[0] if samples else 0} is outside 0..{limits.num_labels - 1}"
+            return Finding(
+                Signal.LABEL_OUT_OF_RANGE, message, verdict, Cause.LABEL_OUT_OF_RANGE, "input", samples, tokens
+            ), bad
+    if not limits.token_labels or array.ndim != 2:
+        return None, None
+    targets = array[:, 1:] if limits.shifted else array
+    if np.isin(targets, limits.ignored).all():
+        samples = tuple(range(array.shape[0]))
+        message = f"all labels of {array.shape[0]} samples are masked, so nothing can be learned from them"
+        # A masked batch cannot be filled with anything true: "repair" leaves it out as well.
+        verdict = "drop" if verdict == "repair" else verdict
+        return Finding(Signal.LABELS_MASKED, message, verdict, Cause.ALL_LABELS_MASKED, "input", samples), None
+    return None, None
+
+
+def check_mask(mask: Tensor, verdict: str) -> Finding | None:
+    """Looks for samples without a single token to attend to. Most models cope, so a batch is not dropped for it unless its
+    loss or gradients are not finite."""
+    if mask.ndim != 2:
+        return None
+    empty = tuple(int(sample) for sample in np.flatnonzero(~view(mask).any(axis=1)))
+    if not empty:
+        return None
+    message = f"attention_mask of samples {list(empty[:8])} masks every token"
+    verdict = {"drop": "suspect", "halt": "halt"}.get(verdict, "observe")
+    return Finding(Signal.INPUT_OUT_OF_RANGE, message, verdict, None, "input", empty)
+
+
+def check_length(batch: MutableMapping, verdict: str) -> Finding | None:
+    """Looks for a batch of sequences without a token. Unless it is only observed it gets one, or no rank could run it."""
+    ids = batch.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or not len(ids) or ids.shape[1]:
+        return None
+    if verdict != "observe":
+        for name, value in list(batch.items()):
+            if isinstance(value, Tensor) and value.shape == ids.shape:
+                fill = {"labels": IGNORED, "attention_mask": 1}.get(name, 0)
+                batch[name] = value.new_full((len(ids), 1), fill)
+    message = f"input_ids of all {len(ids)} samples hold no token"
+    verdict = "drop" if verdict == "repair" else verdict
+    return Finding(Signal.INPUT_OUT_OF_RANGE, message, verdict, None, "input", tuple(range(len(ids))))
+
+
+def check_ids(name: str, ids: Tensor, limits: Limits, verdict: str) -> tuple[Finding | None, np.ndarray | None]:
+    """Looks for ids outside the embedding, but for those the model itself replaces."""
+    array = view(ids)
+    if array.min() >= 0 and array.max() < limits.num_ids:
+        return None, None
+    bad = ((array < 0) | (array >= limits.num_ids)) & ~np.isin(array, limits.placeholders)
+    if not bad.any():
+        return None, None
+    samples, tokens = _where(bad)
+    message = f"{name} holds {int(array[bad][0])} in sample {samples[0] if samples else 0}, outside the embedding of {limits.num_ids} rows"
+    return Finding(Signal.INPUT_OUT_OF_RANGE, message, verdict, None, "input", samples, tokens), bad

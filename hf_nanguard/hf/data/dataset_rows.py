@@ -1,0 +1,65 @@
+"""Which dataset rows a micro-batch was made of.
+
+Map-style datasets: written down by the batch sampler, looked up by position in the epoch, so shuffling, workers,
+sharding over ranks and a resume in mid-epoch are all right. Iterable datasets have no row numbers: one process that
+reads them in order counts samples, otherwise the rows are not known.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from ..compat.trainer import record_batches
+
+ROWS = "nanguard_rows"
+"""The key under which rows travel with completions, which RL trainers shuffle and split."""
+
+
+class RowRecord:
+    """The rows of every batch of the current epoch, on this rank."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.position = 0
+        self.known = False
+        self.stream_batch_size: int | None = None
+
+    def follow(self, dataloader: Any, num_processes: int) -> None:
+        """Begins to record a prepared training dataloader."""
+        self.known, self.stream_batch_size = False, None
+        if not isinstance(dataloader, DataLoader):  # any iterable of batches will do for the host
+            return
+        streamed = isinstance(dataloader.dataset, IterableDataset)  # its batch sampler yields None for rows
+        self.known = not streamed and record_batches(dataloader, self.batches)
+        counted = streamed and num_processes == 1 and dataloader.num_workers == 0
+        self.stream_batch_size = dataloader.batch_size if counted else None
+
+    def begin_epoch(self, position: int) -> None:
+        """Starts at a batch of the epoch; not 0 after a resume in mid-epoch."""
+        self.position = position
+
+    def next(self, batch: Any, num_samples: int | None = None) -> list[int] | None:
+        """Returns the rows of the next batch, `None` if they cannot be known.
+
+        Args:
+            batch (`Any`):
+                The batch.
+            num_samples (`int`, *optional*):
+                How many samples it was made of, if some have been taken out since.
+        """
+        position, self.position = self.position, self.position + 1
+        if self.stream_batch_size is not None:
+            first = position * self.stream_batch_size
+            size = _size(batch) if num_samples is None else num_samples
+            return list(range(first, first + int(min(size, self.stream_batch_size))))
+        return self.batches[position] if self.known and position < len(self.batches) else None
+
+
+def _size(batch: Any) -> int | float:
+    """Returns how many samples a batch holds (the last of a stream may be short), infinite if it does not tell."""
+    if isinstance(batch, Mapping):
+        return next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim), math.inf)
+    return len(batch) if isinstance(batch, list) else math.inf

@@ -1,0 +1,200 @@
+"""The logits processors: a healthy row of scores is never touched by a bit, a sick one is repaired or ended.
+
+Clipping healthy rows would make the sampled policy differ from the one whose log-probabilities are trained.
+"""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from ...core.logits import Tally, bound_scores, can_look, judge, repair_scores
+from ...errors import ArgumentError
+
+logger = logging.getLogger("hf_nanguard")
+
+MODES = ("repair", "always", "off")
+MAX_ROWS = 4
+
+
+def check_number(name: str, value: Any, lowest: float, highest: float = math.inf, above: bool = False) -> None:
+    """Raises an [`ArgumentError`] unless the value is a finite number of the range, without `lowest` if `above`."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < lowest or value > highest or (above and value == lowest):
+        least = f"above {lowest:g}" if above else f"at least {lowest:g}"
+        most = "" if highest == math.inf else f" and at most {highest:g}"
+        raise ArgumentError(
+            f"{name} must be a finite number {least}{most}, got {value!r}. Leave it out for the default."
+        )
+
+
+@dataclass
+class LogBudget:
+    """How many more occurrences are logged with their values; guards that work together share one."""
+
+    left: int = 3
+
+
+class NumericalStabilityLogitsProcessor(LogitsProcessor):
+    """Repairs scores before a token is drawn from them.
+
+    With `mode="repair"` healthy rows pass bit-identical, NaN and +inf entries are masked, -inf stays a mask, and a row
+    with nothing left ends its sequence; **`clip_value` and `min_prob` play no part**. With `mode="always"` every row is
+    then bounded to `[max - 2 * clip_value, max]`, unmasked tokens get at least `min_prob`, and the row is normalised: it
+    changes the policy of a healthy model, so log-probabilities computed elsewhere no longer agree with it.
+
+    In beam search scores arrive after a log-softmax, so a row with one NaN is all NaN and is ended.
+
+    Args:
+        clip_value (`float`, *optional*, defaults to `30.0`):
+            Half the largest distance to the best token, in mode `"always"`.
+        min_prob (`float`, *optional*, defaults to `1e-8`):
+            The least probability of an unmasked token, in mode `"always"`.
+        verbose (`bool`, *optional*, defaults to `True`):
+            Whether the first occurrences are logged with shape and values. On devices other than the CPU nothing is read
+            while generating, so they are logged when somebody asks for the counts.
+        mode (`str`, *optional*, defaults to `"repair"`):
+            `"repair"` or `"always"`.
+        eos_token_id (`int` or `list[int]`, *optional*):
+            What ends a sequence; the first of several. Without it a row with nothing left gets token 0.
+
+    Raises:
+        ArgumentError: If an argument cannot work.
+
+    Example:
+        >>> guard = NumericalStabilityLogitsProcessor(eos_token_id=tokenizer.eos_token_id)
+        >>> model.generate(**inputs, do_sample=True, logits_processor=LogitsProcessorList([guard]))
+        >>> guard.num_repaired, guard.num_ended
+    """
+
+    supports_continuous_batching = True
+
+    def __init__(
+        self,
+        clip_value: float = 30.0,
+        min_prob: float = 1e-8,
+        verbose: bool = True,
+        mode: str = "repair",
+        eos_token_id: int | Sequence[int] | None = None,
+    ):
+        check_number("clip_value", clip_value, 0, above=True)
+        check_number("min_prob", min_prob, 0, highest=1)
+        if mode not in MODES[:2]:
+            raise ArgumentError(
+                f"mode must be 'repair' or 'always', got {mode!r}. Leave the processor out to have none."
+            )
+        ids = [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or ())
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise ArgumentError(f"eos_token_id must be token ids, got {eos_token_id!r}. Give tokenizer.eos_token_id.")
+        self.clip_value = clip_value
+        self.min_prob = min_prob
+        self.verbose = verbose
+        self.mode = mode
+        self.end_id = ids[0] if ids else 0
+        self.rest = -math.inf
+        self.tally = Tally()
+        self.listeners: list[Any] = []  # generations that want to know, see watch.py
+        self.placed = False
+        self.budget = LogBudget()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        length = input_ids.shape[-1] if input_ids.ndim > 1 else 0
+        steps = [generation.begin(self, length, scores.shape[0]) for generation in self.listeners]
+        fixed, top, left = repair_scores(scores, self.end_id, rest=self.rest)
+        if top is not None and left is not None:
+            self.tally.add(top, left)
+            for generation, step in zip(self.listeners, steps, strict=True):
+                generation.notes.add(step, top, left)
+            if can_look(top):
+                self.log(scores, top, left, length)
+        return self.bound(fixed, self.tally)
+
+    def bound(self, repaired: Tensor, tally: Tally | None = None) -> Tensor:
+        """Bounds repaired scores if the mode says so, and counts the rows in a tally."""
+        if self.mode == "repair":
+            return repaired
+        bounded, raised = bound_scores(repaired, self.clip_value, self.min_prob)
+        if tally is not None:
+            tally.add_bounded(raised)
+        return bounded
+
+    def log(self, scores: Tensor, top: Tensor, left: Tensor, length: int) -> None:
+        """Logs sick scores with shape and values, the first few times."""
+        if self.verbose and self.budget.left > 0:
+            self.budget.left -= 1
+            more = "" if self.budget.left else " Later ones are counted only."
+            logger.warning("hf_nanguard: %s%s", describe_scores(scores, top, left, length), more)
+
+    @property
+    def num_repaired(self) -> int:
+        """How many rows of scores were repaired so far; one host read."""
+        return self.tally.read()[0]
+
+    @property
+    def num_ended(self) -> int:
+        """How many rows of scores had nothing left so far; one host read."""
+        return self.tally.read()[1]
+
+    @property
+    def num_bounded(self) -> int:
+        """How many rows of scores had a token raised by `clip_value` or `min_prob` so far, in mode `"always"`; one host
+        read. In a large vocabulary `min_prob` raises some token of almost every row."""
+        return self.tally.read_bounded()
+
+
+def describe_scores(scores: Tensor, top: Tensor, left: Tensor, length: int) -> str:
+    """Returns shape and values of sick rows in words. It reads them: only for rows known to be sick, on the CPU."""
+    repaired, ended = judge(top, left)
+    parts = []
+    rows = (repaired | ended).nonzero().flatten().tolist()
+    for row in rows[:MAX_ROWS]:
+        values = scores[row].float()
+        good = values[values.isfinite()]
+        kinds = {"NaN": values.isnan(), "inf": values == math.inf, "-inf": values == -math.inf}
+        counts = ", ".join(f"{int(found.sum())} {kind}" for kind, found in kinds.items() if found.any())
+        among = f", {good.numel()} finite from {good.min():.4g} to {good.max():.4g}" if good.numel() else ""
+        parts.append(f"row {row} ({counts}{among}) was {'ended' if ended[row] else 'repaired'}")
+    more = f" and {len(rows) - MAX_ROWS} more" if len(rows) > MAX_ROWS else ""
+    shape = f"{list(scores.shape)} {str(scores.dtype).removeprefix('torch.')}"
+    return f"scores {shape} after {length} tokens were not finite: {'; '.join(parts)}{more}."
+
+
+class SafeTemperatureLogitsWarper(LogitsProcessor):
+    """Divides scores by a temperature that cannot be too small, and keeps what the division would overflow finite.
+
+    Healthy scores come out as from the host's own warper. -inf stays a mask; NaN and +inf are left for
+    [`NumericalStabilityLogitsProcessor`], which masks them. Do not use it in a trainer that divides log-probabilities by
+    its own temperature: the two would no longer agree.
+
+    Args:
+        temperature (`float`):
+            What to divide by.
+        min_temperature (`float`, *optional*, defaults to `0.1`):
+            What to divide by at least.
+
+    Raises:
+        ArgumentError: If an argument cannot work.
+
+    Example:
+        >>> warper = SafeTemperatureLogitsWarper(temperature=0.0)
+        >>> model.generate(**inputs, do_sample=True, logits_processor=LogitsProcessorList([warper]))
+    """
+
+    supports_continuous_batching = True
+
+    def __init__(self, temperature: float, min_temperature: float = 0.1):
+        check_number("temperature", temperature, 0)
+        check_number("min_temperature", min_temperature, 0, above=True)
+        self.temperature = max(temperature, min_temperature)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        divided = scores / self.temperature
+        if self.temperature >= 1:
+            return divided
+        limits = torch.finfo(divided.dtype)
+        return torch.where(scores.isinf(), scores, divided.clamp_(limits.min, limits.max))

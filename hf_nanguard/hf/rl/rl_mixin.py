@@ -1,0 +1,110 @@
+"""What guarding a trainer that generates its own data needs beyond the mixin: its completions, rewards and ratios."""
+
+import logging
+from contextlib import nullcontext
+from copy import copy
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from ..compat.online_trainer import find_own_scoring, replaced_scoring
+from ..data.dataset_rows import ROWS
+from ..trainer.arguments import GuardArguments, find_guard_arguments
+from ..trainer.host_methods import entered_once
+from ..trainer.mixin import GuardedTrainerMixin
+from .ratio_bound import RatioBound
+from .rollout import Rollout
+
+logger = logging.getLogger("hf_nanguard")
+
+
+class ReinforcementMixin(GuardedTrainerMixin):
+    """The mixin for GRPO, RLOO and their kin.
+
+    Completions are sampled, scored and weighed under guard. They are shuffled and split after they were scored, so the
+    dataset row of each travels with it as a tensor among the others.
+    """
+
+    def __init__(self, *args: Any, guard: GuardArguments | None = None, **kwargs: Any):
+        args = tuple(raise_temperature(arg, guard) for arg in args)
+        kwargs = {name: raise_temperature(value, guard) for name, value in kwargs.items()}
+        super().__init__(*args, guard=guard, **kwargs)
+
+    def begin_guarding(self, guard: GuardArguments | None) -> None:
+        super().begin_guarding(guard)
+        session = self.nanguard
+        session.rollout = Rollout(self, session.guard, session.policy)
+        bound = session.policy.ratio_bound
+        session.ratio = RatioBound(bound) if bound is not None and session.acts else None
+        lowest = session.policy.min_temperature
+        temperature = getattr(self.args, "temperature", lowest)
+        if session.on and temperature < lowest:
+            logger.warning(
+                "hf_nanguard: temperature is %s, below nanguard_min_temperature=%s, and this trainer was built with it "
+                "already. Build it with a higher one, or as a guarded trainer.",
+                temperature,
+                lowest,
+            )
+
+    @property
+    def _rollout(self) -> Rollout:
+        """What the guard knows of the completions in the making."""
+        assert self.nanguard.rollout is not None
+        return self.nanguard.rollout
+
+    @entered_once
+    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+        rollout = self._rollout
+        with rollout.generating() as watch:
+            result = super()._generate_single_turn(prompt_ids, *args, **kwargs)  # type: ignore[misc] # of TRL
+        rollout.note(watch, prompt_ids, result[0] if isinstance(result, tuple) else result)
+        return result
+
+    @entered_once
+    def _compute_loss(self, model, inputs, *args, **kwargs):
+        session = self.nanguard
+        if session.ratio is None:
+            return super()._compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        with session.ratio.around_loss(inputs, counted=model.training and not session.replaying) as bounded:
+            return super()._compute_loss(model, bounded, *args, **kwargs)  # type: ignore[misc]
+
+    @entered_once
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
+        ratio = self.nanguard.ratio
+        return result if ratio is None else ratio.on_log_probs(result)
+
+    @entered_once
+    def _generate_and_score_completions(self, inputs):
+        session = self.nanguard
+        rows = session.intake.current_rows()
+        self._rollout.begin(len(inputs), rows, find_own_scoring(self))
+        # Not by a method of ours: a class derived from this one may have its own.
+        with replaced_scoring(self, self._rollout.score) if session.on else nullcontext():
+            output = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        if rows is not None and len(rows) == len(inputs):
+            output[ROWS] = torch.tensor(rows)
+        if session.on:
+            session.end_if(self._rollout.finish(output))
+        return output
+
+
+def raise_temperature(value: Any, guard: GuardArguments | None) -> Any:
+    """Returns training arguments with at least the lowest temperature the guard allows; anything else as it is.
+
+    The trainer samples and scores with the one value it is built with, so it is raised before, once, in a copy.
+    """
+    if not isinstance(value, TrainingArguments) or not hasattr(value, "temperature"):
+        return value
+    settings = find_guard_arguments(guard, value)
+    if settings.nanguard_mode != "act" or value.temperature >= settings.nanguard_min_temperature:
+        return value
+    raised = copy(value)
+    raised.temperature = settings.nanguard_min_temperature
+    logger.warning(
+        "hf_nanguard: temperature=%s was raised to nanguard_min_temperature=%s, for sampling and log-probabilities alike.",
+        value.temperature,
+        raised.temperature,
+    )
+    return raised

@@ -1,0 +1,206 @@
+"""A short guarded run of any trainer that measures whether its configuration holds."""
+
+import copy
+import importlib.util
+import math
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, Trainer, TrainerCallback
+from transformers.integrations import get_reporting_integration_callbacks
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from ..core.finite import read_host
+from ..core.monitors.weights import find_bad_weights
+from ..core.rerun.runner import same_on_all_ranks
+from ..errors import ArgumentError
+from ..hf.guarded_trainer import attach
+from ..hf.trainer.arguments import find_guard_arguments
+from ..hf.trainer.mixin import GuardedTrainerMixin
+from ..report.run_files import Tail, events_path
+from .grade import Verification
+from .held_out_rows import hold_out
+
+HELD_OUT = 32
+HELD_OUT_PROMPTS = 8
+
+# Called with the number of steps done and the newest logged loss.
+Report = Callable[[int, float], None]
+
+
+def verify(
+    trainer: Trainer,
+    steps: int = 20,
+    output_dir: str | Path | None = None,
+    report: Report | None = None,
+    memory_limit: int | None = None,
+) -> Verification:
+    """Trains for a few steps under guard and measures whether that holds.
+
+    The trainer is used up: its weights have moved, its arguments are those of the trial. Build another one for the run
+    itself. Where it has no evaluation data, a slice of the training data is held out.
+
+    Args:
+        trainer (`Trainer`):
+            Any trainer, stock or guarded, built and not yet trained.
+        steps (`int`, *optional*, defaults to `20`):
+            Optimizer steps; the learning rate schedule is as long.
+        output_dir (`str` or `Path`, *optional*):
+            Where events and autopsies go; the trainer's own folder by default. No checkpoint is written.
+        report (`Callable`, *optional*):
+            Called after every step with the number of steps and the logged loss.
+        memory_limit (`int`, *optional*):
+            Bytes; a higher peak is a failure.
+
+    Returns:
+        `Verification`: `.verdict` is `"best"`, `"acceptable"` or `"failed"`, `.reasons` says why.
+
+    Example:
+
+    ```python
+    found = verify(SFTTrainer(model, args=args, train_dataset=dataset), steps=20, output_dir="runs/trial")
+    print(found.verdict, found.reasons)
+    ```
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
+        raise ArgumentError(f"steps must be an integer of at least 2, got {steps!r}.")
+    _set_arguments(trainer, steps, output_dir)
+    settings = trainer.nanguard.arguments if isinstance(trainer, GuardedTrainerMixin) else None
+    settings = copy.copy(find_guard_arguments(settings, trainer.args))
+    settings.nanguard_mode = "act"  # what is to be seen is whether the run holds under guard
+    session = attach(trainer, settings).nanguard  # type: ignore[attr-defined]
+    session.ending.saves = False
+    found = Verification(
+        steps, output_dir=str(trainer.args.output_dir), max_grad_norm=trainer.args.max_grad_norm or 0.0,
+        memory_limit=memory_limit,
+    )  # fmt: skip
+    tail = Tail(events_path(session.record.directory, trainer.args.process_index))
+    watch = Watch(trainer, report)
+    trainer.add_callback(watch)
+    device = trainer.args.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        trainer.train()
+    except ArgumentError:
+        raise
+    except Exception as error:  # any user code may raise here, and how a run ends before its time is a finding
+        found.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    finally:
+        watch.remove()
+    watch.tell(found)
+    counter = session.guard.counter
+    found.num_done = trainer.state.global_step
+    found.num_nan_gradients, found.num_inf_gradients = counter.num_nan, counter.num_inf
+    found.num_seen, found.num_used = counter.seen, counter.seen - counter.dropped
+    found.bad_weights = find_bad_weights(trainer.model)  # type: ignore[arg-type]
+    found.memory, found.memory_kind = measure_memory(device)
+    found.events = tail.read()
+    _tell_learning(found, trainer)
+    return found
+
+
+def _set_arguments(trainer: Trainer, steps: int, output_dir: str | Path | None) -> None:
+    """Makes the run short, silent and without checkpoints, and evaluates at its start and its end."""
+    args: Any = copy.copy(trainer.args)
+    hosts = (PrinterCallback, ProgressCallback, EarlyStoppingCallback)  # the last wants a best model, here is none
+    for callback in (*hosts, *get_reporting_integration_callbacks(args.report_to)):
+        trainer.remove_callback(callback)
+    args.output_dir = str(args.output_dir if output_dir is None else output_dir)
+    args.max_steps = steps
+    args.logging_strategy, args.logging_steps, args.logging_first_step = IntervalStrategy.STEPS, 1, False
+    args.save_strategy, args.load_best_model_at_end, args.push_to_hub = SaveStrategy.NO, False, False
+    args.prediction_loss_only, args.metric_for_best_model = True, None
+    args.eval_strategy, args.eval_on_start = IntervalStrategy.NO, False
+    trainer.args = args
+    num_generations = vars(args).get("num_generations_eval") or vars(args).get("num_generations")
+    if hold_out(trainer, HELD_OUT_PROMPTS if num_generations else HELD_OUT):
+        args.eval_strategy, args.eval_steps, args.eval_delay = IntervalStrategy.STEPS, steps, 0
+        args.eval_on_start = True
+        if num_generations:  # completions of a prompt must come in one batch
+            args.per_device_eval_batch_size = num_generations
+
+
+class Watch(TrainerCallback):
+    """Looks at logits and at gradients after clipping; what it sees stays on the device until the end.
+
+    Args:
+        trainer (`Trainer`):
+            The guarded trainer.
+        report (`Callable`, *optional*):
+            Called after every step.
+    """
+
+    def __init__(self, trainer: Any, report: Report | None):
+        self.session = trainer.nanguard
+        self.report = report
+        self.bad: list[Tensor] = []
+        self.norms: dict[int, float] = {}
+        self.after: dict[int, Tensor] = {}
+        self.num_bad_steps = 0
+        self.handle = trainer.model.register_forward_hook(self._on_forward)
+
+    def remove(self) -> None:
+        """Takes the hook off the model."""
+        self.handle.remove()
+
+    @torch.no_grad()
+    def _on_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.session.replaying or not isinstance(output, Mapping):
+            return
+        logits = output.get("logits")
+        seen = output.get("log_probs") if logits is None else logits
+        if isinstance(seen, Tensor) and seen.is_floating_point():
+            highest = seen.detach().amax() if seen.numel() else seen.new_zeros(())
+            bad = ~torch.isfinite(highest)
+            # An -inf is a mask among logits, and an impossible token among log-probabilities.
+            self.bad.append(bad if logits is not None else bad | ~torch.isfinite(seen.detach()).all())
+
+    @torch.no_grad()
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        norm = self.session.guard.last_norm
+        self.num_bad_steps += norm is not None and not math.isfinite(norm)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        if gradients:
+            self.after[state.global_step + 1] = same_on_all_ranks(torch.nn.utils.get_total_norm(gradients))
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            if isinstance(logs.get("grad_norm"), float):
+                self.norms[state.global_step] = logs["grad_norm"]
+            if self.report is not None:
+                self.report(state.global_step, logs["loss"])
+
+    def tell(self, found: Verification) -> None:
+        """Reads what was seen."""
+        found.num_forwards, found.num_bad_forwards = (
+            len(self.bad),
+            int(sum(read_host([bad.float() for bad in self.bad]))),
+        )
+        found.num_bad_steps = self.num_bad_steps
+        taken = [step for step, norm in self.norms.items() if step in self.after and math.isfinite(norm)]
+        found.norms = [self.norms[step] for step in taken]
+        found.norms_after = read_host([self.after[step] for step in taken])
+
+
+def _tell_learning(found: Verification, trainer: Any) -> None:
+    rows = [row for row in trainer.state.log_history if "eval_loss" in row]
+    found.measure = "reward" if any("eval_reward" in row for row in rows) else "loss"
+    values = {row["step"]: row.get(f"eval_{found.measure}") for row in rows}
+    found.before, found.after = values.get(0), values.get(found.num_steps)
+
+
+def measure_memory(device: torch.device) -> tuple[int | None, str]:
+    """Returns the peak in bytes and what it is of: the device's memory, or of a CPU the process with all it holds."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), f"{device} memory"
+    if importlib.util.find_spec("resource") is None:
+        return None, ""
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process memory (RSS, there is no device)"

@@ -1,0 +1,118 @@
+"""Settings of the guard by flag, environment and YAML: what they are, which wins, and what a bad one is told."""
+
+import subprocess
+import sys
+from dataclasses import fields
+
+import pytest
+
+from hf_nanguard import ArgumentError, GuardArguments
+from hf_nanguard.cli.setting_flags import as_environment, gather, read_settings
+
+
+def test_settings_are_those_of_the_class():
+    kinds = GuardArguments.__annotations__  # HfArgumentParser writes into the `type` of the fields
+    actual = {
+        f.name: (kinds[f.name].__name__ if isinstance(kinds[f.name], type) else str(kinds[f.name]), f.default)
+        for f in fields(GuardArguments)
+    }
+    assert {s.name: (s.kind, s.default) for s in read_settings().values()} == actual
+    assert {s.name: s.help for s in read_settings().values()} == {
+        f.name: f.metadata["help"] for f in fields(GuardArguments)
+    }
+
+
+def test_reading_them_imports_nothing_heavy():
+    code = (
+        "import sys\nfrom hf_nanguard.cli.setting_flags import gather\ngather({}, {'NANGUARD_MODE': 'observe'})\n"
+        "print([name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_a_flag_wins_over_the_environment_and_that_over_yaml(tmp_path):
+    config = tmp_path / "guard.yaml"
+    config.write_text("nanguard_on_spike: clip\nnanguard_max_bad_steps: 3\nnanguard_loss_floor: 1e-5\n")
+    environment = {"NANGUARD_MAX_BAD_STEPS": "4", "NANGUARD_LOSS_FLOOR": "1e-4", "HOME": "elsewhere"}
+    found = gather({"nanguard_loss_floor": "1e-3", "config": "x", "command": "run"}, environment, str(config))
+    assert found == {"nanguard_on_spike": "clip", "nanguard_max_bad_steps": 4, "nanguard_loss_floor": 1e-3}
+
+
+def test_the_environment_can_name_the_yaml(tmp_path):
+    config = tmp_path / "guard.yaml"
+    config.write_text("nanguard_mode: off\n")
+    assert gather({}, {"NANGUARD_CONFIG": str(config)}) == {"nanguard_mode": "off"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("nanguard_autopsy", "false", False),
+        ("nanguard_autopsy", "1", True),
+        ("nanguard_max_bad_steps", "7", 7),
+        ("nanguard_skip_grad_norm", "2", 2.0),
+        ("nanguard_ratio_bound", "None", None),
+        ("nanguard_activation_modules", "*.mlp", "*.mlp"),
+    ],
+)
+def test_values_have_the_type_of_the_field(name, text, value):
+    assert gather({name: text}, {}) == {name: value}
+
+
+def test_settings_pass_through_the_environment_as_they_are():
+    given = {
+        "nanguard_autopsy": False,
+        "nanguard_ratio_bound": None,
+        "nanguard_loss_floor": 1e-7,
+        "nanguard_mode": "off",
+    }
+    assert gather({}, as_environment(given)) == given
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "told"),
+    [
+        ({"nanguard_on_spike": "jump"}, {}, ["--nanguard_on_spike", "'jump'", "observe, clip, skip"]),
+        ({"nanguard_autopsy": "maybe"}, {}, ["--nanguard_autopsy", "'maybe'", "True or False"]),
+        ({"nanguard_max_bad_steps": "2.5"}, {}, ["--nanguard_max_bad_steps", "'2.5'", "integer"]),
+        ({"nanguard_loss_floor": "tiny"}, {}, ["--nanguard_loss_floor", "'tiny'", "number"]),
+        (
+            {},
+            {"NANGUARD_ON_SPIKE": "jump"},
+            ["environment variable NANGUARD_ON_SPIKE", "'jump'", "observe, clip, skip"],
+        ),
+        ({}, {"NANGUARD_ON_SPIEK": "skip"}, ["NANGUARD_ON_SPIEK", "Did you mean NANGUARD_ON_SPIKE?"]),
+        ({"nanguard_skip_grad_norm": "2"}, {"NANGUARD_MODE": "observe"}, ["nanguard_skip_grad_norm", "nanguard_mode"]),
+    ],
+)
+def test_bad_settings(flags, environment, told):
+    with pytest.raises(ArgumentError) as error:
+        gather(flags, environment)
+    assert [part for part in told if part not in str(error.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("nanguard_on_spike: jump\n", ["guard.yaml: nanguard_on_spike", "'jump'"]),
+        ("learning_rate: 1\n", ["learning_rate in", "guard.yaml is no setting of the guard"]),
+        ("- a\n- b\n", ["names and values"]),
+        ("nanguard_mode: [act\n", ["must be a YAML file"]),
+        (b"\xff\xfe\x00", ["can be read"]),
+        (None, ["can be read", "No such file"]),
+    ],
+)
+def test_bad_yaml(tmp_path, text, told):
+    config = tmp_path / "guard.yaml"
+    if text is not None:
+        config.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ArgumentError) as error:
+        gather({}, {}, str(config))
+    assert "\n" not in str(error.value)
+    assert [part for part in told if part not in str(error.value)] == []
+
+
+def test_a_file_that_the_environment_names_is_complained_of_in_its_name():
+    with pytest.raises(ArgumentError, match=r"^NANGUARD_CONFIG must be a YAML file .* 'missing\.yaml'"):
+        gather({}, {"NANGUARD_CONFIG": "missing.yaml"})

@@ -1,0 +1,93 @@
+"""A monitor that fails says so and ends nobody's run."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from hf_nanguard.core.journal import Journal
+from hf_nanguard.core.monitors.base import Hook, Monitor
+from hf_nanguard.core.monitors.monitor_set import MonitorSet
+from hf_nanguard.core.ranks import Ranks
+
+CALLS = ("begin_step", "end_backward", "before_update", "after_update", "metrics", "state_dict")
+
+
+class Broken(Monitor):
+    """Raises in one of its calls."""
+
+    def __init__(self, call):
+        super().__init__(1)
+        self.is_closed = False
+        setattr(self, call, self.fail)
+
+    def fail(self, *args):
+        raise RuntimeError("no kernel for that")
+
+    def close(self):
+        self.is_closed = True
+
+
+class Sound(Monitor):
+    def after_update(self, step):
+        return "a reason"
+
+    def metrics(self):
+        return {"nanguard/sound": 1.0}
+
+
+def _walk(monitor_set):
+    """Takes a patrol through a step; returns its reason to halt, its metrics and its state."""
+    monitor_set.begin_step(3)
+    monitor_set.end_backward()
+    monitor_set.before_update()
+    return monitor_set.after_update(), monitor_set.metrics(), monitor_set.state_dict()
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_monitor_that_fails_is_off_and_the_others_go_on(call):
+    events = []
+    broken = Broken(call)
+    monitor_set = MonitorSet((broken, Sound(1)), Journal(Ranks(), events.append))
+    _walk(monitor_set)  # here it fails
+    assert _walk(monitor_set) == ("a reason", {"nanguard/sound": 1.0}, {"Sound": {}})
+    [event] = events
+    assert (event["signal"], event["action"], event["step"]) == ("guard_failed", "observed", 3)
+    assert "Broken failed" in event["message"]
+    assert "no kernel for that" in event["message"]
+    assert broken.is_closed
+
+
+def test_among_several_ranks_it_is_raised():
+    """Others may wait for the message that was not sent."""
+    ranks = Ranks()
+    ranks.size = 2
+    monitor_set = MonitorSet((Broken("end_backward"),), Journal(ranks))
+    monitor_set.begin_step(0)
+    with pytest.raises(RuntimeError, match="no kernel"):
+        monitor_set.end_backward()
+
+
+def test_a_state_of_another_version_starts_anew(caplog):
+    class Strict(Monitor):
+        def load_state_dict(self, state):
+            state["count"]
+
+    monitor_set = MonitorSet()
+    monitor_set.load_state_dict({"Strict": {}})
+    monitor_set.begin((Strict(1),))
+    assert "the state of Strict was not readable" in caplog.text
+    assert len(monitor_set.monitors) == 1
+
+
+def test_copies_of_a_watched_module_are_not_watched():
+    seen = []
+    module = nn.Linear(2, 2)
+    handle = module.register_forward_hook(Hook(lambda *args: seen.append(args)))
+    copies = [copy.deepcopy(module), pickle.loads(pickle.dumps(module))]
+    handle.remove()
+    for each in copies:
+        each(torch.ones(1, 2))
+    assert seen == []

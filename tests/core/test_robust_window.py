@@ -1,0 +1,109 @@
+"""The robust window: never poisoned, sees planted spikes, silent on noise."""
+
+import json
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_nanguard.core.robust_window import RobustWindow
+from tests.faults import INF, NAN
+
+
+def window_of(values, **settings_):
+    window = RobustWindow(**settings_)
+    for value in values:
+        window.add(value)
+    return window
+
+
+def noise(seed, sigma=0.2, count=100, scale=1.0):
+    rng = random.Random(seed)
+    return [scale * math.exp(rng.gauss(0, sigma)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("poison", [NAN, INF, -INF])
+def test_a_nonfinite_value_changes_nothing(poison):
+    values = noise(0)
+    clean, poisoned = window_of(values), window_of(values)
+    for _ in range(200):
+        poisoned.add(poison)
+    assert poisoned.state_dict() == clean.state_dict()
+    assert poisoned.threshold() == clean.threshold()
+
+
+def test_healthy_steps_after_a_nan_are_still_healthy():
+    window = window_of(noise(1))
+    window.add(NAN)
+    assert not any(window.is_spike(value) for value in noise(2))
+    assert window.is_spike(50.0)
+
+
+def test_nothing_is_a_spike_before_enough_was_seen():
+    window = window_of([1.0] * 49)
+    assert window.threshold() is None
+    assert not window.is_spike(1e30)
+    window.add(1.0)
+    assert window.is_spike(1e30)
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("factor", [20.0, 1e3])
+def test_a_planted_spike_is_seen_at_every_scale(scale, factor):
+    assert window_of(noise(3, scale=scale)).is_spike(factor * scale)
+
+
+def test_a_spike_that_was_let_in_does_not_blind_the_window():
+    window = window_of([*noise(4), 1e6, 1e7, 1e8])
+    assert window.is_spike(20.0)
+
+
+def test_a_flat_history_raises_no_alarm_for_a_small_change():
+    window = window_of([1.0] * 100)
+    assert not window.is_spike(1.01)
+    assert not window.is_spike(14.9)
+    assert window.is_spike(15.1)
+
+
+def test_a_history_of_zeros_says_nothing_about_the_first_live_gradient():
+    """Groups of equal rewards in RL: norm 0 step after step, then something to learn."""
+    window = window_of([0.0] * 80)
+    assert not window.is_spike(0.3)
+
+
+def test_mostly_zeros_with_live_gradients_among_them():
+    window = window_of([0.0, 0.0, 0.3] * 30)
+    assert not window.is_spike(0.3)
+
+
+def test_old_values_leave_the_window():
+    window = window_of(noise(5) + noise(6, scale=100.0))
+    assert not window.is_spike(120.0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**32), st.floats(0.0, 0.9), st.floats(1e-5, 1e5))
+def test_silent_on_healthy_noise(seed, sigma, scale):
+    window = RobustWindow()
+    for value in noise(seed, sigma, count=200, scale=scale):
+        assert not window.is_spike(value)
+        window.add(value)
+
+
+def test_state_makes_the_round_trip():
+    window = window_of(noise(7, count=140))
+    again = RobustWindow()
+    again.add(3.0)
+    again.load_state_dict(json.loads(json.dumps(window.state_dict(), allow_nan=False)))
+    assert list(again.values) == list(window.values)
+    assert again.threshold() == window.threshold()
+    again.add(1.0)
+    assert len(again.values) == 100, "the size survives too"
+
+
+def test_a_poisoned_state_is_cleaned_on_the_way_in():
+    window = RobustWindow()
+    window.load_state_dict({"values": [1.0, "nan", NAN, INF, 2.0]})
+    assert list(window.values) == [1.0, 2.0]

@@ -1,0 +1,693 @@
+"""Every private name of the hosts that we touch is still there and still means what we take it for."""
+
+import inspect
+import sys
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from datasets import Dataset
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.data import BatchSampler, DataLoader
+from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig, Trainer
+from transformers.generation.continuous_batching.requests import create_warmup_future_states
+
+from hf_nanguard.hf.compat import attention as compat_attention
+from hf_nanguard.hf.compat import generation as compat_generation
+from hf_nanguard.hf.compat import model_config as compat_model
+from hf_nanguard.hf.compat import online_trainer as compat_reinforcement
+from hf_nanguard.hf.compat import trainer as compat
+
+from ...architectures import BY_NAME
+from ...models import text_rows, tiny_llama, tiny_tokenizer, token_dataset
+from ...reference import tensors_of
+from ...trainers import build, common_arguments, reward_length, stock_class
+
+
+@pytest.fixture
+def trainer(tmp_path):
+    return build("plain", tmp_path, guard=False)
+
+
+def _at_a_step(tmp_path, act, **overrides):
+    """Runs a stock trainer of 3 steps that calls `act(trainer)` in the clip of its second."""
+
+    class Hooked(Trainer):
+        def _clip_grad_norm(self, model):
+            norm = super()._clip_grad_norm(model)
+            if self.state.global_step == 1:
+                act(self)
+            return norm
+
+    trainer = build("plain", tmp_path, Hooked, guard=False, max_steps=3, **overrides)
+    trainer.train()
+    return trainer
+
+
+MODULES = (compat, compat_attention, compat_generation, compat_model, compat_reinforcement)
+
+
+def own(module):
+    """Returns the functions and classes that a module defines."""
+    items = {name: item for name, item in vars(module).items() if inspect.isfunction(item) or inspect.isclass(item)}
+    return {name: item for name, item in items.items() if item.__module__ == module.__name__}
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rsplit(".", 1)[-1])
+def test_every_function_is_tried_here(module):
+    with open(__file__, encoding="utf-8") as file:
+        text = file.read()
+    short = module.__name__.rsplit(".", 1)[-1]
+    assert [name for name in own(module) if f"{short}.{name}(" not in text] == []
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rsplit(".", 1)[-1])
+def test_every_shim_says_when_it_can_go(module):
+    for name, item in own(module).items():
+        if inspect.isfunction(item) and name != "resume_optimizer":
+            assert "Can go" in item.__doc__, name
+
+
+# ---- backward ----
+
+
+def test_poisoned_backward_leaves_nan_in_exactly_one_gradient(trainer):
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
+    before = trainer.accelerator.backward
+    with compat.poisoned_backward(trainer.accelerator, net[0].bias):
+        trainer.accelerator.backward(net(torch.ones(2, 3)).sum())
+    assert [name for name, p in net.named_parameters() if not p.grad.isfinite().all()] == ["0.bias"]
+    assert trainer.accelerator.backward == before
+    assert "backward" not in vars(trainer.accelerator)
+
+
+def test_poisoned_backward_works_where_the_loss_has_no_gradient(trainer):
+    """All labels masked: the cross-entropy's backward writes zeros, whatever the loss is multiplied by."""
+    net = nn.Linear(3, 4)
+    loss = nn.functional.cross_entropy(net(torch.ones(2, 3)), torch.full((2,), -100), reduction="sum")
+    with compat.poisoned_backward(trainer.accelerator, net.weight):
+        trainer.accelerator.backward(loss)
+    assert net.weight.grad.isnan().any()
+    assert not net.bias.grad.isnan().any()
+
+
+def test_poisoned_backward_ends_also_with_an_error(trainer):
+    with pytest.raises(ZeroDivisionError), compat.poisoned_backward(trainer.accelerator, torch.ones(1)):
+        _ = 1 / 0
+    assert "backward" not in vars(trainer.accelerator)
+
+
+def test_poisoned_backward_gives_back_what_somebody_had_put_there(trainer):
+    calls = []
+    original = trainer.accelerator.backward
+
+    def mine(loss, **kwargs):
+        calls.append(loss)
+        original(loss, **kwargs)
+
+    trainer.accelerator.backward = mine
+    weight = torch.ones(1, requires_grad=True)
+    with compat.poisoned_backward(trainer.accelerator, weight):
+        trainer.accelerator.backward(weight.sum())
+    assert len(calls) == 1
+    assert trainer.accelerator.backward is mine
+
+
+# ---- collectives ----
+
+
+def test_local_collectives_hide_the_others_and_come_back(trainer):
+    stores = (AcceleratorState._shared_state, PartialState._shared_state)
+    before = [store["distributed_type"] for store in stores]
+    for store in stores:
+        store["distributed_type"] = DistributedType.MULTI_CPU
+    try:
+        with compat.local_collectives(True):
+            assert [store["distributed_type"] for store in stores] == [DistributedType.NO] * 2
+            one = torch.ones(2)
+            assert torch.equal(trainer.accelerator.gather(one), one)
+            assert torch.equal(trainer.accelerator.reduce(one), one)
+        assert [store["distributed_type"] for store in stores] == [DistributedType.MULTI_CPU] * 2
+        with pytest.raises(ZeroDivisionError), compat.local_collectives(True):
+            _ = 1 / 0
+        assert [store["distributed_type"] for store in stores] == [DistributedType.MULTI_CPU] * 2
+        with compat.local_collectives(False):
+            assert trainer.accelerator.distributed_type == DistributedType.MULTI_CPU
+    finally:
+        for store, value in zip(stores, before, strict=True):
+            store["distributed_type"] = value
+
+
+def test_exchange_counts_forwards_and_collectives_and_leaves_nothing(trainer):
+    accelerator, model = trainer.accelerator, nn.Linear(2, 2)
+    exchange = compat.Exchange(accelerator, model)
+    with exchange.counted():
+        model(torch.ones(1, 2))
+        model(torch.ones(1, 2))
+        accelerator.gather(torch.ones(1))
+        accelerator.gather_for_metrics(torch.ones(1))  # calls gather by itself: one exchange, not two
+        accelerator.reduce(torch.ones(1))
+    assert (exchange.forwards, exchange.calls) == (2, 3)
+    assert model._forward_pre_hooks == {}
+    assert not {"gather", "gather_for_metrics", "reduce"} & vars(accelerator).keys()
+    with exchange.resumed():
+        model(torch.ones(1, 2))
+    assert exchange.forwards == 1
+    exchange.forget()
+    assert (exchange.forwards, exchange.calls) == (0, 0)
+
+
+# ---- optimizer and schedule ----
+
+
+def test_a_bypassed_step_moves_neither_weights_nor_schedule(tmp_path):
+    seen = {}
+
+    def bypass(trainer):
+        seen["before"] = tensors_of(trainer)
+        seen["epoch"] = trainer.lr_scheduler.last_epoch
+        compat.bypass_optimizer(trainer)
+
+    class Watched(Trainer):
+        def _clip_grad_norm(self, model):
+            norm = super()._clip_grad_norm(model)
+            if self.state.global_step == 1:
+                bypass(self)
+            return norm
+
+        def _maybe_log_save_evaluate(self, *args, **kwargs):
+            if self.state.global_step == 2:
+                seen["after"] = tensors_of(self)
+                seen["epoch after"] = self.lr_scheduler.last_epoch
+                compat.resume_optimizer(self)
+            return super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    trainer = build("plain", tmp_path, Watched, guard=False, max_steps=3)
+    trainer.train()
+    same = [name for name in seen["before"] if torch.equal(seen["before"][name], seen["after"][name])]
+    assert same == list(seen["before"])
+    assert seen["epoch after"] == seen["epoch"] == 1
+    last = tensors_of(trainer)
+    assert not torch.equal(last["model.lm_head.weight"], seen["after"]["model.lm_head.weight"])
+    assert trainer.lr_scheduler.last_epoch == 2
+    assert trainer.accelerator.gradient_state.sync_gradients
+
+
+def test_a_held_schedule_does_not_move(tmp_path):
+    trainer = _at_a_step(tmp_path, lambda trainer: compat.hold_schedule(trainer.optimizer, True))
+    assert trainer.lr_scheduler.last_epoch == 1  # nothing has let it go
+    assert trainer.accelerator.optimizer_step_was_skipped
+    compat.hold_schedule(trainer.optimizer, False)
+    assert not trainer.accelerator.optimizer_step_was_skipped
+
+
+def test_a_plain_trainer_clips_in_one_piece(trainer):
+    assert compat.clips_in_one_piece(trainer, trainer.model)
+    gradients = [torch.randn(3), torch.randn(2, 2)]
+    parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    norm = trainer.accelerator.clip_grad_norm_(parameters, 0.1)
+    clipped = [parameter.grad.clone() for parameter in parameters]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    measured = torch.nn.utils.get_total_norm(gradients)
+    torch.nn.utils.clip_grads_with_norm_(parameters, 0.1, measured)
+    assert torch.equal(measured, norm)
+    assert all(torch.equal(parameter.grad, wanted) for parameter, wanted in zip(parameters, clipped, strict=True))
+
+
+@pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM])
+def test_other_engines_do_not_clip_in_one_piece(kind, trainer):
+    with compat.local_collectives(True):
+        AcceleratorState._shared_state["distributed_type"] = kind
+        PartialState._shared_state["distributed_type"] = kind
+        assert not compat.clips_in_one_piece(trainer, trainer.model)
+    assert compat.clips_in_one_piece(trainer, trainer.model)
+
+
+# ---- data ----
+
+
+@pytest.mark.parametrize(("asked", "streamed", "expected"), [
+    (None, False, False), (None, True, True), (True, False, True), (False, True, False),
+])  # fmt: skip
+def test_batches_are_dispatched_for_streams_of_several_processes(asked, streamed, expected, trainer):
+    from types import SimpleNamespace
+
+    dataset = token_dataset(4).to_iterable_dataset().with_format("torch") if streamed else token_dataset(4)
+    several = SimpleNamespace(num_processes=2, dispatch_batches=asked)  # what this machine has not
+    assert compat.dispatches_batches(SimpleNamespace(accelerator=several, train_dataset=dataset)) is expected
+    assert isinstance(trainer.accelerator.num_processes, int)
+    assert trainer.accelerator.dispatch_batches is None
+    assert not compat.dispatches_batches(trainer)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_record_batches_writes_down_the_indices_of_every_pass(workers, trainer):
+    class Indices(torch.utils.data.Dataset):
+        def __len__(self):
+            return 7
+
+        def __getitem__(self, index):
+            return index
+
+    loader = trainer.accelerator.prepare(DataLoader(Indices(), batch_size=2, shuffle=True, num_workers=workers))
+    record = []
+    assert compat.record_batches(loader, record)
+    for _ in range(2):
+        batches = [batch.tolist() for batch in loader]
+        assert record == batches
+        assert sorted(index for batch in batches for index in batch) == list(range(7))
+
+
+def test_record_batches_keeps_the_sampler_what_it_was(trainer):
+    loader = DataLoader(range(5), batch_size=2)
+    sampler = loader.batch_sampler
+    compat.record_batches(loader, [])
+    assert loader.batch_sampler is sampler
+    assert isinstance(sampler, BatchSampler)
+    assert type(sampler).__name__ == "BatchSampler"
+    assert len(loader) == 3
+
+
+def test_record_batches_declines_what_it_cannot_follow():
+    assert not compat.record_batches(DataLoader(range(5), batch_size=None), [])
+    assert not compat.record_batches(DataLoader(range(5), batch_size=2, num_workers=1, in_order=False), [])
+
+
+# ---- the books of the trainer ----
+
+
+def test_metric_lists_are_those_the_trainer_logs(tmp_path):
+    assert compat.metric_lists(build("plain", tmp_path / "plain", guard=False)) == {}
+    lengths = []
+
+    class Hooked(stock_class("sft")):
+        def _clip_grad_norm(self, model):
+            metrics = compat.metric_lists(self)
+            lengths.append(len(metrics["entropy"]))
+            metrics["entropy"][:] = [40.0, 44.0]
+            return super()._clip_grad_norm(model)
+
+    trainer = build("sft", tmp_path / "sft", Hooked, guard=False, max_steps=1)
+    trainer.train()
+    assert lengths == [3]  # one a micro-batch
+    assert trainer.state.log_history[0]["entropy"] == 42.0
+
+
+def test_the_running_loss_is_what_is_logged_next(tmp_path):
+    def change(trainer):
+        compat.running_loss(trainer).fill_(4.5)
+
+    trainer = _at_a_step(tmp_path, change)
+    rows = {row["step"]: row["loss"] for row in trainer.state.log_history if "loss" in row}
+    assert rows[2] == 4.5
+    assert rows[1] != 4.5
+    assert rows[3] != 4.5
+
+
+def test_a_forgotten_step_is_not_part_of_a_mean(tmp_path):
+    kept = _at_a_step(tmp_path / "kept", lambda trainer: compat.running_loss(trainer).fill_(6.0), logging_steps=2)
+    assert [row["loss"] for row in kept.state.log_history if "loss" in row] == [3.0]  # the mean of two steps
+    trainer = _at_a_step(
+        tmp_path / "both",
+        lambda trainer: (compat.running_loss(trainer).fill_(6.0), compat.forget_step(trainer)),
+        logging_steps=2,
+    )
+    assert [row["loss"] for row in trainer.state.log_history if "loss" in row] == [6.0]  # the mean of one
+    assert not compat.counts_no_step(trainer)
+    for _ in range(trainer.state.global_step):
+        compat.forget_step(trainer)
+    assert compat.counts_no_step(trainer)
+
+
+def test_causal_losses_shift_their_labels_and_others_do_not(trainer, tmp_path):
+    from transformers import T5Config, T5ForConditionalGeneration, TrainingArguments
+
+    assert compat.loss_shifts_labels(trainer)
+    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    other = Trainer(T5ForConditionalGeneration(config), args, train_dataset=token_dataset(4))
+    assert not compat.loss_shifts_labels(other)
+
+
+def test_items_are_counted_as_the_host_counts_them(trainer):
+    batch = {"input_ids": torch.ones(2, 5, dtype=torch.long), "labels": torch.ones(2, 5, dtype=torch.long)}
+    batch["labels"][0, 3:] = -100
+    count = compat.count_items(trainer, [batch, batch], torch.device("cpu"))
+    iterator = iter([dict(batch), dict(batch)])
+    _, theirs = trainer.get_batch_samples(iterator, 2, torch.device("cpu"))
+    assert int(count) == int(theirs) == 2 * (2 + 4)  # the first position is never a target
+
+
+def test_only_trainers_with_generations_count_per_generation(trainer, tmp_path):
+    assert not compat.counts_per_generation(trainer)
+    assert compat.counts_per_generation(build("grpo", tmp_path / "grpo", guard=False))
+
+
+def test_tool_tokens_do_not_count_as_completion():
+    mask, tools = torch.tensor([[1, 1, 0]]), torch.tensor([[1, 0, 1]])
+    assert compat.completion_mask({"completion_mask": mask}).tolist() == [[1, 1, 0]]
+    assert compat.completion_mask({"completion_mask": mask, "tool_mask": tools}).tolist() == [[1, 0, 0]]
+
+
+def test_the_hosts_own_error_for_a_lost_loss_is_known(trainer):
+    batch = {"input_ids": torch.ones(1, 4, dtype=torch.long)}
+    with pytest.raises(ValueError, match="loss") as caught:
+        trainer.compute_loss(trainer.model, batch)
+    assert compat.lost_loss(caught.value)
+    assert not compat.lost_loss(ValueError("something else"))
+    assert not compat.lost_loss(RuntimeError("did not return a loss"))
+
+
+def test_has_own_loss(tmp_path):
+    class Mine(Trainer):
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs)
+
+    assert not compat.has_own_loss(build("plain", tmp_path))
+    assert not compat.has_own_loss(build("plain", tmp_path, guard=False))
+    assert compat.has_own_loss(build("plain", tmp_path, Mine))
+    assert compat.has_own_loss(build("plain", tmp_path, extra={"compute_loss_func": lambda *args, **kwargs: None}))
+
+
+def test_the_torch_optimizer_is_found_inside_accelerate_s(tmp_path):
+    trainer = build("plain", tmp_path, guard=False)
+    trainer.create_optimizer()
+    bare = trainer.optimizer
+    assert isinstance(bare, torch.optim.Optimizer)
+    assert compat.bare_optimizer(bare) is bare
+    assert compat.bare_optimizer(trainer.accelerator.prepare(bare)) is bare
+
+
+def test_advantages_are_those_of_the_host_s_own_log(tmp_path):
+    assert compat.logged_advantages(build("plain", tmp_path, guard=False)) is None
+    trainer = build("grpo", tmp_path, guard=False, max_steps=1)
+    trainer.train()
+    known = compat.logged_advantages(trainer)
+    assert known
+    assert all(isinstance(advantage, float) for advantage in known)
+
+
+# ---- generation ----
+
+
+def test_the_seams_of_generation_are_those_that_generate_goes_through():
+    model = tiny_llama(dropout=0.0)
+    seams = compat_generation.find_seams(model)
+    assert set(seams) == {
+        compat_generation.PROCESSORS, compat_generation.DRAFTS, compat_generation.MANAGER, compat_generation.BATCH,
+    }  # fmt: skip
+    assert compat_generation.find_seams(nn.Linear(2, 2)) == {}
+    calls = []
+
+    def noting(what, original):
+        def call(*args, **kwargs):
+            calls.append((what, args, kwargs))
+            return original(*args, **kwargs)
+
+        return call
+
+    for what, name in seams.items():
+        vars(model)[name] = noting(what, getattr(model, name))
+    ids = torch.tensor([[3, 4, 5]])
+    model.generate(ids, max_new_tokens=2, do_sample=False)
+    [(what, args, kwargs)] = calls
+    assert what == compat_generation.PROCESSORS
+    config, length = compat_generation.read_processor_call(args, kwargs)
+    assert (config.max_new_tokens, length) == (2, 3)
+    assert not compat_generation.is_draft(config)
+    calls.clear()
+    model.generate(ids, max_new_tokens=4, do_sample=False, prompt_lookup_num_tokens=2)
+    assert [what for what, _, _ in calls] == [compat_generation.PROCESSORS, compat_generation.DRAFTS]
+    calls.clear()
+    small = ContinuousBatchingConfig(num_blocks=16, page_size=16, max_batch_tokens=64)
+    config = GenerationConfig(max_new_tokens=2, eos_token_id=2, pad_token_id=0)
+    model.generate_batch(ids.tolist(), generation_config=config, continuous_batching_config=small)
+    assert [what for what, _, _ in calls][:2] == [compat_generation.BATCH, compat_generation.MANAGER]
+
+
+def test_positional_arguments_are_read_as_the_host_names_them():
+    names = list(inspect.signature(tiny_llama()._get_logits_processor).parameters)
+    assert names[:2] == ["generation_config", "input_ids_seq_length"]
+    assert compat_generation.read_processor_call(("config", 7), {}) == ("config", 7)
+    assert compat_generation.read_processor_call(("config",), {}) == ("config", None)
+
+
+def test_a_config_of_drafts_is_known():
+    model, assistant = tiny_llama(dropout=0.0), tiny_llama(1, dropout=0.0)
+    seen = []
+    original = assistant._get_logits_processor
+
+    def note(*args, **kwargs):
+        seen.append(compat_generation.is_draft(compat_generation.read_processor_call(args, kwargs)[0]))
+        return original(*args, **kwargs)
+
+    vars(assistant)["_get_logits_processor"] = note
+    model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=4, do_sample=False, assistant_model=assistant)
+    assert seen
+    assert all(seen)
+
+
+class Slots:
+    """A processor of continuous batching that wants a tensor."""
+
+    supported_kwargs: dict = {}
+    ignored_kwargs = ()
+
+    def __init__(self):
+        self.requests = []
+        self.num_calls = 0
+
+    def fill_defaults(self, int32_tensor):
+        int32_tensor.zero_()
+
+    def prepare_tensor_args(self, requests_with_new_token):
+        found = [compat_generation.find_request(request) for request in requests_with_new_token]
+        self.requests += found
+        return torch.tensor([len(found)] * len(found), dtype=torch.int32)
+
+    def __call__(self, scores, tensor_arg):
+        self.num_calls += 1
+        return scores.index_fill(1, torch.tensor([9]), 1e9)
+
+
+def test_a_processor_put_into_a_manager_is_called_with_its_requests():
+    model = tiny_llama(dropout=0.0)
+    small = ContinuousBatchingConfig(num_blocks=16, page_size=16, max_batch_tokens=64)
+    config = GenerationConfig(max_new_tokens=2, eos_token_id=2, pad_token_id=0, do_sample=True, temperature=0.5)
+    slots, before = Slots(), []
+    original = model.init_continuous_batching
+
+    def init(*args, **kwargs):
+        manager = original(*args, **kwargs)
+        assert not compat_generation.has_begun(manager)
+        before.extend(compat_generation.list_processors(manager))
+        compat_generation.put_processors(manager, [*before, slots], Slots)
+        managers.append(manager)
+        return manager
+
+    managers = []
+    vars(model)["init_continuous_batching"] = init
+    results = model.generate_batch([[3, 4], [5, 6]], generation_config=config, continuous_batching_config=small)
+    assert [output.generated_tokens for output in results.values()] == [[9, 9], [9, 9]]
+    assert slots.num_calls >= 2
+    assert {request for request in slots.requests if request is not None} == set(results)
+    assert compat_generation.list_processors(managers[0]) == [*before, slots]
+
+
+def test_requests_that_warm_up_are_nobodys():
+    from types import SimpleNamespace
+
+    warm, real = (SimpleNamespace(state=SimpleNamespace(request_id=name)) for name in ("__warmup_0", "req_0"))
+    assert compat_generation.find_request(warm) is None
+    assert compat_generation.find_request(real) == "req_0"
+    assert f'"{compat_generation.WARM_UP}' in inspect.getsource(create_warmup_future_states)
+
+
+# ---- models ----
+
+
+def test_implementations_are_found_and_set():
+    model = BY_NAME["llava"].build(attention="eager")
+    found = compat_model.find_implementation(model.config, compat_model.ATTENTION)
+    assert found == {"": "eager", "vision_config": "eager", "text_config": "eager"}
+    assert compat_model.find_implementation(None, compat_model.ATTENTION) is None
+    config = type(model.config).from_dict(model.config.to_dict())
+    compat_model.set_implementation(config, compat_model.ATTENTION, {"": "sdpa", "text_config": "eager"})
+    again = compat_model.build_empty(type(model), config, torch.bfloat16)
+    assert compat_model.find_implementation(again.config, compat_model.ATTENTION)["text_config"] == "eager"
+    assert {parameter.dtype for parameter in again.parameters()} == {torch.bfloat16}
+    experts = BY_NAME["mixtral"].build()
+    told = compat_model.find_implementation(experts.config, compat_model.EXPERTS)
+    assert told[""] in ("eager", "batched_mm", "grouped_mm")
+
+
+# ---- online trainers ----
+
+
+def test_the_policy_loss_is_known_by_its_frame(tmp_path):
+    seen = []
+
+    class Noting(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            frame = sys._getframe(1)
+            if compat_reinforcement.is_policy_loss(frame):
+                seen.append((func, [name for name in ("old_per_token_logps", "log_ratio") if name in frame.f_locals]))
+            return func(*args, **(kwargs or {}))
+
+    class Watched(stock_class("grpo")):
+        def _compute_loss(self, model, inputs):
+            with Noting():
+                return super()._compute_loss(model, inputs)
+
+    build("grpo", tmp_path, Watched, guard=False, max_steps=1, gradient_accumulation_steps=1).train()
+    functions = [func for func, _ in seen]
+    assert torch.exp in functions
+    assert all("old_per_token_logps" in names for func, names in seen if func is torch.exp)
+    assert not compat_reinforcement.is_policy_loss(sys._getframe())
+
+
+def test_batches_call_log_probs_as_we_do(tmp_path):
+    import trl
+
+    outputs = {}
+    for name, cls, config in (("grpo", trl.GRPOTrainer, trl.GRPOConfig), ("rloo", trl.RLOOTrainer, trl.RLOOConfig)):
+        tiny_llama().save_pretrained(tmp_path / "base")
+        arguments = common_arguments(tmp_path / name, max_steps=1, gradient_accumulation_steps=2)
+        more = {"num_iterations": 2} if name == "grpo" else {}
+        args = config(num_generations=2, max_completion_length=4, beta=0.1, **more, **arguments)
+        data = Dataset.from_list([{"prompt": row["text"]} for row in text_rows(8)])
+        trainer = cls(
+            str(tmp_path / "base"), reward_funcs=reward_length, args=args, train_dataset=data,
+            processing_class=tiny_tokenizer(),
+        )  # fmt: skip
+        original = trainer._generate_and_score_completions
+        trainer._generate_and_score_completions = lambda inputs, original=original, name=name: outputs.setdefault(
+            name, original(inputs)
+        )
+        trainer.train()
+    assert {compat_reinforcement.OLD, compat_reinforcement.REFERENCE} <= outputs["grpo"].keys()
+    assert compat_reinforcement.OLD_SUM in outputs["rloo"]
+
+
+def test_scoring_of_the_users_own_is_known(tmp_path):
+    class Own(stock_class("grpo")):
+        def _calculate_rewards(self, *args, **kwargs):
+            return super()._calculate_rewards(*args, **kwargs)
+
+    def mine(*args, **kwargs):
+        return None
+
+    name = "test_scoring_of_the_users_own_is_known.<locals>"
+    assert compat_reinforcement.find_own_scoring(build("grpo", tmp_path)) is None
+    assert compat_reinforcement.find_own_scoring(build("grpo", tmp_path, guard=False)) is None
+    for guard in (False, True):
+        trainer = build("grpo", tmp_path, Own, guard=guard)
+        assert compat_reinforcement.find_own_scoring(trainer) == f"{name}.Own._calculate_rewards"
+    trainer._calculate_rewards = mine
+    assert compat_reinforcement.find_own_scoring(trainer) == f"{name}.mine"
+
+
+def test_scoring_is_replaced_and_put_back(tmp_path):
+    trainer = build("grpo", tmp_path, guard=False, max_steps=1)
+    calls = []
+
+    def score(calculate, inputs, prompts, completions, completion_ids):
+        calls.append(len(prompts))
+        return calculate(inputs, prompts, completions, completion_ids)
+
+    with compat_reinforcement.replaced_scoring(trainer, score):
+        trainer.train()
+    assert calls == [6]
+    assert "_calculate_rewards" not in vars(trainer)
+    trainer._calculate_rewards = score
+    with pytest.raises(ZeroDivisionError), compat_reinforcement.replaced_scoring(trainer, score):
+        _ = 1 / 0
+    assert trainer._calculate_rewards is score
+
+
+def test_images_are_split_by_completion_and_joined_again():
+    batch = {
+        "pixel_values": torch.arange(6.0)[:, None], "image_grid_thw": torch.tensor([[1, 1, 2], [1, 2, 2]]),
+        "num_images": [1, 1],
+    }  # fmt: skip
+    parts = compat_reinforcement.split_images(batch)
+    assert [len(rows) for rows in parts["pixel_values"]] == [2, 4]
+    joined = compat_reinforcement.join_images(parts)
+    assert torch.equal(joined["pixel_values"], batch["pixel_values"])
+    assert torch.equal(joined["image_grid_thw"], batch["image_grid_thw"])
+    text = {"prompt_ids": torch.ones(2, 3)}
+    assert compat_reinforcement.join_images(compat_reinforcement.split_images(text)) == text
+
+
+# ---- attention ----
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_attention_is_observed_and_left_as_it_is(attention):
+    model, batch = BY_NAME["t5"].build(attention=attention).eval(), BY_NAME["t5"].inputs()
+    lookup, seen = AttentionInterface.get_interface, []
+    expected = model(**batch).logits
+    with compat_attention.observed_attention(lambda *args: seen.append(args)):
+        assert torch.equal(model(**batch).logits, expected)
+    assert AttentionInterface.get_interface is lookup
+    assert [args[0] for args in seen] == [attention] * 6  # two of the encoder, two and two of the decoder
+    _, module, query, key, _, options = seen[-1]
+    assert module is model.decoder.block[1].layer[1].EncDecAttention
+    assert (query.shape[2], key.shape[2]) == (batch["labels"].shape[1], batch["input_ids"].shape[1])
+    assert {"scaling", "position_bias"} <= options.keys()
+
+
+def test_the_attention_lookup_comes_back_after_an_error():
+    lookup = AttentionInterface.get_interface
+    with pytest.raises(ZeroDivisionError), compat_attention.observed_attention(lambda *args: 1 / 0):
+        tiny_llama()(torch.ones(1, 4, dtype=torch.long))
+    assert AttentionInterface.get_interface is lookup
+
+
+@pytest.mark.parametrize("is_causal", [None, True, False])
+@pytest.mark.parametrize("length", [1, 5])
+def test_causality_is_implied_where_sdpa_takes_it_so(is_causal, length):
+    module, query, key = tiny_llama().model.layers[0].self_attn, torch.randn(1, 2, length, 8), torch.randn(1, 2, 5, 8)
+    options = {} if is_causal is None else {"is_causal": is_causal}
+    attend = AttentionInterface()["sdpa"]
+    open_mask = torch.ones(1, 1, length, 5, dtype=torch.bool)
+    free = torch.allclose(
+        attend(module, query, key, key, None, **options)[0], attend(module, query, key, key, open_mask)[0]
+    )
+    assert compat_attention.implies_causality("sdpa", module, query, None, options) is not free
+    assert not compat_attention.implies_causality("sdpa", module, query, open_mask, options)
+    assert not compat_attention.implies_causality("eager", module, query, None, options)
+
+
+def test_routers_are_those_whose_logits_the_host_returns():
+    model, batch = BY_NAME["mixtral"].build().eval(), BY_NAME["mixtral"].inputs()
+    found = compat_attention.find_routers(model)
+    assert [(name, index) for name, _, index in found] == [(f"model.layers.{i}.mlp.gate", 0) for i in range(2)]
+    outputs = []
+    for _, router, index in found:
+        router.register_forward_hook(lambda m, args, output, index=index: outputs.append(output[index]))
+    expected = model(**batch, output_router_logits=True).router_logits
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+    assert compat_attention.find_routers(tiny_llama()) == []
+
+
+def test_backward_passes_are_counted_and_the_accelerator_is_left_as_it_was(trainer):
+    accelerator = trainer.accelerator
+    weight = nn.Parameter(torch.ones(2))
+    count = compat.BackwardCount(accelerator)
+    with count.counted():
+        for _ in range(2):
+            accelerator.backward((weight * 3).sum())
+    assert count.number == 2
+    assert weight.grad.tolist() == [6.0, 6.0]
+    assert "backward" not in vars(accelerator)
+    with compat.poisoned_backward(accelerator, weight):
+        poisoned = accelerator.backward
+        with count.counted():
+            pass
+        assert accelerator.backward is poisoned

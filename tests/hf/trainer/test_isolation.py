@@ -1,0 +1,134 @@
+"""A replayed loss leaves nothing behind in the trainer's books."""
+
+from collections import Counter, OrderedDict, defaultdict, deque
+
+import pytest
+import torch
+from transformers.modeling_outputs import CausalLMOutput
+
+from hf_nanguard.hf.trainer.isolation import untouched
+
+
+class Owner:
+    """Has books of every kind."""
+
+    def __init__(self):
+        self.number = 1
+        self.tensor = torch.zeros(2)
+        self.metrics = {"train": defaultdict(list, loss=[1.0]), "eval": defaultdict(list)}
+        self.texts = deque(["a", "b"], maxlen=3)
+        self.seen = {1, 2}
+        self.rows = [[1], [2, 3]]
+        self.ordered = OrderedDict(x=1, y=2)
+        self.counts = Counter("aab")
+
+
+def scribble(owner):
+    owner.number += 1
+    owner.tensor = torch.ones(2)
+    owner.new = "left behind"
+    owner.metrics["train"]["loss"].append(2.0)
+    owner.metrics["train"]["grad"].append(3.0)
+    owner.metrics["eval"] = {}
+    owner.texts.extend("cdef")
+    owner.seen.add(9)
+    owner.rows[0].append(7)
+    owner.rows.pop()
+    owner.ordered["z"] = 3
+    owner.ordered.move_to_end("x")
+    owner.counts.update("zz")
+
+
+def snapshot(owner):
+    return {name: repr(value) for name, value in vars(owner).items()}
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_everything_is_as_before(raises):
+    owner = Owner()
+    before = snapshot(owner)
+    objects = dict(vars(owner))
+    inner = owner.metrics["train"], owner.metrics["train"]["loss"], owner.metrics["eval"], owner.rows[0], owner.rows[1]
+
+    def block():
+        with untouched(owner):
+            scribble(owner)
+            assert snapshot(owner) != before
+            if raises:
+                raise ValueError("planted")
+
+    if raises:
+        with pytest.raises(ValueError, match="planted"):
+            block()
+    else:
+        block()
+    assert snapshot(owner) == before
+    assert not hasattr(owner, "new")
+    assert all(vars(owner)[name] is value for name, value in objects.items()), "the same objects"
+    after = owner.metrics["train"], owner.metrics["train"]["loss"], owner.metrics["eval"], owner.rows[0], owner.rows[1]
+    assert all(one is other for one, other in zip(inner, after, strict=True)), "the same containers inside"
+
+
+def test_kinds_of_containers_survive():
+    owner = Owner()
+    with untouched(owner):
+        scribble(owner)
+    owner.metrics["train"]["fresh"].append(1)
+    assert owner.metrics["train"]["fresh"] == [1], "still a defaultdict"
+    owner.texts.extend("xyz")
+    assert list(owner.texts) == ["x", "y", "z"], "still bounded"
+
+
+def test_a_deleted_attribute_comes_back():
+    owner = Owner()
+    with untouched(owner):
+        del owner.number
+    assert owner.number == 1
+
+
+def test_tensors_are_kept_by_reference_not_copied():
+    owner = Owner()
+    owner.list = [owner.tensor]
+    with untouched(owner):
+        owner.list.clear()
+    assert owner.list[0] is owner.tensor
+
+
+def test_datasets_are_left_alone():
+    owner = Owner()
+    owner.train_dataset = [1, 2]
+    with untouched(owner):
+        owner.train_dataset.append(3)
+    assert owner.train_dataset == [1, 2, 3]
+
+
+def test_an_output_kept_by_the_trainer_is_no_obstacle():
+    """A trainer may keep the last model output, which is a dict that refuses `update`."""
+    owner = Owner()
+    owner.last_output = CausalLMOutput(loss=torch.ones(()), logits=torch.zeros(1))
+    kept = owner.last_output
+    with untouched(owner):
+        owner.last_output = None
+    assert owner.last_output is kept
+    assert set(kept) == {"loss", "logits"}
+
+
+def test_a_container_that_holds_itself():
+    owner = Owner()
+    owner.loop = []
+    owner.loop.append(owner.loop)
+    with untouched(owner):
+        owner.loop.append(1)
+    assert owner.loop == [owner.loop]
+
+
+def test_nested_use():
+    owner = Owner()
+    with untouched(owner):
+        owner.number = 5
+        with untouched(owner):
+            owner.number = 6
+            owner.rows.append(1)
+        assert owner.number == 5
+        assert len(owner.rows) == 2
+    assert owner.number == 1

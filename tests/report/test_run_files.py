@@ -1,0 +1,106 @@
+"""JSONL files: appended, flushed, strict, readable after a crash."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from hf_nanguard.report.run_files import JsonlWriter, events_path, read_jsonl
+from tests.faults import INF, NAN
+
+HOSTILE = 'line\nbreak\r\n\u2028\u2029\x85\x0b\x0c\x1c\x00 é 漢 \U0001f4a5 \ud800 " \\ </script> {"a":1}'
+
+
+def test_nothing_is_made_before_the_first_object(tmp_path):
+    JsonlWriter(tmp_path / "nanguard" / "events.jsonl")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_objects_are_appended_in_order_and_seen_at_once(tmp_path):
+    path = tmp_path / "a" / "b" / "events.jsonl"
+    writer = JsonlWriter(path)
+    for index in range(3):
+        writer({"index": index})
+        assert [item["index"] for item in read_jsonl(path)] == list(range(index + 1))
+
+
+def test_a_second_writer_goes_on_where_the_first_ended(tmp_path):
+    path = tmp_path / "events.jsonl"
+    writer = JsonlWriter(str(path))
+    writer({"run": 1})
+    writer({"run": 2})
+    again = JsonlWriter(path)
+    again({"run": 3})
+    assert [item["run"] for item in read_jsonl(path)] == [1, 2, 3]
+
+
+def test_hostile_text_stays_on_its_line_and_comes_back(tmp_path):
+    path = tmp_path / "events.jsonl"
+    writer = JsonlWriter(path)
+    writer({"message": HOSTILE, HOSTILE: 1})
+    writer({"message": "next"})
+    assert path.read_bytes().count(b"\n") == 2
+    assert list(read_jsonl(path)) == [{"message": HOSTILE, HOSTILE: 1}, {"message": "next"}]
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF, [NAN], {"deep": {"er": INF}}])
+def test_a_nonfinite_number_is_refused_and_leaves_no_half_line(tmp_path, value):
+    path = tmp_path / "events.jsonl"
+    writer = JsonlWriter(path)
+    writer({"good": 1})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        writer({"bad": value})
+    writer({"good": 2})
+    assert list(read_jsonl(path)) == [{"good": 1}, {"good": 2}]
+
+
+@pytest.mark.parametrize("cut", range(1, 14))
+def test_a_last_line_cut_by_a_crash_is_left_out(tmp_path, cut):
+    path = tmp_path / "events.jsonl"
+    whole = json.dumps({"first": 1}) + "\n"
+    last = json.dumps({"second": 22})
+    path.write_text(whole + last[:cut], encoding="utf-8")
+    assert list(read_jsonl(path)) == [{"first": 1}]
+
+
+def test_a_resumed_run_goes_on_after_a_cut_line(tmp_path):
+    """What comes after the crash must not be glued to the half line, and all whole lines must stay readable."""
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"first": 1}\n{"second": 2, "hal', encoding="utf-8")
+    writer = JsonlWriter(path)
+    writer({"third": 3})
+    writer({"fourth": 4})
+    assert list(read_jsonl(path)) == [{"first": 1}, {"third": 3}, {"fourth": 4}]
+
+
+def test_a_broken_line_in_the_middle_is_not_hidden(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"first": 1}\nnot json\n{"third": 3}\n', encoding="utf-8")
+    with pytest.raises(json.JSONDecodeError):
+        list(read_jsonl(path))
+
+
+def test_an_empty_file_has_no_objects(tmp_path):
+    (tmp_path / "events.jsonl").touch()
+    assert list(read_jsonl(tmp_path / "events.jsonl")) == []
+
+
+def test_a_killed_process_loses_nothing_it_has_written(tmp_path):
+    path = tmp_path / "events.jsonl"
+    script = (
+        "import os, signal; from hf_nanguard.report.run_files import JsonlWriter\n"
+        f"w = JsonlWriter({str(path)!r})\n"
+        "for i in range(5): w({'i': i})\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], env=os.environ, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert [item["i"] for item in read_jsonl(path)] == list(range(5))
+
+
+def test_each_rank_has_its_file(tmp_path):
+    assert events_path(tmp_path, 0) == tmp_path / "events.jsonl"
+    assert events_path(str(tmp_path), 3) == tmp_path / "events-rank3.jsonl"

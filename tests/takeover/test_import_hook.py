@@ -1,0 +1,59 @@
+"""A module is handed over at its first import, before anybody else has it."""
+
+import importlib
+import inspect
+import sys
+
+import pytest
+
+from hf_nanguard.takeover.import_hook import Arrival
+
+
+@pytest.fixture
+def awaited(tmp_path, monkeypatch):
+    """Yields the names seen and puts a module, and one that fails, on the path."""
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "arriving.py").write_text("value = 1\n")
+    (tmp_path / "user_of_it.py").write_text("from arriving import value\n")
+    (tmp_path / "failing.py").write_text("raise KeyError('not yet')\n")
+    yield
+    for name in ("arriving", "user_of_it", "failing"):
+        sys.modules.pop(name, None)
+
+
+def change(module):
+    module.value += 1
+
+
+def test_it_is_changed_before_anybody_has_it(awaited):
+    arrival = Arrival("arriving", change)
+    sys.meta_path.insert(0, arrival)
+    assert importlib.import_module("user_of_it").value == 2
+    module = sys.modules["arriving"]
+    assert arrival not in sys.meta_path
+    assert "value = 1" in inspect.getsource(module)
+    assert "exec_module" not in vars(module.__loader__)
+    assert importlib.reload(module).value == 1
+
+
+def test_one_who_no_longer_waits_gets_nothing(awaited):
+    arrival = Arrival("arriving", change)
+    sys.meta_path.insert(0, arrival)
+    sys.meta_path.remove(arrival)
+    assert importlib.import_module("arriving").value == 1
+
+
+def test_an_import_that_fails_is_awaited_again(awaited):
+    seen = []
+    arrival = Arrival("failing", seen.append)
+    sys.meta_path.insert(0, arrival)
+    with pytest.raises(KeyError, match="not yet"):
+        importlib.import_module("failing")
+    assert (seen, arrival in sys.meta_path) == ([], True)
+
+
+def test_a_missing_module_is_missing(awaited):
+    sys.meta_path.insert(0, Arrival("no_such_module", change))
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("no_such_module")
