@@ -28,7 +28,7 @@ from hf_nanguard import GuardedTrainingArguments, clamp_weight, guarded
 from hf_nanguard.examples.compare import Outcome, compare_runs
 from hf_nanguard.examples.recipe.command_line import parse_arguments
 from hf_nanguard.examples.recipe.field_report_case import COMMON, CaseArguments, check_rows, exit_code
-from hf_nanguard.hf.trainer.trainer_terms import watch_tensor, weigh_term
+from hf_nanguard.hf.named_terms import watch_tensor, weigh_term
 
 SIDE, BAD_ROW = 12, 33
 MAX_PREDICTION = 1e6

@@ -53,7 +53,7 @@ from hf_nanguard.examples.tasks.calendar_words import (
     spoil_word,
 )
 from hf_nanguard.examples.tasks.token_alignment import align_positions, share_vocabulary
-from hf_nanguard.hf.trainer.trainer_terms import weigh_term
+from hf_nanguard.hf.named_terms import weigh_term
 
 MASKED = -100
 NUM_VALIDATION = 48

@@ -27,7 +27,7 @@ from hf_nanguard import GuardedTrainingArguments, guarded, masked_cross_entropy,
 from hf_nanguard.examples.compare import Outcome, compare_runs
 from hf_nanguard.examples.recipe.command_line import parse_arguments
 from hf_nanguard.examples.recipe.field_report_case import COMMON, CaseArguments, check_rows, exit_code
-from hf_nanguard.hf.trainer.trainer_terms import weigh_term
+from hf_nanguard.hf.named_terms import weigh_term
 
 PAD, BLANK, FIRST, NUM_TOKENS = 0, 1, 2, 50
 LENGTH, NUM_LATENTS = 16, 8

@@ -20,7 +20,8 @@ from ..core.rerun.micro_batch import MicroBatch
 from ..core.rerun.runner import LoopRunner, Runner
 from ..core.rng import RngState
 from ..errors import ArgumentError
-from ..hf.trainer.trainer_runner import HeldInputs, TrainerRunner
+from ..hf.trainer.held_inputs import HeldInputs
+from ..hf.trainer.trainer_runner import TrainerRunner
 from .loss_factory import LossFunction, call_factory, check_calls, own_loss_of_model
 from .rebuilt_model import build_model, offline
 from .rebuilt_trainer import REFERRING, build_share, build_trainer, check_trainer, set_up_training
@@ -151,8 +152,7 @@ def hold_trainer(bundle: Bundle, checkpoint: Checkpoint, given: nn.Module | None
     model = fill(bundle, trainer.model, known)
     set_up_training(trainer, facts)
     wrapped = trainer.accelerator.prepare_model(model)
-    runner = TrainerRunner(trainer, wrapped, Ranks(trainer.args.device))
-    trainer.nanguard.intake.runner = runner
+    runner = TrainerRunner(trainer, wrapped, Ranks(trainer.args.device), trainer.nanguard.recorder)
     inputs = move(bundle.inputs, trainer.args.device)
     share = build_share(facts, inputs, trainer.args.device)
     return hold(bundle, runner, HeldInputs.of(inputs), share)

@@ -18,8 +18,8 @@ from ..errors import ArgumentError
 from ..hf.compat.trainer import ITEMS
 from ..hf.guarded_trainer import guarded
 from ..hf.trainer.arguments import GuardArguments
+from ..hf.trainer.held_inputs import LossWeight
 from ..hf.trainer.trainer_facts import LOSS_ARGUMENTS, LOSS_ATTRIBUTES
-from ..hf.trainer.trainer_runner import LossWeight
 from .rebuilt_model import NUMBERS
 
 # Trainers that can be built again: the package they live in, their arguments, and the rows of a dataset they accept.

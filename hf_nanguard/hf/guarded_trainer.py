@@ -8,7 +8,7 @@ from transformers import Trainer
 from ..errors import ArgumentError
 from .rl.rl_mixin import ReinforcementMixin
 from .trainer.arguments import GuardArguments
-from .trainer.hidden_class import MADE_HERE
+from .trainer.guarded_class import MADE_HERE
 from .trainer.mixin import GuardedTrainerMixin
 
 

@@ -73,7 +73,7 @@ def verify(
     settings = copy.copy(find_guard_arguments(settings, trainer.args))
     settings.nanguard_mode = "act"  # what is to be seen is whether the run holds under guard
     session = attach(trainer, settings).nanguard  # type: ignore[attr-defined]
-    session.ending.saves = False
+    session.halting.save_nothing()
     found = Verification(
         steps, output_dir=str(trainer.args.output_dir), max_grad_norm=trainer.args.max_grad_norm or 0.0,
         memory_limit=memory_limit,

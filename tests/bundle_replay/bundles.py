@@ -14,8 +14,9 @@ from hf_nanguard.core.autopsy.verdict import Verdict
 from hf_nanguard.core.ranks import Ranks
 from hf_nanguard.core.rerun.micro_batch import MicroBatch
 from hf_nanguard.core.rng import RngState
+from hf_nanguard.hf.trainer.held_inputs import HeldInputs, LossWeight
 from hf_nanguard.hf.trainer.trainer_facts import describe_trainer
-from hf_nanguard.hf.trainer.trainer_runner import HeldInputs, LossWeight, TrainerRunner
+from hf_nanguard.hf.trainer.trainer_runner import TrainerRunner
 from tests.trainers import build
 
 NAN = float("nan")
@@ -66,9 +67,8 @@ def hold(trainer: Any, plant: Plant) -> SuspectBatch:
     batches, num_items = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, args.device)
     inputs = trainer._prepare_inputs(batches[0])
     plant(trainer.model, inputs)
-    runner = TrainerRunner(trainer, model, Ranks(args.device))
+    runner = TrainerRunner(trainer, model, Ranks(args.device), trainer.nanguard.recorder)
     runner.buffers.keep()
-    trainer.nanguard.intake.runner = runner
     return SuspectBatch(runner, MicroBatch(0, HeldInputs.of(inputs), RngState.capture()), LossWeight(3, num_items))
 
 

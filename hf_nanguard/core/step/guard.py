@@ -127,6 +127,16 @@ class Guard:
         """Whether a held micro-batch is being run again."""
         return self.containment.replaying
 
+    def begin_group(self, weight: Any = None) -> AccumulationGroup:
+        """Begins a new accumulation group and lets go of what was held of the last one.
+
+        Args:
+            weight (`Any`, *optional*):
+                How the loop weighs each micro-batch.
+        """
+        self.group = AccumulationGroup(share=weight)
+        return self.group
+
     # ---- the hand-written loop ----
 
     def step(self, loss_fn: Callable[[Any], Tensor], batches: Iterable[Any]) -> StepOutcome:
@@ -156,7 +166,7 @@ class Guard:
         runner.clear()  # of what an error inside the last loss may have left
         runner.buffers.keep()
         self.monitor_set.begin_step(self.steps_done)
-        self.group = AccumulationGroup(share=1 / len(batches))
+        self.begin_group(1 / len(batches))
         for index, batch in enumerate(batches):
             micro = self.hold(batch, runner.device_type)
             with runner.unsynced() if index < len(batches) - 1 else nullcontext():

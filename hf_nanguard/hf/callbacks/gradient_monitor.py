@@ -16,7 +16,7 @@ from ...core.step.bad_gradients import Census, describe, format_incident, take_c
 from ...core.vocabulary import Action, Cause, Signal
 from ...errors import ArgumentError
 from ...report.run_files import JsonlWriter, events_path
-from ..compat.trainer import hold_schedule
+from ..compat.accelerate import hold_schedule
 from .gradient_tap import GradientTap
 
 logger = logging.getLogger(__name__)

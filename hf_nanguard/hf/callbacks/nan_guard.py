@@ -20,7 +20,7 @@ from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Signal
 from ...errors import NonFiniteError
 from ...report.run_files import JsonlWriter, events_path
-from ..compat.trainer import bare_optimizer, hold_schedule
+from ..compat.accelerate import bare_optimizer, hold_schedule
 from ..monitors.trainer_monitors import build_monitors
 from ..trainer.arguments import GuardArguments, find_guard_arguments
 from ..trainer.run_record import FOLDER, STATE_FILE, load_guard, save_guard

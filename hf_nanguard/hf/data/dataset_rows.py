@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..compat.trainer import record_batches
+from ..compat.accelerate import record_batches
 
 ROWS = "nanguard_rows"
 """The key under which rows travel with completions, which RL trainers shuffle and split."""

@@ -5,7 +5,7 @@ from typing import Any
 from ...core.monitors import monitor_set
 from ...core.monitors.base import Monitor
 from ...core.step.guard import Guard
-from ..compat import trainer as compat
+from ..compat.accelerate import bare_optimizer
 from .attention_monitor import AttentionMonitor
 
 
@@ -23,7 +23,7 @@ def build_monitors(args: Any, model: Any, optimizer: Any, guard: Guard) -> tuple
             The guard of the run.
     """
     policy, shared = guard.policy, (guard.journal, guard.ranks)
-    bare = None if optimizer is None else compat.bare_optimizer(optimizer)
+    bare = None if optimizer is None else bare_optimizer(optimizer)
     monitors = monitor_set.build_monitors(policy, model, bare, *shared, compiled=bool(args.torch_compile))
     if policy.attention_steps and policy.mode != "off":
         monitors += (AttentionMonitor(model, *shared, policy.attention_steps, policy.full_metrics),)

@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from ..compat.online_trainer import find_own_scoring, replaced_scoring
 from ..data.dataset_rows import ROWS
 from ..trainer.arguments import GuardArguments, find_guard_arguments
-from ..trainer.host_methods import entered_once
+from ..trainer.guarded_class import entered_once
 from ..trainer.mixin import GuardedTrainerMixin
 from .ratio_bound import RatioBound
 from .rollout import Rollout
@@ -78,7 +78,7 @@ class ReinforcementMixin(GuardedTrainerMixin):
     @entered_once
     def _generate_and_score_completions(self, inputs):
         session = self.nanguard
-        rows = session.intake.current_rows()
+        rows = session.recorder.current_rows()
         self._rollout.begin(len(inputs), rows, find_own_scoring(self))
         # Not by a method of ours: a class derived from this one may have its own.
         with replaced_scoring(self, self._rollout.score) if session.on else nullcontext():

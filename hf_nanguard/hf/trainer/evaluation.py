@@ -11,6 +11,7 @@ from ...core.event import Culprit, Event
 from ...core.finite import read_host
 from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Signal
+from ..compat.host_trainer import HostTrainer
 
 
 class Evaluation:
@@ -23,7 +24,7 @@ class Evaluation:
             Its guard.
     """
 
-    def __init__(self, trainer: Any, guard: Guard):
+    def __init__(self, trainer: HostTrainer, guard: Guard):
         self.trainer = trainer
         self.guard = guard
         self.losses: list[Tensor] | None = None

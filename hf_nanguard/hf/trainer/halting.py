@@ -1,8 +1,7 @@
-"""How a guarded run ends before its time: the last good state on disk, and a sentence that says where."""
+"""Ends a guarded run early, in order: the last good state is saved, and a sentence says where."""
 
 import logging
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -10,12 +9,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ...core.monitors.weights import find_bad_weights
 from ...core.step.guard import Guard
 from ...errors import NonFiniteError
+from ..compat.host_trainer import HostTrainer
 
 logger = logging.getLogger("hf_nanguard")
 
 
-class Ending:
-    """Ends a run, and sees to it that nothing bad is saved.
+class Halting:
+    """Ends a run, and keeps non-finite states from being saved.
 
     Args:
         trainer (`Trainer`):
@@ -24,32 +24,43 @@ class Ending:
             Its guard.
     """
 
-    def __init__(self, trainer: Any, guard: Guard):
+    def __init__(self, trainer: HostTrainer, guard: Guard):
         self.trainer = trainer
         self.guard = guard
+        self.saves = True
         self.last_good: Path | None = None
-        self.saves = True  # a trial leaves no weights behind, not even those of its last good step
+
+    def begin_run(self) -> None:
+        """Forgets the checkpoints of an earlier run."""
+        self.last_good = None
+
+    def save_nothing(self) -> None:
+        """Makes a halt save no state: a measured run leaves no weights behind."""
+        self.saves = False
+
+    def note_saved(self, folder: Path) -> None:
+        """Notes a checkpoint whose state was finite."""
+        self.last_good = folder
 
     def may_save(self, model: nn.Module) -> bool:
-        """Looks at weights and optimizer state before a checkpoint is made of them; returns whether one may be. The run
-        ends if not."""
+        """Returns whether weights and optimizer state are finite, so that a checkpoint may be saved. If not, the run ends."""
         reason = self.guard.monitor_set.check_before_save(self.trainer.state.global_step)
         if reason is not None:
             self.halt(model, reason)
         return reason is None
 
     def halt(self, model: nn.Module, message: str) -> None:
-        """Ends the run in order: the last good state saved, then an error or a clean stop. Every rank must call it."""
+        """Saves the last good state and ends the run, by an error or a clean stop. Every rank must call it."""
         trainer, ranks = self.trainer, self.guard.ranks
         folder = Path(str(trainer.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
         bad_weights = ranks.any(bool(find_bad_weights(trainer.model)))
         if bad_weights or ranks.any(not self.guard.monitor_set.is_sound()):
-            what = "weights themselves are" if bad_weights else "state of the optimizer, or a buffer, is"
-            message += f" Nothing was saved, for the {what} not finite."
+            what = "weights contain" if bad_weights else "optimizer state or a buffer contains"
+            message += f" No checkpoint was saved because the {what} NaN or inf."
             if self.last_good is not None:
                 message += f" The last good checkpoint is {self.last_good}."
-        elif trainer.is_in_train and self.saves:  # else there is no optimizer to save, and nothing was trained
-            # a folder of that name may be of an earlier run
+        elif trainer.is_in_train and self.saves:  # else there is no optimizer to save
+            # a folder of that name may belong to an earlier run
             if self.last_good != folder or not ranks.any(folder.is_dir()):
                 trainer._save_checkpoint(model, None)
             message += f" The last good state is in {folder}."

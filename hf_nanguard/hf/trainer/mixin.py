@@ -1,15 +1,37 @@
-"""The mixin that guards any Trainer: each override calls the host once and tells the session what happened."""
+"""The mixin that guards any Trainer. Each override calls the host once and hands over to the trainer's guard.
+
+One `train()`, in the order in which transformers calls us (`guard` is `self.nanguard`, a `TrainerGuard`):
+
+    train()
+        get_train_dataloader()              collate in a CheckedCollator; record which rows each batch is made of
+        for each epoch:                     _run_epoch: the host's log filter is off
+            for each optimizer step:
+                get_batch_samples()         recorder.begin_group: findings and rows of the group's batches
+                for each micro-batch:
+                    training_step()         guard.guard_step -> recorder.record: run and hold it; nothing is read
+                        _prepare_inputs()   recorder.prepare: hold inputs and random state by reference
+                        compute_loss()      guard.check_loss: None is an error
+                _clip_grad_norm()           guard.settle: norm, ONE host read, decision; redo or skip; clip
+                _get_grad_norm()            the same, where the host does not clip
+                optimizer.step(), lr_scheduler.step()       the host's own; not after a skip
+                _maybe_log_save_evaluate()  guard.end_step, after_update (monitors), after_epoch
+                    log()                   the guard's metrics join the row
+                    evaluate()              a non-finite loss is an event and never "best"
+                    _save_checkpoint()      refused if weights or optimizer state are not finite
+
+A micro-batch that runs again (redo, autopsy) comes through `training_step` too, and passes through to the host.
+"""
 
 import math
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
+from ..compat.host_trainer import HostTrainer
 from .arguments import GuardArguments, find_guard_arguments
-from .hidden_class import Stealth
-from .host_methods import HostMethods, entered_once
+from .guarded_class import HostMethods, Stealth, entered_once
 from .run_record import load_guard, save_guard
 from .trainer_guard import TrainerGuard
 
@@ -56,14 +78,14 @@ class GuardedTrainerMixin(Stealth, _Host):
 
     @cached_property
     def nanguard(self) -> TrainerGuard:
-        """The guard of this trainer. A host's constructor that evaluates or counts its batches has it before it is done."""
+        """The guard of this trainer, also while the host's constructor is still running, which may evaluate."""
         self.begin_guarding(self.given_guard)
         return self.nanguard
 
     def begin_guarding(self, guard: GuardArguments | None) -> None:
-        """Sets the guard up on a trainer that is already built."""
-        self.nanguard = TrainerGuard(self, find_guard_arguments(guard, self.args))
-        self.nanguard.host = HostMethods(self, GuardedTrainerMixin)
+        """Sets up the guard on a trainer that is already built."""
+        host = HostMethods(self, GuardedTrainerMixin)
+        self.nanguard = TrainerGuard(cast(HostTrainer, self), find_guard_arguments(guard, self.args), host)
 
     def train(self, *args, **kwargs):
         with self.nanguard.training(), self.nanguard.guarded_generation():
@@ -75,44 +97,35 @@ class GuardedTrainerMixin(Stealth, _Host):
 
     @entered_once
     def get_train_dataloader(self):
-        if not self.nanguard.watches:  # somebody looks at the batches, or counts them: nothing may travel with them
+        if not self.nanguard.watches:  # somebody counts the batches or inspects them: nothing may travel with them
             return super().get_train_dataloader()
-        with self.nanguard.checked_collate():
+        with self.nanguard.checked_collator():
             dataloader = super().get_train_dataloader()
-        self.nanguard.intake.rows.follow(dataloader, self.accelerator.num_processes)
+        self.nanguard.recorder.rows.follow(dataloader, self.accelerator.num_processes)
         return dataloader
 
     def _run_epoch(self, *args, **kwargs):
         resumed = kwargs.get("resume_from_checkpoint") is not None and kwargs["epoch"] == kwargs["epochs_trained"]
         skipped = resumed and not self.args.ignore_data_skip
-        self.nanguard.intake.rows.begin_epoch(kwargs["steps_trained_in_current_epoch"] if skipped else 0)
-        self.nanguard.filters = self.args.logging_nan_inf_filter
-        with self.nanguard.log_filter(False):
+        self.nanguard.recorder.rows.begin_epoch(kwargs["steps_trained_in_current_epoch"] if skipped else 0)
+        with self.nanguard.unfiltered_loss():
             return super()._run_epoch(*args, **kwargs)
 
     @entered_once
     def get_batch_samples(self, *args, **kwargs):
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self.nanguard.intake.begin_group(batches)
+        self.nanguard.recorder.begin_group(batches)
         return batches, num_items
-
-    @entered_once
-    def _prepare_inputs(self, inputs):
-        session = self.nanguard
-        if session.intake.runner is not None and session.intake.runner.replayed is not None:
-            return session.intake.runner.replayed.again()
-        prepared = super()._prepare_inputs(inputs)
-        if (
-            session.intake.recording and session.intake.prepared is None
-        ):  # a training_step may prepare twice: it begins with the first
-            session.intake.hold_inputs(prepared)
-        return prepared
 
     # ---- one step ----
 
     @entered_once
     def training_step(self, model, inputs, num_items_in_batch=None):
         return self.nanguard.guard_step(super().training_step, model, inputs, num_items_in_batch)
+
+    @entered_once
+    def _prepare_inputs(self, inputs):
+        return self.nanguard.recorder.prepare(inputs, super()._prepare_inputs)
 
     @entered_once
     def compute_loss(self, model, inputs, *args, **kwargs):
@@ -122,28 +135,28 @@ class GuardedTrainerMixin(Stealth, _Host):
 
     @entered_once
     def _clip_grad_norm(self, model):
-        if not self.nanguard.watches or self.nanguard.intake.settled or self.nanguard.stepping:
-            return super()._clip_grad_norm(model)
         clip = super()._clip_grad_norm
+        if not self.nanguard.settles:
+            return clip(model)
         return self.nanguard.settle(model, self.args.max_grad_norm, lambda: clip(model))
 
     @entered_once
     def _get_grad_norm(self, model, grad_norm=None):
-        session = self.nanguard
-        if session.watches and not session.intake.settled:  # max_grad_norm is 0, or a subclass clips by itself
-            measure = super()._get_grad_norm
-            again = (lambda: measure(model)) if grad_norm is None else (lambda: self._clip_grad_norm(model))
-            return session.settle(model, 0.0, again, grad_norm)
-        if session.watches and grad_norm is None:  # skipped: there is nothing to measure
+        measure = super()._get_grad_norm
+        if self.nanguard.settles:  # max_grad_norm is 0, or a subclass clips by itself
+            if grad_norm is None:
+                return self.nanguard.settle(model, 0.0, lambda: measure(model))
+            return self.nanguard.settle(model, 0.0, lambda: self._clip_grad_norm(model), grad_norm)
+        if self.nanguard.watches and grad_norm is None:  # skipped: there is nothing to measure
             return None
-        return super()._get_grad_norm(model, grad_norm)
+        return measure(model, grad_norm)
 
     @entered_once
     def _maybe_log_save_evaluate(self, *args, **kwargs):
-        self.nanguard.after_step()
+        self.nanguard.end_step()
         self.nanguard.after_update()
         self.nanguard.after_epoch()
-        with self.nanguard.log_filter(self.nanguard.filters):
+        with self.nanguard.given_filter():
             return super()._maybe_log_save_evaluate(*args, **kwargs)
 
     # ---- evaluation, log, checkpoint ----
@@ -173,9 +186,7 @@ class GuardedTrainerMixin(Stealth, _Host):
         if self.nanguard.replaying:
             return
         if self.nanguard.on and "loss" in logs:
-            logs.update(self.nanguard.guard.counter.as_metrics())
-            logs.update(self.nanguard.rollout_metrics())
-            logs.update(self.nanguard.guard.monitor_set.metrics())
+            logs.update(self.nanguard.log_metrics())
         if "train_loss" in logs and self.nanguard.has_no_mean:
             logs["train_loss"] = math.nan
         super().log(logs, *args, **kwargs)
@@ -184,11 +195,11 @@ class GuardedTrainerMixin(Stealth, _Host):
 
     @entered_once
     def _save_checkpoint(self, model, trial):
-        if not self.nanguard.ending.may_save(model):
+        if not self.nanguard.halting.may_save(model):
             return
         super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        self.nanguard.ending.last_good = folder
+        self.nanguard.halting.note_saved(folder)
         if self.nanguard.on and self.args.should_save:
             save_guard(self.nanguard.guard, folder)
 

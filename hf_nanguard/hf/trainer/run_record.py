@@ -3,11 +3,11 @@
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 from ...core.event import strict
 from ...core.step.guard import Guard
 from ...report.run_files import JsonlWriter, events_path
+from ..compat.host_trainer import HostTrainer
 
 logger = logging.getLogger("hf_nanguard")
 
@@ -43,7 +43,7 @@ class RunRecord:
             This rank.
     """
 
-    def __init__(self, trainer: Any, rank: int):
+    def __init__(self, trainer: HostTrainer, rank: int):
         self.trainer = trainer
         self.directory = Path(str(trainer.args.output_dir)) / FOLDER
         self.events = JsonlWriter(events_path(self.directory, rank))

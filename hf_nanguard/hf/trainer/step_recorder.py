@@ -1,229 +1,259 @@
-"""How the micro-batches of a group come in: each runs through the host's `training_step` and is held until the step is decided."""
+"""What is known of one optimizer step, from the first batch of its accumulation group to the clip."""
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...core.event import Culprit, Event
-from ...core.rerun.micro_batch import AccumulationGroup, Finding, MicroBatch
+from ...core.rerun.micro_batch import AccumulationGroup, MicroBatch
 from ...core.rng import RngState
 from ...core.step.guard import Guard
-from ...core.vocabulary import Action, Signal
-from ...errors import LossMissingError, NonFiniteError
-from ..compat import trainer as compat
+from ...errors import NonFiniteError
+from ..compat.accelerate import counted_backwards
+from ..compat.host_trainer import HostTrainer
+from ..compat.trainer import running_loss
 from ..data.checked_collator import NOTE, BatchNote, name_rows
 from ..data.dataset_rows import ROWS, RowRecord
-from ..monitors.trainer_monitors import build_monitors
-from .trainer_runner import HeldInputs, LossWeight, TrainerRunner
+from ..data.learning_signal import NoSignal
+from .held_inputs import HeldInputs, LossWeight
+from .loss_errors import LossErrors
+from .trainer_runner import TrainerRunner
+
+
+class Phase(Enum):
+    """Where a guarded trainer is.
+
+    OUTSIDE     no `train()` is running: whatever somebody runs by hand is not guarded
+    IDLE        in `train()`, and no accumulation group is open
+    COLLECTING  batches have been fetched; the group is open, between two micro-batches
+    RUNNING     inside the host's `training_step` of one micro-batch
+    DECIDED     the step is settled; the optimizer may step
+    SKIPPED     the step is settled; the optimizer does not step, until the trainer logs and saves
+    """
+
+    OUTSIDE = "outside"
+    IDLE = "idle"
+    COLLECTING = "collecting"
+    RUNNING = "running"
+    DECIDED = "decided"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A finished accumulation group, ready to be settled.
+
+    Args:
+        group (`AccumulationGroup`):
+            Its micro-batches, with their losses.
+        signals (`list[NoSignal | None]`):
+            For each batch, why it has nothing to learn from.
+        is_labelled (`bool`):
+            Whether its batches have labels, so that a loss of exactly 0 is worth an event.
+    """
+
+    group: AccumulationGroup
+    signals: list[NoSignal | None]
+    is_labelled: bool
 
 
 class StepRecorder:
-    """Holds what is known of the group that is being made.
+    """Records the micro-batches of a trainer's current step.
 
     Args:
         trainer (`Trainer`):
             The guarded trainer.
         guard (`Guard`):
             Its guard.
-        deepspeed (`bool`):
-            Whether DeepSpeed has the optimizer.
     """
 
-    def __init__(self, trainer: Any, guard: Guard, deepspeed: bool):
+    def __init__(self, trainer: HostTrainer, guard: Guard):
         self.trainer = trainer
         self.guard = guard
-        self.policy = guard.policy
-        self.deepspeed = deepspeed
+        self.phase = Phase.OUTSIDE
         self.rows = RowRecord()
-        self.runner: TrainerRunner | None = None
-        self.watched_optimizer: Any = None  # a second run may have another one
-        self.notes: list[BatchNote] = []
-        self.batch_rows: list[list[int] | None] = []
-        self.prepared: tuple[HeldInputs, RngState] | None = None
-        self.recording = False
-        self.settled = True
-        self.stand_in: HeldInputs | None = None
-        self.exchange: compat.Exchange | None = None
-        self.loss_before: Tensor | None = None
-        self.labelled = False
+        self.loss_errors = LossErrors(trainer, guard)
+        self.num_backwards = 0  # largest number in one training_step, counted where several ranks run it
+        self._notes: list[BatchNote] = []
+        self._batch_rows: list[list[int] | None] = []
+        self._held: tuple[HeldInputs, RngState] | None = None  # of the running micro-batch
+        self._replayed: HeldInputs | None = None  # what _prepare_inputs returns while a micro-batch runs again
+        self._loss_before: Tensor | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step has begun that is not settled yet."""
+        return self.phase in (Phase.COLLECTING, Phase.RUNNING)
+
+    @property
+    def has_micro_batches(self) -> bool:
+        """Whether the first micro-batch of the group has run."""
+        return bool(self.guard.group.micro_batches)
+
+    # ---- in the order of a step ----
+
+    def begin_run(self) -> None:
+        """Begins to record a `train()`."""
+        self.phase = Phase.IDLE
+
+    def end_run(self) -> None:
+        """Lets go of everything that `train()` left, also after an error."""
+        self.phase = Phase.OUTSIDE
+        self.guard.begin_group()
 
     def begin_group(self, batches: list[Any]) -> None:
         """Takes the notes out of the batches of the next optimizer step and looks up their rows.
 
-        A stream may have ended inside a group: the host then leaves what its last batches have added to the gradients to
-        the first step of the next pass, so they belong to that group.
+        A stream may end inside a group. The host then leaves the gradients of its last batches to the first step of the
+        next pass, so they belong to that group.
         """
-        if self.settled:
-            self.notes, self.batch_rows = [], []
-            self.guard.group = AccumulationGroup()
-            self.settled = False
+        if not self.is_open:
+            self._notes, self._batch_rows = [], []
+            self.guard.begin_group()
+            self.phase = Phase.OUTSIDE if self.phase is Phase.OUTSIDE else Phase.COLLECTING
         for batch in batches:
             note = batch.pop(NOTE, BatchNote()) if isinstance(batch, MutableMapping) else BatchNote()
             note, rows = name_rows(note, self.rows.next(batch, note.num_samples))
-            self.notes.append(note)
-            self.batch_rows.append(rows)
+            self._notes.append(note)
+            self._batch_rows.append(rows)
 
-    def hold_inputs(self, inputs: Any) -> None:
-        """Takes hold of what `_prepare_inputs` returned, and of the random state right before the forward."""
-        if self.exchange is not None:
-            self.exchange.forget()  # generation is not done again
-        device_type = self.trainer.args.device.type
-        self.prepared = (HeldInputs.of(inputs), RngState.capture(device_type))
+    def begin_step(self, weight: LossWeight) -> None:
+        """Notes what the first micro-batch of the group is about to change: the running loss.
 
-    def take(
-        self, training_step: Callable[..., Tensor], model: nn.Module, inputs: Any, num_items: Tensor | int | None
+        Args:
+            weight (`LossWeight`):
+                How the trainer weighs each micro-batch.
+        """
+        self.guard.group.share = weight
+        self._loss_before = running_loss(self.trainer).clone()
+
+    def record(
+        self,
+        training_step: Callable[..., Tensor],
+        runner: TrainerRunner,
+        inputs: Any,
+        num_items: Tensor | int | None,
     ) -> Tensor:
         """Runs one micro-batch of the group through the host's `training_step` and holds it."""
-        guard, trainer = self.guard, self.trainer
-        group = guard.group
-        if not group.micro_batches:
-            self._open_group(model, num_items)
-        assert self.runner is not None
+        group, model = self.guard.group, runner.model
         index = len(group.micro_batches)
-        note = self.notes[index] if index < len(self.notes) else BatchNote()
-        findings = note.findings
-        must_go = any(finding.verdict in ("drop", "halt") for finding in findings)
-        self.prepared, self.recording = None, True
+        if index == len(self._notes):  # it did not come through get_batch_samples
+            self._notes.append(BatchNote())
+            self._batch_rows.append(None)
+        findings = self._notes[index].findings
+        must_be_dropped = any(finding.verdict in ("drop", "halt") for finding in findings)
+        self._held, self.phase = None, Phase.RUNNING
         rows = None
         try:
             with (
-                self._poisoned() if must_go else nullcontext(),
-                self._counted_exchange(model),
-                self._counted_backward(),
+                runner.poisoned() if must_be_dropped else nullcontext(),
+                self.loss_errors.watched(model),
+                self._counted_backwards(),
             ):
                 loss = training_step(model, inputs, num_items)
-        except NonFiniteError:  # a halt that was decided on the way, on every rank
+        except NonFiniteError:  # a halt that every rank has decided
             raise
-        except Exception as error:  # any user code may raise here; it is raised again unless the policy drops it
-            self.recording = False
-            finding = self._judge_error(error, index)
-            rows = self._rows_of(self.prepared[0] if self.prepared else None, index)
-            with nullcontext() if self.exchange is None else self.exchange.resumed():
-                loss = self._stand_in_for(training_step, model, num_items)
+        except Exception as error:  # the loss is the user's code; raised again unless the policy drops it
+            held = self._held
+            finding = self.loss_errors.judge(error, index, self._batch_rows[index], held is not None, runner.lockstep)
+            if finding is None or held is None:
+                self._abandon()
+                raise
+            rows = self._rows_of(held[0], index)
             findings = (*findings, finding)
+            batch = self.loss_errors.replacement or held[0]
+            self._held = (batch, held[1])
+            with self.loss_errors.replacing(), runner.poisoned(), self.replaying(batch):
+                loss = training_step(model, batch.again(), num_items)
         finally:
-            self.recording = False
-        payload, rng = self.prepared or (None, RngState.capture(trainer.args.device.type))
+            self.phase = Phase.COLLECTING if self.phase is Phase.RUNNING else self.phase
+        payload, rng = self._held or (None, RngState.capture(self.trainer.args.device.type))
         rows = self._rows_of(payload, index) if rows is None else rows
-        micro = MicroBatch(index, payload, rng, findings, rows, loss.detach())
-        group.micro_batches.append(micro)
+        group.micro_batches.append(MicroBatch(index, payload, rng, findings, rows, loss.detach()))
         return loss
 
-    def _counted_exchange(self, model: nn.Module) -> AbstractContextManager:
-        """Returns a context that counts what ranks exchange, if a loss that fails on one of them is to be dropped."""
-        together = self.policy.on_loss_error == "drop" and self.guard.ranks.size > 1
-        self.exchange = compat.Exchange(self.trainer.accelerator, model) if together else None
-        return nullcontext() if self.exchange is None else self.exchange.counted()
+    def prepare(self, inputs: Any, host_prepare: Callable[[Any], Any]) -> Any:
+        """Returns what the host prepares of a batch, and holds it; while a micro-batch runs again, what was held of it.
+
+        A `training_step` may prepare several times: the first one counts.
+        """
+        if self._replayed is not None:
+            return self._replayed.again()
+        prepared = host_prepare(inputs)
+        if self.phase is Phase.RUNNING and self._held is None:
+            self.loss_errors.begin_forward()
+            self._held = (HeldInputs.of(prepared), RngState.capture(self.trainer.args.device.type))
+        return prepared
 
     @contextmanager
-    def _counted_backward(self) -> Iterator[None]:
-        """Takes note of a `training_step` that runs several backward passes, if there are ranks that have to keep up."""
-        if self.guard.ranks.size == 1:
+    def replaying(self, held: HeldInputs) -> Iterator[None]:
+        """Makes `_prepare_inputs` return held inputs inside the block."""
+        self._replayed = held
+        try:
             yield
-            return
-        assert self.runner is not None
-        count = compat.BackwardCount(self.trainer.accelerator)
-        with count.counted():
-            yield
-        self.runner.num_backwards = max(self.runner.num_backwards, count.number)
+        finally:
+            self._replayed = None
 
-    def _poisoned(self) -> AbstractContextManager:
-        """Returns a context whose backward tells all ranks that this micro-batch must go. Shards are told in `settle`."""
-        assert self.runner is not None
-        if self.runner.lockstep:
-            return nullcontext()
-        return compat.poisoned_backward(self.trainer.accelerator, self.runner.parameters[0])
+    def finish(self) -> StepRecord:
+        """Closes the group and returns what was recorded of it."""
+        self.phase = Phase.DECIDED
+        group = self.guard.group
+        held = [micro.payload for micro in group.micro_batches if isinstance(micro.payload, HeldInputs)]
+        return StepRecord(group, [note.lesson for note in self._notes], bool(held) and held[-1].has_labels)
 
-    def _open_group(self, model: nn.Module, num_items: Tensor | int | None) -> None:
-        same = self.watched_optimizer is self.trainer.optimizer
-        if self.runner is None or self.runner.model is not model or not same:
-            self.watched_optimizer = self.trainer.optimizer
-            self.runner = TrainerRunner(self.trainer, model, self.guard.ranks)
-            bare = self.trainer.accelerator.unwrap_model(model)
-            optimizer = None if self.deepspeed else self.trainer.optimizer
-            self.guard.monitor_set.begin(build_monitors(self.trainer.args, bare, optimizer, self.guard))
-        self.runner.keep_books()
-        self.runner.buffers.keep()
-        self.guard.group.share = LossWeight(self.trainer.current_gradient_accumulation_steps, num_items)
-        self.loss_before = compat.running_loss(self.trainer).clone()
-        self.guard.monitor_set.begin_step(self.trainer.state.global_step)
+    def skip(self) -> None:
+        """Marks the step as skipped: the optimizer must not step."""
+        self.phase = Phase.SKIPPED
 
-    def _rows_of(self, payload: HeldInputs | None, index: int) -> list[int] | Tensor | None:
-        if payload is not None and isinstance(payload.inputs, Mapping):
-            self.labelled = "labels" in payload.inputs
-            if ROWS in payload.inputs:
-                return payload.inputs[ROWS]
-        return self.batch_rows[index] if index < len(self.batch_rows) else None
+    def release(self) -> None:
+        """Lets go of the held inputs once the step is settled."""
+        self.guard.begin_group()
+
+    def end_step(self) -> None:
+        """Ends a settled step, once the optimizer and the schedule have had their turn."""
+        self.phase = Phase.IDLE if self.phase in (Phase.DECIDED, Phase.SKIPPED) else self.phase
+
+    # ---- what others ask ----
 
     def current_rows(self) -> list[int] | None:
         """Returns the dataset rows of the batch that is being prepared."""
-        index = len(self.guard.group.micro_batches)
-        return self.batch_rows[index] if self.recording and index < len(self.batch_rows) else None
+        return self._batch_rows[len(self.guard.group.micro_batches)] if self.phase is Phase.RUNNING else None
 
-    def _judge_error(self, error: Exception, index: int) -> Finding:
-        """Turns an exception inside the loss into an event and raises it again, unless the policy drops it."""
-        missing = isinstance(error, LossMissingError) or compat.lost_loss(error)
-        signal = Signal.LOSS_MISSING if missing else Signal.LOSS_ERROR
-        text = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
-        message = f"{type(error).__name__} inside the loss: {text}"
-        drop = (
-            self.policy.acts and self.policy.on_loss_error == "drop" and not isinstance(error, torch.OutOfMemoryError)
-        )
-        helpless = self.prepared is None or (self.guard.ranks.size > 1 and self.stand_in is None)
-        if drop and self._has_begun_sharded_forward():  # a stand-in would gather shards that nobody else gathers now
-            helpless = True
-            message += "; it cannot be dropped, for its forward had begun and the parameters are sharded"
-        if not drop or helpless:
-            rows = self.batch_rows[index] if index < len(self.batch_rows) else None
-            self.guard.journal.write(
-                Event(self.trainer.state.global_step, signal, Action.REFUSED, message, index, self.guard.ranks.rank,
-                      culprit=Culprit(phase="loss", rows=rows))
-            )  # fmt: skip
-            self.guard.group = AccumulationGroup()  # the host may catch it and begin anew, with a smaller batch
-            self.settled = True
-            raise error
-        return Finding(signal, message, "drop", None, "loss")
+    def restore_running_loss(self, losses: list[Tensor], extra: float = 0.0) -> None:
+        """Sets the running loss of the log to what it was before the group, plus these losses.
 
-    def _has_begun_sharded_forward(self) -> bool:
-        return (
-            self.runner is not None
-            and self.runner.lockstep
-            and self.exchange is not None
-            and self.exchange.forwards > 0
-        )
-
-    def _stand_in_for(
-        self, training_step: Callable[..., Tensor], model: nn.Module, num_items: Tensor | int | None
-    ) -> Tensor:
-        """Runs the host's step to its end in place of a batch whose loss failed, leaving NaN in a gradient.
-
-        Among several ranks with a batch that is known to work, so that this rank takes part in all they do together;
-        alone with nothing but the NaN.
+        Args:
+            losses (`list[Tensor]`):
+                The losses that count, on their device.
+            extra (`float`, *optional*, defaults to `0.0`):
+                What is added for the others.
         """
-        runner = self.runner
-        assert runner is not None
-        assert self.prepared is not None
-        alone = self.stand_in is None
-        runner.replayed = self.prepared[0] if self.stand_in is None else self.stand_in
-        self.prepared = (runner.replayed, self.prepared[1])
-        try:
-            with self._lossless() if alone else nullcontext(), self._poisoned():
-                return training_step(model, runner.replayed.again(), num_items)
-        finally:
-            runner.replayed = None
+        if self._loss_before is None:
+            return
+        total = running_loss(self.trainer)
+        total.copy_(self._loss_before)
+        for loss in losses:
+            total += loss.to(total.device)
+        total += extra
+
+    def _abandon(self) -> None:
+        """Forgets the group after an error: the host may catch it and begin anew with a smaller batch."""
+        self.guard.begin_group()
+        self.phase = Phase.IDLE
 
     @contextmanager
-    def _lossless(self) -> Iterator[None]:
-        """Replaces the loss by a constant zero for a moment."""
-        trainer = self.trainer
-        before = vars(trainer).get("compute_loss")
-        vars(trainer)["compute_loss"] = lambda *args, **kwargs: torch.zeros((), device=trainer.args.device)
-        try:
+    def _counted_backwards(self) -> Iterator[None]:
+        if self.guard.ranks.size == 1:
             yield
-        finally:
-            del vars(trainer)["compute_loss"]
-            if before is not None:
-                vars(trainer)["compute_loss"] = before
+            return
+        with counted_backwards(self.trainer.accelerator) as count:
+            yield
+        self.num_backwards = max(self.num_backwards, *count)
+
+    def _rows_of(self, held: HeldInputs | None, index: int) -> list[int] | Tensor | None:
+        if held is not None and isinstance(held.inputs, Mapping) and ROWS in held.inputs:
+            return held.inputs[ROWS]
+        return self._batch_rows[index]

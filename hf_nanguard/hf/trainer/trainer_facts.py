@@ -12,12 +12,13 @@ from typing import Any
 
 from accelerate.state import AcceleratorState, is_initialized
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, Trainer, TrainingArguments
+from transformers import PreTrainedConfig, TrainingArguments
 
 from ..compat import trainer as compat
+from ..compat.host_trainer import HostTrainer
 from ..compat.model_config import ATTENTION, EXPERTS, find_implementation
+from .held_inputs import LossWeight
 from .mixin import GuardedTrainerMixin
-from .trainer_runner import LossWeight
 
 HOSTS = ("transformers.", "trl.")
 PACKAGES = ("transformers", "trl", "accelerate", "peft", "torch")
@@ -50,7 +51,7 @@ LOSS_METHODS = (
 )  # fmt: skip
 
 
-def describe_trainer(trainer: Trainer, share: LossWeight) -> dict[str, Any]:
+def describe_trainer(trainer: HostTrainer, share: LossWeight) -> dict[str, Any]:
     """Returns what it takes to build the model and the loss of a trainer again.
 
     Args:
@@ -86,14 +87,14 @@ def describe_trainer(trainer: Trainer, share: LossWeight) -> dict[str, Any]:
     }
 
 
-def host_class(trainer: Trainer) -> type:
+def host_class(trainer: HostTrainer) -> type:
     """Returns the class of transformers or TRL that the trainer is, or was derived from."""
     return next(
         c for c in type(trainer).__mro__ if c.__module__.startswith(HOSTS) and not issubclass(c, GuardedTrainerMixin)
     )
 
 
-def find_own_loss(trainer: Trainer) -> list[str]:
+def find_own_loss(trainer: HostTrainer) -> list[str]:
     """Returns the names of what makes the loss the user's own code, none if it is the hosts'."""
     own = {name for name in LOSS_METHODS if name in vars(trainer)}
     for c in type(trainer).__mro__:

@@ -1,71 +1,29 @@
 """How a Trainer's micro-batches are run again: through its own `training_step`, with the inputs it had prepared."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from copy import copy
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
-from transformers import Trainer
 
 from ...core.autopsy.verdict import MAX_TEXT
 from ...core.ranks import Ranks
 from ...core.rerun.micro_batch import AccumulationGroup, MicroBatch
 from ...core.rerun.runner import Runner
-from ..compat import trainer as compat
-from ..compat.trainer import ITEMS, completion_mask, count_items, counts_per_generation, local_collectives, metric_lists
+from ..compat.accelerate import bare_optimizer, local_collectives, poisoned_backward
+from ..compat.host_trainer import HostTrainer
+from ..compat.trainer import (
+    ITEMS,
+    completion_mask,
+    count_items,
+    counts_per_generation,
+    metric_lists,
+    set_accumulation_steps,
+)
+from .held_inputs import HeldInputs, LossWeight, Replayer
 from .isolation import untouched, untouched_modules
-
-
-@dataclass(frozen=True)
-class LossWeight:
-    """How the Trainer weighs a micro-batch: by the number of them, or by the items of the whole group.
-
-    Args:
-        steps (`float`):
-            What per-batch means are divided by; not whole when ranks have different numbers left.
-        num_items (`Tensor` or `int`, *optional*):
-            What token losses are divided by.
-        even (`bool`):
-            Whether all ranks run the same number of micro-batches, so that metrics may be reduced across them.
-        completion_items (`Tensor`, *optional*):
-            What a trainer that counts completion tokens by itself, once for the whole group, divides by instead.
-    """
-
-    steps: float
-    num_items: Tensor | int | None
-    even: bool = True
-    completion_items: Tensor | int | None = None
-
-
-@dataclass(frozen=True)
-class HeldInputs:
-    """The inputs of a micro-batch as `_prepare_inputs` returned them: a copy of the dictionary, not of the tensors."""
-
-    inputs: Any
-    versions: tuple[int, ...]
-
-    @classmethod
-    def of(cls, inputs: Any) -> "HeldInputs":
-        """Takes hold of prepared inputs."""
-        return cls(copy(inputs) if isinstance(inputs, Mapping) else inputs, _versions(inputs))
-
-    def again(self) -> Any:
-        """Returns the inputs for another run; the loss may change the dictionary it gets."""
-        return copy(self.inputs) if isinstance(self.inputs, Mapping) else self.inputs
-
-    @property
-    def written(self) -> bool:
-        """Whether a tensor among them was changed in place since."""
-        return _versions(self.inputs) != self.versions
-
-
-def _versions(inputs: Any) -> tuple[int, ...]:
-    values = inputs.values() if isinstance(inputs, Mapping) else ()
-    return tuple(v._version for v in values if isinstance(v, Tensor) and not v.is_inference())
 
 
 def decode_sample(tokenizer: Any, inputs: Mapping, sample: int) -> str | None:
@@ -97,15 +55,16 @@ class TrainerRunner(Runner):
             The model as its training loop calls it.
         ranks (`Ranks`):
             The processes that train together.
+        replayer (`Replayer`):
+            Hands held inputs to the trainer's `training_step`.
     """
 
-    def __init__(self, trainer: Trainer, model: nn.Module, ranks: Ranks):
+    def __init__(self, trainer: HostTrainer, model: nn.Module, ranks: Ranks, replayer: Replayer):
         super().__init__(model, trainer.accelerator.scaler)
         self.trainer = trainer
         self.ranks = ranks
-        self.replayed: HeldInputs | None = None
+        self.replayer = replayer
         self.metric_lengths: dict[str, int] = {}
-        self.num_backwards = 0  # of a training_step, where several ranks run it
 
     def why_not(self, group: AccumulationGroup) -> str | None:
         trainer = self.trainer
@@ -113,7 +72,7 @@ class TrainerRunner(Runner):
             return "DeepSpeed steps its engine inside the backward"
         if trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1:
             return "ranks that share a batch cannot redo it apart"
-        if self.num_backwards > 1:  # a rank with nothing left would join one reduction and leave the others waiting
+        if self.replayer.num_backwards > 1:  # a rank with nothing left would join one reduction only
             return "its training_step runs more than one backward pass, and ranks must run equally many"
         if any(not isinstance(micro.payload, HeldInputs) for micro in group.micro_batches):
             return "the trainer did not prepare its inputs through _prepare_inputs"
@@ -121,12 +80,13 @@ class TrainerRunner(Runner):
             return "the loss changed its inputs in place"
         return None
 
-    def keep_books(self) -> None:
-        """Notes where the trainer's metric lists end, before the group adds to them."""
+    def begin_group(self) -> None:
+        """Notes what the group is about to change: module buffers, and where the trainer's metric lists end."""
+        self.buffers.keep()
         self.metric_lengths = {name: len(values) for name, values in metric_lists(self.trainer).items()}
 
-    def strike_group(self) -> None:
-        """Takes what the group added to the metric lists out again."""
+    def remove_metrics(self) -> None:
+        """Removes what the group added to the trainer's metric lists."""
         metrics = metric_lists(self.trainer)
         for name, values in list(metrics.items()):
             del values[self.metric_lengths.get(name, 0) :]
@@ -140,7 +100,7 @@ class TrainerRunner(Runner):
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        self.strike_group()
+        self.remove_metrics()
         metrics = metric_lists(self.trainer)
         with untouched(self.trainer):
             yield
@@ -150,16 +110,13 @@ class TrainerRunner(Runner):
 
     def run(self, micro: MicroBatch, share: LossWeight) -> Tensor:
         trainer = self.trainer
-        trainer.current_gradient_accumulation_steps = share.steps  # type: ignore[assignment] # may be a fraction
+        set_accumulation_steps(trainer, share.steps)
         inputs = micro.payload.again()
         if share.completion_items is not None:
             inputs[ITEMS] = share.completion_items
-        self.replayed = HeldInputs.of(inputs)
-        try:
-            with local_collectives(trainer.args.world_size > 1 and not (self.lockstep or share.even)):
-                return trainer.training_step(self.model, inputs, share.num_items)
-        finally:
-            self.replayed = None
+        alone = trainer.args.world_size > 1 and not (self.lockstep or share.even)
+        with local_collectives(alone), self.replayer.replaying(HeldInputs.of(inputs)):
+            return trainer.training_step(self.model, inputs, share.num_items)
 
     def probe(self, micro: MicroBatch, share: LossWeight) -> Tensor:
         return super().probe(micro, LossWeight(share.steps, share.num_items, even=False))
@@ -192,6 +149,18 @@ class TrainerRunner(Runner):
         known = [n for n in self.ranks.gather(None if count is None else int(count)) if n is not None]
         return torch.tensor(sum(known), device=self.trainer.args.device) if known else None
 
+    @property
+    def poisons_gradients(self) -> bool:
+        """Whether a micro-batch that must be dropped is marked in its gradients, and not in its backward alone: of sharded
+        gradients, and on one rank, whose `training_step` may have a backward of its own."""
+        return self.lockstep or self.ranks.size == 1
+
+    def poisoned(self) -> AbstractContextManager[None]:
+        """Returns a context whose backward makes all ranks drop the micro-batch. Shards get theirs by [`Runner.poison`]."""
+        if self.lockstep:
+            return nullcontext()
+        return poisoned_backward(self.trainer.accelerator, self.parameters[0])
+
     def unscale(self) -> None:
         self.trainer.accelerator.unscale_gradients()
 
@@ -199,7 +168,7 @@ class TrainerRunner(Runner):
 
     @property
     def optimizer(self) -> Any:  # type: ignore[override]
-        return compat.bare_optimizer(self.trainer.optimizer)
+        return bare_optimizer(self.trainer.optimizer)
 
     def inputs_of(self, micro: MicroBatch) -> Any:
         return micro.payload.inputs

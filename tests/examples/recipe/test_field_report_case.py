@@ -3,7 +3,7 @@
 import pytest
 
 from hf_nanguard.examples.recipe.field_report_case import exit_code
-from hf_nanguard.hf.trainer.trainer_terms import watch_tensor, weigh_term
+from hf_nanguard.hf.named_terms import watch_tensor, weigh_term
 from recipes import diffusion, distill, latent
 
 from ...trainers import build

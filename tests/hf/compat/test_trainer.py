@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig, Trainer
 from transformers.generation.continuous_batching.requests import create_warmup_future_states
 
+from hf_nanguard.hf.compat import accelerate as compat_accelerate
 from hf_nanguard.hf.compat import attention as compat_attention
 from hf_nanguard.hf.compat import generation as compat_generation
 from hf_nanguard.hf.compat import model_config as compat_model
@@ -46,7 +47,7 @@ def _at_a_step(tmp_path, act, **overrides):
     return trainer
 
 
-MODULES = (compat, compat_attention, compat_generation, compat_model, compat_reinforcement)
+MODULES = (compat, compat_accelerate, compat_attention, compat_generation, compat_model, compat_reinforcement)
 
 
 def own(module):
@@ -59,8 +60,8 @@ def own(module):
 def test_every_function_is_tried_here(module):
     with open(__file__, encoding="utf-8") as file:
         text = file.read()
-    short = module.__name__.rsplit(".", 1)[-1]
-    assert [name for name in own(module) if f"{short}.{name}(" not in text] == []
+    alias = next(name for name, value in globals().items() if value is module)
+    assert [name for name in own(module) if f"{alias}.{name}(" not in text] == []
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rsplit(".", 1)[-1])
@@ -76,7 +77,7 @@ def test_every_shim_says_when_it_can_go(module):
 def test_poisoned_backward_leaves_nan_in_exactly_one_gradient(trainer):
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     before = trainer.accelerator.backward
-    with compat.poisoned_backward(trainer.accelerator, net[0].bias):
+    with compat_accelerate.poisoned_backward(trainer.accelerator, net[0].bias):
         trainer.accelerator.backward(net(torch.ones(2, 3)).sum())
     assert [name for name, p in net.named_parameters() if not p.grad.isfinite().all()] == ["0.bias"]
     assert trainer.accelerator.backward == before
@@ -87,14 +88,14 @@ def test_poisoned_backward_works_where_the_loss_has_no_gradient(trainer):
     """All labels masked: the cross-entropy's backward writes zeros, whatever the loss is multiplied by."""
     net = nn.Linear(3, 4)
     loss = nn.functional.cross_entropy(net(torch.ones(2, 3)), torch.full((2,), -100), reduction="sum")
-    with compat.poisoned_backward(trainer.accelerator, net.weight):
+    with compat_accelerate.poisoned_backward(trainer.accelerator, net.weight):
         trainer.accelerator.backward(loss)
     assert net.weight.grad.isnan().any()
     assert not net.bias.grad.isnan().any()
 
 
 def test_poisoned_backward_ends_also_with_an_error(trainer):
-    with pytest.raises(ZeroDivisionError), compat.poisoned_backward(trainer.accelerator, torch.ones(1)):
+    with pytest.raises(ZeroDivisionError), compat_accelerate.poisoned_backward(trainer.accelerator, torch.ones(1)):
         _ = 1 / 0
     assert "backward" not in vars(trainer.accelerator)
 
@@ -109,7 +110,7 @@ def test_poisoned_backward_gives_back_what_somebody_had_put_there(trainer):
 
     trainer.accelerator.backward = mine
     weight = torch.ones(1, requires_grad=True)
-    with compat.poisoned_backward(trainer.accelerator, weight):
+    with compat_accelerate.poisoned_backward(trainer.accelerator, weight):
         trainer.accelerator.backward(weight.sum())
     assert len(calls) == 1
     assert trainer.accelerator.backward is mine
@@ -124,16 +125,16 @@ def test_local_collectives_hide_the_others_and_come_back(trainer):
     for store in stores:
         store["distributed_type"] = DistributedType.MULTI_CPU
     try:
-        with compat.local_collectives(True):
+        with compat_accelerate.local_collectives(True):
             assert [store["distributed_type"] for store in stores] == [DistributedType.NO] * 2
             one = torch.ones(2)
             assert torch.equal(trainer.accelerator.gather(one), one)
             assert torch.equal(trainer.accelerator.reduce(one), one)
         assert [store["distributed_type"] for store in stores] == [DistributedType.MULTI_CPU] * 2
-        with pytest.raises(ZeroDivisionError), compat.local_collectives(True):
+        with pytest.raises(ZeroDivisionError), compat_accelerate.local_collectives(True):
             _ = 1 / 0
         assert [store["distributed_type"] for store in stores] == [DistributedType.MULTI_CPU] * 2
-        with compat.local_collectives(False):
+        with compat_accelerate.local_collectives(False):
             assert trainer.accelerator.distributed_type == DistributedType.MULTI_CPU
     finally:
         for store, value in zip(stores, before, strict=True):
@@ -142,7 +143,7 @@ def test_local_collectives_hide_the_others_and_come_back(trainer):
 
 def test_exchange_counts_forwards_and_collectives_and_leaves_nothing(trainer):
     accelerator, model = trainer.accelerator, nn.Linear(2, 2)
-    exchange = compat.Exchange(accelerator, model)
+    exchange = compat_accelerate.Exchange(accelerator, model)
     with exchange.counted():
         model(torch.ones(1, 2))
         model(torch.ones(1, 2))
@@ -168,7 +169,7 @@ def test_a_bypassed_step_moves_neither_weights_nor_schedule(tmp_path):
     def bypass(trainer):
         seen["before"] = tensors_of(trainer)
         seen["epoch"] = trainer.lr_scheduler.last_epoch
-        compat.bypass_optimizer(trainer)
+        compat_accelerate.bypass_optimizer(trainer)
 
     class Watched(Trainer):
         def _clip_grad_norm(self, model):
@@ -181,7 +182,7 @@ def test_a_bypassed_step_moves_neither_weights_nor_schedule(tmp_path):
             if self.state.global_step == 2:
                 seen["after"] = tensors_of(self)
                 seen["epoch after"] = self.lr_scheduler.last_epoch
-                compat.resume_optimizer(self)
+                compat_accelerate.resume_optimizer(self)
             return super()._maybe_log_save_evaluate(*args, **kwargs)
 
     trainer = build("plain", tmp_path, Watched, guard=False, max_steps=3)
@@ -196,10 +197,10 @@ def test_a_bypassed_step_moves_neither_weights_nor_schedule(tmp_path):
 
 
 def test_a_held_schedule_does_not_move(tmp_path):
-    trainer = _at_a_step(tmp_path, lambda trainer: compat.hold_schedule(trainer.optimizer, True))
+    trainer = _at_a_step(tmp_path, lambda trainer: compat_accelerate.hold_schedule(trainer.optimizer, True))
     assert trainer.lr_scheduler.last_epoch == 1  # nothing has let it go
     assert trainer.accelerator.optimizer_step_was_skipped
-    compat.hold_schedule(trainer.optimizer, False)
+    compat_accelerate.hold_schedule(trainer.optimizer, False)
     assert not trainer.accelerator.optimizer_step_was_skipped
 
 
@@ -221,7 +222,7 @@ def test_a_plain_trainer_clips_in_one_piece(trainer):
 
 @pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM])
 def test_other_engines_do_not_clip_in_one_piece(kind, trainer):
-    with compat.local_collectives(True):
+    with compat_accelerate.local_collectives(True):
         AcceleratorState._shared_state["distributed_type"] = kind
         PartialState._shared_state["distributed_type"] = kind
         assert not compat.clips_in_one_piece(trainer, trainer.model)
@@ -239,10 +240,10 @@ def test_batches_are_dispatched_for_streams_of_several_processes(asked, streamed
 
     dataset = token_dataset(4).to_iterable_dataset().with_format("torch") if streamed else token_dataset(4)
     several = SimpleNamespace(num_processes=2, dispatch_batches=asked)  # what this machine has not
-    assert compat.dispatches_batches(SimpleNamespace(accelerator=several, train_dataset=dataset)) is expected
+    assert compat_accelerate.dispatches_batches(SimpleNamespace(accelerator=several, train_dataset=dataset)) is expected
     assert isinstance(trainer.accelerator.num_processes, int)
     assert trainer.accelerator.dispatch_batches is None
-    assert not compat.dispatches_batches(trainer)
+    assert not compat_accelerate.dispatches_batches(trainer)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -256,7 +257,7 @@ def test_record_batches_writes_down_the_indices_of_every_pass(workers, trainer):
 
     loader = trainer.accelerator.prepare(DataLoader(Indices(), batch_size=2, shuffle=True, num_workers=workers))
     record = []
-    assert compat.record_batches(loader, record)
+    assert compat_accelerate.record_batches(loader, record)
     for _ in range(2):
         batches = [batch.tolist() for batch in loader]
         assert record == batches
@@ -266,7 +267,7 @@ def test_record_batches_writes_down_the_indices_of_every_pass(workers, trainer):
 def test_record_batches_keeps_the_sampler_what_it_was(trainer):
     loader = DataLoader(range(5), batch_size=2)
     sampler = loader.batch_sampler
-    compat.record_batches(loader, [])
+    compat_accelerate.record_batches(loader, [])
     assert loader.batch_sampler is sampler
     assert isinstance(sampler, BatchSampler)
     assert type(sampler).__name__ == "BatchSampler"
@@ -274,8 +275,8 @@ def test_record_batches_keeps_the_sampler_what_it_was(trainer):
 
 
 def test_record_batches_declines_what_it_cannot_follow():
-    assert not compat.record_batches(DataLoader(range(5), batch_size=None), [])
-    assert not compat.record_batches(DataLoader(range(5), batch_size=2, num_workers=1, in_order=False), [])
+    assert not compat_accelerate.record_batches(DataLoader(range(5), batch_size=None), [])
+    assert not compat_accelerate.record_batches(DataLoader(range(5), batch_size=2, num_workers=1, in_order=False), [])
 
 
 # ---- the books of the trainer ----
@@ -379,8 +380,8 @@ def test_the_torch_optimizer_is_found_inside_accelerate_s(tmp_path):
     trainer.create_optimizer()
     bare = trainer.optimizer
     assert isinstance(bare, torch.optim.Optimizer)
-    assert compat.bare_optimizer(bare) is bare
-    assert compat.bare_optimizer(trainer.accelerator.prepare(bare)) is bare
+    assert compat_accelerate.bare_optimizer(bare) is bare
+    assert compat_accelerate.bare_optimizer(trainer.accelerator.prepare(bare)) is bare
 
 
 def test_advantages_are_those_of_the_host_s_own_log(tmp_path):
@@ -679,15 +680,45 @@ def test_routers_are_those_whose_logits_the_host_returns():
 def test_backward_passes_are_counted_and_the_accelerator_is_left_as_it_was(trainer):
     accelerator = trainer.accelerator
     weight = nn.Parameter(torch.ones(2))
-    count = compat.BackwardCount(accelerator)
-    with count.counted():
+    with compat_accelerate.counted_backwards(accelerator) as count:
         for _ in range(2):
             accelerator.backward((weight * 3).sum())
-    assert count.number == 2
+    assert count == [2]
     assert weight.grad.tolist() == [6.0, 6.0]
     assert "backward" not in vars(accelerator)
-    with compat.poisoned_backward(accelerator, weight):
+    with compat_accelerate.poisoned_backward(accelerator, weight):
         poisoned = accelerator.backward
-        with count.counted():
+        with compat_accelerate.counted_backwards(accelerator):
             pass
         assert accelerator.backward is poisoned
+
+
+def test_a_replaced_method_comes_back_also_after_an_error(trainer):
+    def fail(log):
+        return lambda row: 1 / row
+
+    assert not compat.has_own_method(trainer, "log")
+    with pytest.raises(ZeroDivisionError), compat_accelerate.replaced_method(trainer, "log", fail):
+        trainer.log(0)
+    assert not compat.has_own_method(trainer, "log")
+
+
+def test_the_log_filter_and_the_collator_come_back(trainer):
+    collator, given = trainer.data_collator, trainer.args.logging_nan_inf_filter
+    with compat.log_filter(trainer, not given), compat.replaced_collator(trainer, list):
+        assert trainer.args.logging_nan_inf_filter is not given
+        assert trainer.data_collator is list
+        assert not compat.has_own_method(trainer, "log")
+    assert trainer.args.logging_nan_inf_filter is given
+    assert trainer.data_collator is collator
+
+
+def test_the_loss_is_divided_by_the_accumulation_steps(tmp_path):
+    losses = {}
+    for steps in (1, 2.5):
+        trainer = build("plain", tmp_path / str(steps), guard=False)
+        trainer.model_accepts_loss_kwargs = False
+        batch = next(iter(trainer.get_train_dataloader()))
+        compat.set_accumulation_steps(trainer, steps)
+        losses[steps] = trainer.training_step(trainer.model.eval(), batch)
+    torch.testing.assert_close(losses[1], losses[2.5] * 2.5)

@@ -298,7 +298,7 @@ def test_batches_without_a_batch_sampler_have_no_rows(tmp_path):
     class Batched(GuardedTrainer):
         def get_train_dataloader(self):
             loader = torch.utils.data.DataLoader(self.train_dataset, batch_size=None)
-            self.nanguard.intake.rows.follow(loader, 1)
+            self.nanguard.recorder.rows.follow(loader, 1)
             return loader
 
     from transformers import TrainingArguments

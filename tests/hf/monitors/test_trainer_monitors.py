@@ -51,7 +51,7 @@ def test_a_moment_of_a_row_that_no_batch_uses(kind, tmp_path):
     assert (event["signal"], event["action"], event["step"]) == ("optimizer_nonfinite", "halted", 1)
     assert (event["culprit"]["parameter"], event["culprit"]["phase"]) == (name, "optimizer")
     assert (event["cause"], event["values"]["rows"], event["values"]["state"]) == ("optimizer_state", [2], "exp_avg")
-    assert "Nothing was saved" in str(caught.value)
+    assert "No checkpoint was saved" in str(caught.value)
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
@@ -116,7 +116,7 @@ def test_a_callback_looks_too(tmp_path):
     spoil = SpoilMoment("embed_tokens.weight", 2, after_step=1)
     callback = NanGuardCallback(GuardArguments(nanguard_weight_check_steps=1))
     trainer = build("plain", tmp_path, guard=False, max_steps=5, extra={"callbacks": [callback, spoil]})
-    with pytest.raises(NonFiniteError, match="Nothing was saved"):
+    with pytest.raises(NonFiniteError, match="No checkpoint was saved"):
         trainer.train()
     assert [(event["signal"], event["step"]) for event in events_of(trainer)] == [("param_nonfinite", 1)]
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 from transformers import Trainer
 
-from .mixin import GuardedTrainerMixin
+from .trainer.mixin import GuardedTrainerMixin
 
 
 def weigh_term(trainer: Trainer, name: str, value: Tensor, weight: float = 1.0, on_nonfinite: str = "keep") -> Tensor:

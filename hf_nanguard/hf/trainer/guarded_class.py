@@ -1,12 +1,24 @@
-"""Overrides that are not entered twice: a host's method may be replaced by something that calls the trainer's again.
+"""How a guarded class sits on top of a host's: hidden from the user's registries, and never entered twice.
 
-`patch.object(SFTTrainer, "training_step", wraps=trainer.training_step)` is how one watches a trainer in a test. If the
-trainer was guarded afterwards by [`attach`], the replaced method is below ours, and what it wraps is ours.
+A host's method may be replaced by something that calls the trainer's again: `patch.object(SFTTrainer, "training_step",
+wraps=trainer.training_step)` is how one observes a trainer in a test. If the trainer was guarded afterwards by
+[`attach`], the replaced method is below ours, and what it wraps is ours.
 """
 
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
+
+MADE_HERE = "nanguard_made_here"
+"""Marks the body of a class that is made here. A keyword of the class is no alternative: few metaclasses accept one."""
+
+
+class Stealth:
+    """Hides a class that is made here from `__init_subclass__` of the classes after it, which may be a registry."""
+
+    def __init_subclass__(cls, **kwargs: Any):
+        if MADE_HERE not in vars(cls):
+            super().__init_subclass__(**kwargs)
 
 
 class HostMethods:

@@ -68,7 +68,7 @@ def test_a_bad_term_is_named(tmp_path, sick):
     assert (event["step"], event["micro_step"], event["action"]) == (STEP, PLACE, "dropped")
     assert event["signal"] == ("loss_nonfinite" if sick == "value" else "grad_nonfinite")
     assert event["culprit"]["term"] == "penalty"
-    assert event["culprit"]["source"].startswith("test_trainer_terms.py")
+    assert event["culprit"]["source"].startswith("test_named_terms.py")
     assert event["culprit"]["rows"]
     assert event["values"]["terms"].keys() == {"ce", "penalty"}
 

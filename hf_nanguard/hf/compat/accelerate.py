@@ -1,0 +1,216 @@
+"""Every private name of accelerate and torch's data loading that we touch, each with the condition under which it can go."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import IterableDataset
+
+from .host_trainer import HostTrainer
+
+
+@contextmanager
+def replaced_method(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Replaces a method on one object for the duration of the block, and restores what was there.
+
+    Can go when the hosts offer hooks at the places where it is used.
+
+    Args:
+        owner (`Any`):
+            The object. The replacement hides the method of its class.
+        name (`str`):
+            The method.
+        wrap (`Callable`):
+            Returns the replacement, given the method as it is now.
+    """
+    attributes = vars(owner)
+    before = attributes.get(name)
+    attributes[name] = wrap(getattr(owner, name))
+    try:
+        yield
+    finally:
+        attributes.pop(name, None)
+        if before is not None:
+            attributes[name] = before
+
+
+def poisoned_backward(accelerator: Accelerator, parameter: torch.Tensor) -> AbstractContextManager[None]:
+    """Returns a context whose backward leaves NaN in one gradient, so that the reduced norm makes every rank redo the group.
+
+    Multiplying the loss by NaN is not enough: the backward of a cross-entropy over masked labels writes zeros all the
+    same. Can go when accelerate offers a hook on the loss before its backward.
+    """
+
+    def wrap(backward: Callable[..., Any]) -> Callable[..., Any]:
+        def poison(loss: torch.Tensor, **kwargs: Any) -> None:
+            backward(loss + (parameter.sum() * float("nan")).to(loss.device), **kwargs)
+
+        return poison
+
+    return replaced_method(accelerator, "backward", wrap)
+
+
+@contextmanager
+def counted_backwards(accelerator: Accelerator) -> Iterator[list[int]]:
+    """Counts the backward passes inside the block, as a list with the number; under DDP each is an exchange of all ranks.
+
+    Can go when accelerate counts them.
+    """
+    count = [0]
+
+    def wrap(backward: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> None:
+            count[0] += 1
+            backward(*args, **kwargs)
+
+        return counted
+
+    with replaced_method(accelerator, "backward", wrap):
+        yield count
+
+
+@contextmanager
+def local_collectives(active: bool) -> Iterator[None]:
+    """Makes accelerate's gathers and reductions local, so that one rank can run a loss that the others do not run.
+
+    Can go when accelerate has a public switch for this, or TRL's losses stop reducing their metrics inline.
+    """
+    stores = (AcceleratorState._shared_state, PartialState._shared_state) if active else ()
+    before = [store.get("distributed_type") for store in stores]
+    for store in stores:
+        store["distributed_type"] = DistributedType.NO
+    try:
+        yield
+    finally:
+        for store, value in zip(stores, before, strict=True):
+            store["distributed_type"] = value
+
+
+class Exchange:
+    """Counts what a loss exchanges with other ranks: forwards, in which DDP broadcasts buffers, and accelerate's
+    collectives. A loss that raised has done some of them; the batch that replaces it does only the rest.
+
+    Can go together with `local_collectives`.
+
+    Args:
+        accelerator (`Accelerator`):
+            The trainer's.
+        model (`nn.Module`):
+            The model as the training loop calls it.
+    """
+
+    NAMES = ("gather", "gather_for_metrics", "reduce")
+
+    def __init__(self, accelerator: Accelerator, model: Any):
+        self.accelerator = accelerator
+        self.model = model
+        self.forwards = 0
+        self.calls = 0
+
+    @contextmanager
+    def counted(self, forwards_done: int = 0, calls_done: int = 0) -> Iterator[None]:
+        """Counts inside the block. The first `forwards_done` forwards and `calls_done` collectives stay on this rank."""
+        self.forwards = self.calls = 0
+        inside = False
+
+        def on_forward(model: Any, *args: Any) -> None:
+            self.forwards += 1
+            if self.forwards <= forwards_done and isinstance(model, DistributedDataParallel):
+                model.require_forward_param_sync = False
+
+        def wrapped(method: Any) -> Any:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                nonlocal inside
+                if inside:
+                    return method(*args, **kwargs)
+                inside, self.calls = True, self.calls + 1
+                try:
+                    with local_collectives(self.calls <= calls_done):
+                        return method(*args, **kwargs)
+                finally:
+                    inside = False
+
+            return call
+
+        with self.model.register_forward_pre_hook(on_forward), ExitStack() as stack:
+            for name in self.NAMES:
+                stack.enter_context(replaced_method(self.accelerator, name, wrapped))
+            yield
+
+    def forget(self) -> None:
+        """Resets the counts."""
+        self.forwards = self.calls = 0
+
+    def resumed(self) -> AbstractContextManager:
+        """Returns a context in which the exchanges counted so far are not repeated."""
+        return self.counted(self.forwards, self.calls)
+
+
+def bypass_optimizer(trainer: HostTrainer) -> None:
+    """Makes the step that is about to come a no-op for the optimizer, the loss scaler and the schedule alike.
+
+    Can go when a Trainer can be told not to step.
+    """
+    trainer.accelerator.gradient_state._set_sync_gradients(False)
+    hold_schedule(trainer.optimizer, True)
+
+
+def resume_optimizer(trainer: HostTrainer) -> None:
+    """Undoes [`bypass_optimizer`] once the step has passed by."""
+    trainer.accelerator.gradient_state._set_sync_gradients(True)
+    hold_schedule(trainer.optimizer, False)
+
+
+def hold_schedule(optimizer: Any, held: bool) -> None:
+    """Tells the Trainer whether the optimizer step was skipped, so that the learning rate schedule is held.
+
+    Can go when `AcceleratedOptimizer.step_was_skipped` has a setter.
+    """
+    optimizer._is_overflow = held
+
+
+def bare_optimizer(optimizer: Any) -> Any:
+    """Returns the torch optimizer inside accelerate's wrapper.
+
+    Can go when `AcceleratedOptimizer` shows the state of single parameters by itself.
+    """
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def dispatches_batches(trainer: HostTrainer) -> bool:
+    """Returns whether rank 0 collates for all ranks: then nothing but tensors can travel with a batch.
+
+    Can go when accelerate's dispatcher passes other values through.
+    """
+    accelerator = trainer.accelerator
+    streamed = isinstance(trainer.train_dataset, IterableDataset)
+    asked = accelerator.dispatch_batches
+    return accelerator.num_processes > 1 and (streamed if asked is None else bool(asked))
+
+
+def record_batches(dataloader: Any, record: list) -> bool:
+    """Makes the batch sampler of a prepared dataloader write down which rows each batch of the epoch is made of.
+
+    The class of the sampler is swapped, because accelerate and torch both refuse another object once a dataloader is
+    built. Returns whether there is a batch sampler. Can go when a DataLoader tells the indices of a batch.
+    """
+    base = vars(dataloader).get("base_dataloader", dataloader)
+    sampler = vars(base).get("batch_sampler")
+    if not hasattr(sampler, "__dict__") or vars(base).get("in_order") is False:  # a plain list has no class to swap
+        return False
+    original = type(sampler)
+
+    def __iter__(self):  # noqa: N807 - it becomes the method of that name
+        record.clear()
+        for batch in original.__iter__(self):
+            record.append(list(batch))
+            yield batch
+
+    sampler.__class__ = type(original.__name__, (original,), {"__iter__": __iter__, "__module__": original.__module__})
+    return True

@@ -1,0 +1,43 @@
+"""What the guard uses of a [`~transformers.Trainer`], as one list. Private members are used in this folder only."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+
+class HostTrainer(Protocol):
+    """A built trainer. Its model is a module, and its optimizer is there once `train()` has begun."""
+
+    args: TrainingArguments
+    state: TrainerState
+    control: TrainerControl
+    accelerator: Accelerator
+    model: nn.Module
+    model_wrapped: nn.Module
+    optimizer: AcceleratedOptimizer
+    processing_class: Any
+    train_dataset: Any
+    data_collator: Callable[[list[Any]], Any]
+    compute_loss_func: Callable[..., Any] | None
+    current_gradient_accumulation_steps: float
+    is_in_train: bool
+    _tr_loss: Tensor
+    _globalstep_last_logged: int
+    _initial_global_step: int
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor: ...
+    def compute_loss(self, model: nn.Module, inputs: Any) -> Any: ...
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]: ...
+    def is_world_process_zero(self) -> bool: ...
+    def get_tp_size(self) -> int: ...
+    def get_cp_size(self) -> int: ...
+    def get_sp_size(self) -> int: ...
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None: ...
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool: ...
+    def _get_num_items_in_batch(self, batches: list[Any], device: torch.device) -> Tensor | int | None: ...

@@ -1,0 +1,71 @@
+"""What is held of a micro-batch so that the trainer can run it again: its prepared inputs, and its weight in the loss."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class HeldInputs:
+    """The inputs of a micro-batch as `_prepare_inputs` returned them: a copy of the dictionary, not of the tensors."""
+
+    inputs: Any
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, inputs: Any) -> "HeldInputs":
+        """Holds prepared inputs by reference."""
+        return cls(copy(inputs) if isinstance(inputs, Mapping) else inputs, _versions(inputs))
+
+    def again(self) -> Any:
+        """Returns the inputs for another run. The loss may change the dictionary it gets."""
+        return copy(self.inputs) if isinstance(self.inputs, Mapping) else self.inputs
+
+    @property
+    def written(self) -> bool:
+        """Whether a tensor among them was changed in place since."""
+        return _versions(self.inputs) != self.versions
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether the batch is labelled."""
+        return isinstance(self.inputs, Mapping) and "labels" in self.inputs
+
+
+def _versions(inputs: Any) -> tuple[int, ...]:
+    values = inputs.values() if isinstance(inputs, Mapping) else ()
+    return tuple(v._version for v in values if isinstance(v, Tensor) and not v.is_inference())
+
+
+class Replayer(Protocol):
+    """What the runner needs of whoever stands between a trainer and its inputs."""
+
+    num_backwards: int  # largest number of backward passes in one training_step, counted on several ranks
+
+    def replaying(self, held: HeldInputs) -> AbstractContextManager[None]:
+        """Makes `_prepare_inputs` return held inputs inside the block."""
+
+
+@dataclass(frozen=True)
+class LossWeight:
+    """How the Trainer weighs a micro-batch: by the number of them, or by the items of the whole group.
+
+    Args:
+        steps (`float`):
+            What per-batch means are divided by; not whole when ranks have different numbers left.
+        num_items (`Tensor` or `int`, *optional*):
+            What token losses are divided by.
+        even (`bool`):
+            Whether all ranks run the same number of micro-batches, so that metrics may be reduced across them.
+        completion_items (`Tensor`, *optional*):
+            What a trainer that counts completion tokens by itself, once for the whole group, divides by instead.
+    """
+
+    steps: float
+    num_items: Tensor | int | None
+    even: bool = True
+    completion_items: Tensor | int | None = None

@@ -1,0 +1,105 @@
+"""Exceptions inside a loss: an event each, and, with `nanguard_on_loss_error="drop"`, a dropped micro-batch."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.event import Culprit, Event
+from ...core.rerun.micro_batch import Finding
+from ...core.step.guard import Guard
+from ...core.vocabulary import Action, Signal
+from ...errors import LossMissingError
+from ..compat.accelerate import Exchange, replaced_method
+from ..compat.host_trainer import HostTrainer
+from ..compat.trainer import lost_loss
+from .held_inputs import HeldInputs
+
+
+class LossErrors:
+    """Decides what becomes of a micro-batch whose loss raised.
+
+    To drop it, the host's step is run to its end with another loss: among several ranks with a batch that is known to
+    work, so that this rank takes part in every exchange; alone with a constant zero.
+
+    Args:
+        trainer (`Trainer`):
+            The guarded trainer.
+        guard (`Guard`):
+            Its guard.
+    """
+
+    def __init__(self, trainer: HostTrainer, guard: Guard):
+        self.trainer = trainer
+        self.guard = guard
+        policy = guard.policy
+        self.drops = policy.acts and policy.on_loss_error == "drop"
+        self.needs_replacement = policy.on_loss_error == "drop" and guard.ranks.size > 1
+        self.replacement: HeldInputs | None = None  # of a step that went through as it was
+        self._exchange: Exchange | None = None
+
+    @contextmanager
+    def watched(self, model: nn.Module) -> Iterator[None]:
+        """Surrounds a `training_step`; where a failing loss is dropped among ranks, what they exchange is counted."""
+        self._exchange = Exchange(self.trainer.accelerator, model) if self.needs_replacement else None
+        if self._exchange is None:
+            yield
+            return
+        with self._exchange.counted():
+            yield
+
+    def begin_forward(self) -> None:
+        """Resets the counts once the inputs are prepared: generation is not repeated."""
+        if self._exchange is not None:
+            self._exchange.forget()
+
+    def keep_replacement(self, inputs: HeldInputs | None) -> None:
+        """Keeps a batch that is known to work."""
+        if self.needs_replacement:
+            self.replacement = inputs
+
+    def judge(
+        self, error: Exception, index: int, rows: list[int] | None, is_prepared: bool, is_sharded: bool
+    ) -> Finding | None:
+        """Returns the finding for which the micro-batch is dropped; `None`, after an event, if the error must be raised.
+
+        Args:
+            error (`Exception`):
+                What the loss raised.
+            index (`int`), rows (`list[int]`, *optional*):
+                Place and dataset rows of the micro-batch.
+            is_prepared (`bool`):
+                Whether its inputs had been prepared.
+            is_sharded (`bool`):
+                Whether parameters are sharded, so that a forward needs every rank.
+        """
+        missing = isinstance(error, LossMissingError) or lost_loss(error)
+        signal = Signal.LOSS_MISSING if missing else Signal.LOSS_ERROR
+        text = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+        message = f"{type(error).__name__} inside the loss: {text}"
+        drops = self.drops and not isinstance(error, torch.OutOfMemoryError)
+        can_drop = is_prepared and (self.guard.ranks.size == 1 or self.replacement is not None)
+        if drops and is_sharded and self._exchange is not None and self._exchange.forwards > 0:
+            can_drop = False  # another forward would gather shards that no other rank gathers now
+            message += "; it cannot be dropped because its forward had begun and the parameters are sharded"
+        if drops and can_drop:
+            return Finding(signal, message, "drop", None, "loss")
+        step, rank = self.trainer.state.global_step, self.guard.ranks.rank
+        culprit = Culprit(phase="loss", rows=rows)
+        self.guard.journal.write(Event(step, signal, Action.REFUSED, message, index, rank, culprit=culprit))
+        return None
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """Surrounds the step that runs in place of one whose loss raised."""
+        with ExitStack() as stack:
+            if self._exchange is not None:
+                stack.enter_context(self._exchange.resumed())
+            if self.replacement is None:
+                stack.enter_context(replaced_method(self.trainer, "compute_loss", lambda _: self._zero_loss))
+            yield
+
+    def _zero_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros((), device=self.trainer.args.device)
