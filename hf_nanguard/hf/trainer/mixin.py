@@ -174,7 +174,7 @@ class GuardedTrainerMixin(Stealth, _Host):
             return
         if self.nanguard.on and "loss" in logs:
             logs.update(self.nanguard.guard.counter.as_metrics())
-            logs.update(self.nanguard.rollout_metrics())
+            logs.update(self.nanguard.online.take_metrics() if self.nanguard.online is not None else {})
             logs.update(self.nanguard.guard.monitor_set.metrics())
         if "train_loss" in logs and self.nanguard.has_no_mean:
             logs["train_loss"] = math.nan

@@ -22,14 +22,13 @@ from ...errors import LossMissingError
 from ..compat import trainer as compat
 from ..data.batch_limits import find_limits
 from ..data.checked_collator import CheckedCollator
+from ..data.learning_signal import NoSignalDetector, StepSignal
 from ..generation.guard_generation import can_generate, guard_generation
-from ..rl.ratio_bound import RatioBound
-from ..rl.rollout import Rollout
 from .arguments import GuardArguments
 from .evaluation import Evaluation
 from .halting import Ending
 from .host_methods import HostMethods
-from .learning_watch import LearningWatch
+from .online_data import OnlineData
 from .run_record import RunRecord
 from .step_recorder import StepRecorder
 
@@ -65,13 +64,16 @@ class TrainerGuard:
         self.stepping = False
         self.has_forgotten = False  # a step of this run
         self.bypassed = False
-        self.rollout: Rollout | None = None  # of an online trainer, as the next
-        self.ratio: RatioBound | None = None
-        self.learning = LearningWatch(trainer, self.guard)
+        self.online: OnlineData | None = None
+        self.no_signal = NoSignalDetector(self.policy.stall_steps, self.guard.journal)
         self.guarding_generation = False
         self.ending = Ending(trainer, self.guard)
         self.host: HostMethods | None = None  # as the mixin found it
         self.is_ending = False  # the run stops with the step in the making, which must not be taken
+
+    def use_online(self, online: OnlineData) -> None:
+        """Takes the data of an online trainer, which guards its own generation."""
+        self.online = online
 
     @property
     def watches(self) -> bool:
@@ -154,7 +156,7 @@ class TrainerGuard:
         """Guards whatever generates meanwhile: an evaluation, a callback that shows completions. An online trainer guards
         its own generation, completion by completion."""
         policy, model = self.policy, self.trainer.model
-        idle = self.rollout is not None or not self.acts or policy.logits_mode == "off" or self.guarding_generation
+        idle = self.online is not None or not self.acts or policy.logits_mode == "off" or self.guarding_generation
         if idle or not can_generate(model):
             yield
             return
@@ -238,7 +240,7 @@ class TrainerGuard:
         given = torch.as_tensor(norm, device=trainer.args.device) if clipped else None
         outcome = guard.settle(guard.group, runner, trainer.state.global_step, given, self.intake.labelled)
         self._keep_log_true(outcome)
-        self.learning.observe([note.lesson for note in self.intake.notes], self.rollout)
+        self._observe_signal()
         if outcome.stepped:
             norm = self._clip(outcome, max_norm, host_clip if clipped else None)
             if outcome.redone is None and self.policy.on_loss_error == "drop" and guard.ranks.size > 1:
@@ -254,6 +256,16 @@ class TrainerGuard:
         elif outcome.stepped:
             guard.monitor_set.before_update()
         return norm
+
+    def _observe_signal(self) -> None:
+        """Classifies the settled step by what it could learn from."""
+        norm = self.guard.last_norm
+        if self.online is None:
+            signal: StepSignal | None = StepSignal.of_batches([note.no_signal for note in self.intake.notes], norm)
+        else:
+            signal = self.online.step_signal(norm)
+        if signal is not None:
+            self.no_signal.observe(self.trainer.state.global_step, signal, norm)
 
     def _tell_unseen(self) -> None:
         """Tells, once, of a step that was made past the guard: its `training_step` was replaced in the middle of a run."""
@@ -335,11 +347,6 @@ class TrainerGuard:
         total.copy_(self.intake.loss_before)
         for loss in losses:
             total += torch.where(torch.isfinite(loss), loss, 0.0).to(total.device)
-
-    def rollout_metrics(self) -> dict[str, float]:
-        """Returns what an online trainer adds to a row of the log: how many log-ratios had to be bounded, if any."""
-        counts = {} if self.ratio is None else self.ratio.take_counts()
-        return {f"nanguard/bounded_{name}": float(number) for name, number in counts.items() if number}
 
     def end_if(self, reason: str | None) -> None:
         """Ends the run if there is a reason to, decided on every rank alike."""
