@@ -63,7 +63,8 @@ class ReinforcementMixin(GuardedTrainerMixin):
         ratio = self._online.ratio
         if ratio is None:
             return super()._compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        with ratio.around_loss(inputs, counted=model.training and not self.nanguard.replaying) as bounded:
+        counted = model.training and self.nanguard.watches and not self.nanguard.replaying
+        with ratio.around_loss(inputs, counted) as bounded:
             return super()._compute_loss(model, bounded, *args, **kwargs)  # type: ignore[misc]
 
     @entered_once

@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from ...core.rerun.micro_batch import AccumulationGroup
 from ..data.learning_signal import StepSignal
 
 
@@ -10,6 +11,9 @@ class OnlineData(Protocol):
 
     Handed over once by [`TrainerGuard.use_online`].
     """
+
+    def add_readings(self, group: AccumulationGroup) -> None:
+        """Adds scalars to what is read at the end of the step, right before it is settled."""
 
     def step_signal(self, grad_norm: float | None) -> StepSignal | None:
         """Returns what the step that was just settled could learn from, `None` if that is not known.

@@ -223,6 +223,8 @@ class TrainerGuard:
         """
         guard, trainer, runner = self.guard, self.trainer, self.intake.runner
         self.intake.settled = True
+        if self.online is not None:
+            self.online.add_readings(guard.group)
         guard.monitor_set.end_backward()
         if self.is_ending:
             return self._forgo_step()
