@@ -46,6 +46,19 @@ def test_no_more_host_reads_than_stock(kind, accumulation, tmp_path):
     assert ours.num_ops <= stock.num_ops + 2 * (8 + sampled)
 
 
+@pytest.mark.parametrize("policy", [{"num_iterations": 2}, {"num_iterations": 2, "beta": 0.1, "lora": True}])
+def test_bounding_log_ratios_adds_no_host_read(policy, tmp_path):
+    """Off policy and with log rows, where counts are read and evidence is held."""
+    settings = {"logging_steps": 1, "gradient_accumulation_steps": 2, **policy}
+    stock = _count("grpo", tmp_path / "stock", False, **settings)
+    free, bounded = (
+        _count("grpo", tmp_path / name, True, extra={"guard": GuardArguments(nanguard_ratio_bound=bound)}, **settings)
+        for name, bound in (("free", None), ("bounded", 20.0))
+    )
+    assert bounded.reads == free.reads <= stock.reads
+    assert bounded.num_ops > free.num_ops
+
+
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_one_read_a_step_replaces_the_two_reads_a_micro_batch(accumulation, tmp_path):
     settings = {"gradient_accumulation_steps": accumulation}

@@ -1,5 +1,6 @@
 """The micro-batches of one optimizer step, held by reference so that the step can be redone."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,12 +117,15 @@ class AccumulationGroup:
             Name, largest magnitude (on the device) and bound of tensors the user watches.
         terms (`list`, *optional*):
             Terms of losses, each with the place of its micro-batch.
+        readings (`list`, *optional*):
+            Other scalars to read at the end of the step, each with a function that is called with its value.
     """
 
     share: Any = None
     micro_batches: list[MicroBatch] = field(default_factory=list)
     watched: list[tuple[str, Tensor, float | None]] = field(default_factory=list)
     terms: list[tuple[int, Term]] = field(default_factory=list)
+    readings: list[tuple[Tensor, Callable[[float], None]]] = field(default_factory=list)
 
     @property
     def losses(self) -> list[Tensor]:
@@ -136,18 +140,26 @@ class AccumulationGroup:
         """Notes a term of the micro-batch that is running: the first that has no loss yet."""
         self.terms.append((len(self.losses), term))
 
+    def read_later(self, value_dev: Tensor, on_read: Callable[[float], None]) -> None:
+        """Has a scalar read with everything else at the end of the step, and `on_read` called with it."""
+        self.readings.append((value_dev, on_read))
+
     @property
     def notes(self) -> list[Tensor]:
-        """What is to be read beside the losses: watched tensors, then terms."""
-        return [*(largest for _, largest, _ in self.watched), *(term.value_dev for _, term in self.terms)]
+        """What is to be read beside the losses: watched tensors, terms, then other readings."""
+        watched = [largest for _, largest, _ in self.watched]
+        return [*watched, *(term.value_dev for _, term in self.terms), *(value for value, _ in self.readings)]
 
     def take_notes(self, values: list[float]) -> list[float]:
-        """Gives the values of the terms, as read, to their micro-batches and returns those of the watched tensors."""
-        for (index, term), value in zip(self.terms, values[len(self.watched) :], strict=True):
+        """Hands the values, as read, to terms and other readings and returns those of the watched tensors."""
+        num_watched, num_first = len(self.watched), len(self.watched) + len(self.terms)
+        for (index, term), value in zip(self.terms, values[num_watched:num_first], strict=True):
             term.value = value
             if index < len(self.micro_batches):
                 self.micro_batches[index].terms.append(term)
-        return values[: len(self.watched)]
+        for (_, on_read), value in zip(self.readings, values[num_first:], strict=True):
+            on_read(value)
+        return values[:num_watched]
 
     @property
     def has_bad_term(self) -> bool:

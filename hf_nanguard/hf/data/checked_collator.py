@@ -15,7 +15,7 @@ from torch import Tensor
 from ...core.rerun.micro_batch import Finding
 from ...core.vocabulary import Cause, Signal
 from .batch_limits import Limits
-from .learning_signal import NoSignal, judge_lesson
+from .learning_signal import NoSignal, find_no_signal
 from .numpy_view import is_viewable, view
 from .samples import remove_samples
 
@@ -31,14 +31,14 @@ class BatchNote:
     Args:
         findings (`tuple[Finding, ...]`):
             What is wrong.
-        lesson (`NoSignal`, *optional*):
-            Why the batch has hardly anything to teach.
+        no_signal (`NoSignal`, *optional*):
+            Why there is hardly anything to learn from the batch.
         num_samples (`int`, *optional*), kept (`tuple[int, ...]`, *optional*):
             If bad samples were taken out: how many there had been, and which are left.
     """
 
     findings: tuple[Finding, ...] = ()
-    lesson: NoSignal | None = None
+    no_signal: NoSignal | None = None
     num_samples: int | None = None
     kept: tuple[int, ...] | None = None
 
@@ -73,7 +73,7 @@ class CheckedCollator:
         note = BatchNote(tuple(findings))
         if self.verdict == "drop_samples" and findings:
             note = take_apart(batch, findings, len(examples), self.limits)
-        note = replace(note, lesson=judge_lesson(batch, self.limits))
+        note = replace(note, no_signal=find_no_signal(batch, self.limits))
         if note != BatchNote():
             batch[NOTE] = note
         return batch

@@ -1,17 +1,22 @@
-"""Tells when supervised training goes on with nothing to learn: hardly a label, one and the same input, zero gradients.
+"""Detects training that goes on with nothing to learn from: hardly any label, one input, equal rewards, zero gradients.
 
-What a batch can teach is judged where it is made, on the CPU; the gradient norm is one that has been read anyway. A
-dataset that repeats one example is a common test of a set-up and teaches that example, so equal inputs are news only if
-their labels differ, or if every token of every sample is the same.
+Supervised batches are classified where they are made, on the CPU; an online trainer classifies its steps by its rewards.
+The gradient norm is one that has been read anyway. A dataset that repeats one example is a common test of a set-up and
+that example can be learned, so equal inputs count only if their labels differ, or if every token of every sample is the
+same. GRPO's loss is 0.0 in healthy runs too, so the loss says nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from ...core.event import Culprit, Event
+from ...core.journal import Journal
+from ...core.vocabulary import Action, Signal
 from .batch_limits import Limits
 from .numpy_view import is_viewable, view
 
@@ -21,32 +26,66 @@ INPUTS = ("input_ids", "inputs_embeds", "input_features", "input_values", "pixel
 
 
 class NoSignal(StrEnum):
-    """Why a batch, or a step, has nothing to teach."""
+    """Why a batch or a step has nothing to learn from."""
 
     MASKED = "masked"
     CONSTANT = "constant"
-    ZERO = "zero"
+    EQUAL_REWARDS = "equal_rewards"
+    ZERO_GRADIENT = "zero_gradient"
 
 
-TOLD = {
+REASONS = {
     NoSignal.MASKED: (
         "nearly all labels were masked",
         "Check the chat template and the response marker that decide which tokens have labels, and that sequences are not "
-        "cut off before their answers",
+        "cut off before their answers.",
     ),
     NoSignal.CONSTANT: (
         "all samples had the same input",
-        "Check that tokenizer and image or audio processor get the data they expect and that the collator keeps it",
+        "Check that tokenizer and image or audio processor get the data they expect and that the collator keeps it.",
     ),
-    NoSignal.ZERO: (
+    NoSignal.EQUAL_REWARDS: (
+        "the rewards were equal within every group",
+        "Check that the reward functions give different completions different rewards and that sampling varies.",
+    ),
+    NoSignal.ZERO_GRADIENT: (
         "the gradient was exactly zero",
-        "Check that the trained parameters take part in the loss and that the loss is not detached or clamped",
+        "Check that the trained parameters take part in the loss and that the loss is not detached or clamped.",
     ),
 }
+"""For each kind: what happened, and what to check."""
 
 
-def judge_lesson(batch: Mapping, limits: Limits) -> NoSignal | None:
-    """Returns why a batch has hardly anything to teach, `None` if it has.
+@dataclass(frozen=True)
+class StepSignal:
+    """What one optimizer step could learn from.
+
+    Args:
+        missing (`NoSignal`, *optional*):
+            Why it could learn nothing; `None` if it could.
+        phase (`str`, *optional*, defaults to `"backward"`):
+            Where to look for the cause, as in [`Culprit`].
+        evidence (`str`, *optional*, defaults to `""`):
+            A sentence for the event's message.
+        is_global (`bool`, *optional*, defaults to `False`):
+            Whether every rank classifies the step alike, so that one event is enough.
+    """
+
+    missing: NoSignal | None
+    phase: str = "backward"
+    evidence: str = ""
+    is_global: bool = False
+
+    @classmethod
+    def of_batches(cls, batches: Sequence[NoSignal | None], grad_norm: float | None) -> "StepSignal":
+        """Classifies a supervised step: by its batches if all lack the same, else by its gradient norm."""
+        kind = batches[0] if batches and len(set(batches)) == 1 else None
+        missing = NoSignal.ZERO_GRADIENT if kind is None and grad_norm == 0.0 else kind
+        return cls(missing, "input" if any(batches) else "backward")
+
+
+def find_no_signal(batch: Mapping, limits: Limits) -> NoSignal | None:
+    """Returns why there is hardly anything to learn from a batch, `None` if there is enough.
 
     Args:
         batch (`Mapping`):
@@ -94,52 +133,57 @@ def _all_same(array: np.ndarray) -> bool:
 
 
 class NoSignalDetector:
-    """Counts optimizer steps in a row that had nothing to teach.
+    """Counts optimizer steps in a row that had nothing to learn from, and emits `no_learning_signal` once per streak.
 
     Args:
         stall_steps (`int`):
-            How many make a stall; 0 turns the watch off.
+            The length of a streak that is reported; 0 turns the detector off.
+        journal (`Journal`):
+            Where the event goes.
 
     Example:
 
     ```python
-    watch = LessonWatch(20)
-    message = watch.observe(step, [judge_lesson(batch, limits)], grad_norm=0.3)
+    detector = NoSignalDetector(20, guard.journal)
+    detector.observe(step, StepSignal(NoSignal.ZERO_GRADIENT), grad_norm=0.0)
     ```
     """
 
-    def __init__(self, stall_steps: int):
+    def __init__(self, stall_steps: int, journal: Journal):
         self.stall_steps = stall_steps
-        self.run: dict[NoSignal, int] = {}
-        self.told: set[NoSignal] = set()
+        self.journal = journal
+        self.num_steps = 0
+        self.first_step = 0
+        self.kinds: list[NoSignal] = []
 
-    def observe(self, step: int, lessons: list[NoSignal | None], grad_norm: float | None) -> str | None:
-        """Takes note of one optimizer step.
+    def observe(self, step: int, signal: StepSignal, grad_norm: float | None) -> None:
+        """Counts one optimizer step.
 
         Args:
             step (`int`):
                 The step.
-            lessons (`list[NoSignal | None]`):
-                What was judged of each of its batches.
+            signal (`StepSignal`):
+                What it could learn from.
             grad_norm (`float`, *optional*):
-                The gradient norm before clipping.
-
-        Returns:
-            `str | None`: a message for the event `no_learning_signal`, once a stall.
+                Its gradient norm before clipping, for the event.
         """
-        if not self.stall_steps:
-            return None
-        now = {
-            kind for kind in (NoSignal.MASKED, NoSignal.CONSTANT) if lessons and all(found is kind for found in lessons)
-        }
-        if grad_norm == 0.0:
-            now.add(NoSignal.ZERO)
-        self.run = {kind: self.run.get(kind, 0) + 1 for kind in now}
-        self.told &= now
-        for kind in NoSignal:
-            if self.run.get(kind, 0) >= self.stall_steps and kind not in self.told:
-                self.told.add(kind)
-                why, advice = TOLD[kind]
-                num = self.run[kind]
-                return f"hardly anything to learn from in {num} steps in a row up to step {step}: {why}. {advice}."
-        return None
+        if signal.missing is None:
+            self.num_steps, self.kinds = 0, []
+            return
+        self.first_step = self.first_step if self.num_steps else step
+        self.num_steps += 1
+        if signal.missing not in self.kinds:
+            self.kinds.append(signal.missing)
+        if self.num_steps == self.stall_steps:
+            self._emit(step, signal, grad_norm)
+
+    def _emit(self, step: int, signal: StepSignal, grad_norm: float | None) -> None:
+        what, advice = zip(*(REASONS[kind] for kind in self.kinds), strict=True)
+        message = (
+            f"No learning signal in {self.num_steps} optimizer steps in a row ({self.first_step} to {step}): "
+            f"{' or '.join(what)}. {' '.join((*filter(None, [signal.evidence]), *advice))}"
+        )
+        rank = 0 if signal.is_global else self.journal.ranks.rank
+        write = self.journal.write_once if signal.is_global else self.journal.write
+        values, culprit = {"grad_norm": grad_norm}, Culprit(phase=signal.phase)
+        write(Event(step, Signal.NO_LEARNING_SIGNAL, Action.OBSERVED, message, None, rank, values, culprit))

@@ -34,32 +34,89 @@ restated.
 **Masked positions** that are not finite in the log-probs, the entropies, `old` or `ref` become 0 before TRL multiplies
 by the mask; all else passes as it is. A gradient of 0 that reaches a model through NaN activations may still be NaN.
 
-**Cost** in operations on [batch, length], backward included: 5 on policy (TRL hands over no `old`, every log-ratio is exactly 0
-and nothing is watched), 15 with `old`, 13 more with a KL, 4 more with its bias correction; no host read.
+**Cost** in operations on [batch, length], backward included: none on policy and without a KL (TRL passes no `old`, and
+every log-ratio is exactly 0), 14 with `old`, 12 more with a KL, 4 more with its bias correction. Counts stay on the device
+until the step reads its losses, so no host read is added. Until the first value is bounded, a step also holds its log-ratios
+and one boolean each, so that the event can name the token.
 
 **Not covered:** losses that are not TRL's `_compute_loss` (your own override of it; SDPO, AsyncGRPO), and the ratio of
 vLLM's correction, whose bound is TRL's `vllm_importance_sampling_clip_max`. `use_liger_kernel` no longer replaces the loss.
 """
 
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ...core.finite import read_host
+from ...core.rerun.micro_batch import AccumulationGroup
 from ...errors import ArgumentError
 from ..compat.online_trainer import OLD, OLD_SUM, REFERENCE, is_policy_loss
 from ..compat.trainer import completion_mask
+from ..data.dataset_rows import ROWS
 
 MAX_BOUND = 40.0  # a bias-corrected KL is a product of two such exponentials: e^80 is still finite in float32
 EXPONENTIALS = (torch.exp, Tensor.exp)
 DIFFERENCES = (torch.sub, Tensor.sub)
 PRODUCTS = (torch.mul, Tensor.mul)
 WATCHED = EXPONENTIALS + DIFFERENCES + PRODUCTS
+TermCount = Callable[[str, Tensor, Tensor], None]
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """The first log-ratio beyond the bound in one term of one loss.
+
+    Args:
+        term (`str`):
+            `"ratio"`: `logp - old`, or its mean over a sequence. `"kl"`: `ref - logp`.
+        log_ratio (`float`), bound (`float`):
+            Its size before it was bounded, and the bound.
+        micro_step (`int`):
+            The place of its micro-batch in the accumulation group.
+        sample (`int`):
+            The completion in the micro-batch.
+        token (`int`, *optional*):
+            The position in the completion; `None` if the term has one value per sequence.
+        row (`int`, *optional*):
+            The dataset row, if it is known.
+    """
+
+    term: str
+    log_ratio: float
+    bound: float
+    micro_step: int
+    sample: int
+    token: int | None
+    row: int | None
+
+
+@dataclass(frozen=True)
+class _CountedTerm:
+    """One term of one loss, on the device: how many of its log-ratios were bounded and, until one is found, which."""
+
+    name: str
+    num_dev: Tensor
+    micro_step: int
+    log_ratios: Tensor | None
+    beyond: Tensor | None
+    rows: Tensor | None
+
+    def find_first(self, bound: float) -> Overflow | None:
+        """Reads where the first one is; called only if there is one."""
+        if self.log_ratios is None or self.beyond is None:
+            return None
+        at = self.beyond.nonzero()[0].tolist()
+        sample, token = at[0], at[1] if self.beyond.ndim > 1 and self.beyond.shape[1] > 1 else None
+        row = None if self.rows is None else int(self.rows[sample])
+        return Overflow(self.name, float(self.log_ratios[tuple(at)]), bound, self.micro_step, sample, token, row)
 
 
 class _Bounded(torch.autograd.Function):
@@ -113,16 +170,16 @@ class _Bounding(TorchFunctionMode):
             The reference's log-probs, as TRL gets them.
         inactive (`Tensor`):
             True at the masked positions.
-        counts (`dict[str, Tensor]`, *optional*):
-            Where to add up what was bounded; `None` not to count.
+        on_term (`Callable`, *optional*):
+            Called with the name of a term, its log-ratios and where they are beyond the bound; `None` not to count.
     """
 
-    def __init__(self, bound: float, reference: Tensor | None, inactive: Tensor, counts: dict[str, Tensor] | None):
+    def __init__(self, bound: float, reference: Tensor | None, inactive: Tensor, on_term: TermCount | None):
         super().__init__()
         self.bound = bound
         self.reference = reference
         self.inactive = inactive
-        self.counts = counts
+        self.on_term = on_term
         self.log_ratio: Tensor | None = None  # as TRL formed it, and what became of it
         self.ratio: Tensor | None = None
         self.gap: Tensor | None = None  # likewise
@@ -161,14 +218,13 @@ class _Bounding(TorchFunctionMode):
 
     @torch.no_grad()
     def count(self, name: str, x: Tensor) -> None:
-        """Adds the number of active entries beyond the bound, on the device."""
-        if self.counts is None:
+        """Finds the active entries beyond the bound, on the device."""
+        if self.on_term is None:
             return
         beyond = x.abs() > self.bound
         if x.shape == self.inactive.shape:  # one value a token, not one a sequence
             beyond = beyond > self.inactive
-        num = beyond.sum()
-        self.counts[name] = self.counts[name] + num if name in self.counts else num
+        self.on_term(name, x.detach(), beyond)
 
 
 class RatioBound:
@@ -177,6 +233,8 @@ class RatioBound:
     Args:
         bound (`float`, *optional*, defaults to `20.0`):
             The bound, above 0 and at most 40.
+        on_first (`Callable`, *optional*):
+            Called with the first [`Overflow`] that is read.
 
     Raises:
         ArgumentError: if the bound is not a number in that range.
@@ -189,11 +247,15 @@ class RatioBound:
     ```
     """
 
-    def __init__(self, bound: float = 20.0):
+    def __init__(self, bound: float = 20.0, on_first: Callable[[Overflow], None] | None = None):
         if not 0.0 < bound <= MAX_BOUND:
             raise ArgumentError(f"ratio_bound must be above 0 and at most {MAX_BOUND:g}, got {bound!r}.")
         self.bound = bound
-        self.counts: dict[str, Tensor] = {}
+        self.on_first = on_first
+        self.counts: dict[str, int] = {}  # of the terms that were read
+        self._terms: list[_CountedTerm] = []  # of the step in progress
+        self._num_losses = 0  # likewise
+        self._has_overflowed = False
         self._inputs: MutableMapping[str, Any] | None = None
         self._counted = True
         self._stack: ExitStack | None = None
@@ -212,6 +274,7 @@ class RatioBound:
             `dict`: a shallow copy, to hand to the host's `_compute_loss`.
         """
         outer = self._inputs, self._counted, self._stack
+        self._num_losses += counted
         with ExitStack() as stack:
             self._inputs, self._counted, self._stack = copy(inputs), counted, stack
             try:
@@ -237,24 +300,37 @@ class RatioBound:
         log_probs, entropies, *others = result
         log_probs = _Selected.apply(log_probs, inactive)
         entropies = None if entropies is None else _Selected.apply(entropies, inactive)
-        counts = self.counts if self._counted else None
-        stack.enter_context(_Bounding(self.bound, inputs.get(REFERENCE), inactive, counts))
+        on_term = partial(self._add_term, inputs.get(ROWS)) if self._counted else None
+        stack.enter_context(_Bounding(self.bound, inputs.get(REFERENCE), inactive, on_term))
         return log_probs, entropies, *others
 
-    @property
-    def num_bounded(self) -> Tensor | None:
-        """How many values of this rank were bounded since the last read, on the device; `None` if there was nothing to
-        bound, because no loss has run or all were on policy and without a KL."""
-        return torch.stack(list(self.counts.values())).sum() if self.counts else None
+    def _add_term(self, rows: Tensor | None, name: str, log_ratios: Tensor, beyond: Tensor) -> None:
+        kept = (None, None, None) if self._has_overflowed else (log_ratios, beyond, rows)
+        self._terms.append(_CountedTerm(name, beyond.sum(), self._num_losses - 1, *kept))
+
+    def add_readings(self, group: AccumulationGroup) -> None:
+        """Has the counts of a step read with everything else that is read at its end."""
+        for term in self._take_terms():
+            group.read_later(term.num_dev, partial(self._count, term))
+
+    def _take_terms(self) -> list[_CountedTerm]:
+        terms, self._terms, self._num_losses = self._terms, [], 0
+        return terms
+
+    def _count(self, term: _CountedTerm, number: float) -> None:
+        self.counts[term.name] = self.counts.get(term.name, 0) + int(number)
+        if not number or self._has_overflowed:
+            return
+        self._has_overflowed = True
+        first = term.find_first(self.bound)
+        if first is not None and self.on_first is not None:
+            self.on_first(first)
 
     def take_counts(self) -> dict[str, int]:
         """Returns how many `"ratio"`s (a token's or a sequence's) and `"kl"` gaps of this rank were bounded since the last
-        call, in one host read, and begins anew; `{}` if there was nothing to bound."""
-        counts = dict(self.counts)
-        self.counts.clear()
-        return dict(zip(counts, torch.stack(list(counts.values())).tolist(), strict=True)) if counts else {}
-
-    def take_metric(self) -> float | None:
-        """Returns the sum of [`~RatioBound.take_counts`], `None` if there was nothing to bound."""
-        counts = self.take_counts()
-        return float(sum(counts.values())) if counts else None
+        call, and starts again; `{}` if there was nothing to bound. One host read if a loss was not read with its step."""
+        terms = self._take_terms()
+        for term, number in zip(terms, read_host([term.num_dev for term in terms]), strict=True):
+            self._count(term, number)
+        counts, self.counts = self.counts, {}
+        return counts

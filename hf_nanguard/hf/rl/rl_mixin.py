@@ -13,8 +13,7 @@ from ..data.dataset_rows import ROWS
 from ..trainer.arguments import GuardArguments, find_guard_arguments
 from ..trainer.guarded_class import entered_once
 from ..trainer.mixin import GuardedTrainerMixin
-from .ratio_bound import RatioBound
-from .rollout import Rollout
+from .online_guard import OnlineGuard
 
 logger = logging.getLogger("hf_nanguard")
 
@@ -34,9 +33,7 @@ class ReinforcementMixin(GuardedTrainerMixin):
     def begin_guarding(self, guard: GuardArguments | None) -> None:
         super().begin_guarding(guard)
         session = self.nanguard
-        session.rollout = Rollout(self, session.guard, session.policy)
-        bound = session.policy.ratio_bound
-        session.ratio = RatioBound(bound) if bound is not None and session.acts else None
+        session.use_online(OnlineGuard(self, session.guard))
         lowest = session.policy.min_temperature
         temperature = getattr(self.args, "temperature", lowest)
         if session.on and temperature < lowest:
@@ -48,14 +45,14 @@ class ReinforcementMixin(GuardedTrainerMixin):
             )
 
     @property
-    def _rollout(self) -> Rollout:
-        """What the guard knows of the completions in the making."""
-        assert self.nanguard.rollout is not None
-        return self.nanguard.rollout
+    def _online(self) -> OnlineGuard:
+        """The guard of completions, rewards and log-ratios. It is kept by the trainer guard: copies of a trainer leave both out."""
+        assert isinstance(self.nanguard.online, OnlineGuard)
+        return self.nanguard.online
 
     @entered_once
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        rollout = self._rollout
+        rollout = self._online.rollout
         with rollout.generating() as watch:
             result = super()._generate_single_turn(prompt_ids, *args, **kwargs)  # type: ignore[misc] # of TRL
         rollout.note(watch, prompt_ids, result[0] if isinstance(result, tuple) else result)
@@ -63,30 +60,31 @@ class ReinforcementMixin(GuardedTrainerMixin):
 
     @entered_once
     def _compute_loss(self, model, inputs, *args, **kwargs):
-        session = self.nanguard
-        if session.ratio is None:
+        ratio = self._online.ratio
+        if ratio is None:
             return super()._compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
-        with session.ratio.around_loss(inputs, counted=model.training and not session.replaying) as bounded:
+        counted = model.training and self.nanguard.watches and not self.nanguard.replaying
+        with ratio.around_loss(inputs, counted) as bounded:
             return super()._compute_loss(model, bounded, *args, **kwargs)  # type: ignore[misc]
 
     @entered_once
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         result = super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
-        ratio = self.nanguard.ratio
+        ratio = self._online.ratio
         return result if ratio is None else ratio.on_log_probs(result)
 
     @entered_once
     def _generate_and_score_completions(self, inputs):
-        session = self.nanguard
+        session, rollout = self.nanguard, self._online.rollout
         rows = session.recorder.current_rows()
-        self._rollout.begin(len(inputs), rows, find_own_scoring(self))
+        rollout.begin(len(inputs), rows, find_own_scoring(self))
         # Not by a method of ours: a class derived from this one may have its own.
-        with replaced_scoring(self, self._rollout.score) if session.on else nullcontext():
+        with replaced_scoring(self, rollout.score) if session.on else nullcontext():
             output = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         if rows is not None and len(rows) == len(inputs):
             output[ROWS] = torch.tensor(rows)
         if session.on:
-            session.end_if(self._rollout.finish(output))
+            session.end_if(rollout.finish(output))
         return output
 
 

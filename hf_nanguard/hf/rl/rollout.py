@@ -6,6 +6,7 @@ rather than train on garbage.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Cause, Signal
 from ..compat.online_trainer import OLD, OLD_SUM, REFERENCE, join_images, split_images
 from ..compat.trainer import logged_advantages, metric_lists
+from ..data.learning_signal import NoSignal, StepSignal
 from ..generation.guard_generation import guard_generation
 from ..generation.sampling_record import GenerationWatch
 from .reward_check import (
@@ -28,6 +30,7 @@ from .reward_check import (
     checked_rewards,
     holds_bad_reward,
     is_insane,
+    name_functions,
     strike_unscorable,
 )
 
@@ -66,7 +69,8 @@ class Rollout:
         self.flooded_in_a_row = 0
         self.events: list[Event] = []
         self.bad_reward = False
-        self.all_equal: bool | None = None
+        self.equal_rewards = False  # within every group of the last generation
+        self.is_new = False  # since the last step
 
     def begin(self, size: int, rows: list[int] | None, own_scoring: str | None = None) -> None:
         """Begins a generation batch; `own_scoring` is the name of the user's code that scores it, if any."""
@@ -168,7 +172,7 @@ class Rollout:
         if known is None or any(is_insane(advantage) for advantage in known):
             self._tell_advantages(check_advantages(output))
         equal = metric_lists(self.trainer).get("frac_reward_zero_std")
-        self.all_equal = equal[-1] == 1.0 if equal else None
+        self.note_rewards(equal[-1] == 1.0 if equal else None)
         if not self.guard.ranks.any(bool(self.events or self.sick or self.bad_reward)):
             self.sick_in_a_row = self.flooded_in_a_row = 0
             return None
@@ -247,6 +251,26 @@ class Rollout:
             Event(self.step, Signal.LOGITS_NONFINITE, Action.HALTED, message, culprit=Culprit(phase="sampling"))
         )
         return f"Training was halted at step {self.step}: {message}."
+
+    # ---- the signal of a step ----
+
+    def note_rewards(self, all_equal: bool | None) -> None:
+        """Notes whether the rewards of a generation were equal within every group; `None` if that is not known."""
+        if all_equal is not None:
+            self.equal_rewards, self.is_new = all_equal, True
+
+    def step_signal(self, grad_norm: float | None) -> StepSignal | None:
+        """Classifies the settled step, which may have learned from the completions of an earlier one.
+
+        `None` without reward functions, or if it was skipped and nothing was scored for it.
+        """
+        is_new, self.is_new = self.is_new, False
+        names = name_functions(self.trainer) if "reward_funcs" in vars(self.trainer) else []
+        if not names or not (is_new or (grad_norm is not None and math.isfinite(grad_norm))):
+            return None
+        zero = NoSignal.ZERO_GRADIENT if grad_norm == 0.0 else None
+        missing = NoSignal.EQUAL_REWARDS if self.equal_rewards else zero
+        return StepSignal(missing, "reward", f"Reward functions: {', '.join(names)}.", is_global=True)
 
     @property
     def when(self) -> str:

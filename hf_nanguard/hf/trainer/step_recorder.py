@@ -49,14 +49,14 @@ class StepRecord:
     Args:
         group (`AccumulationGroup`):
             Its micro-batches, with their losses.
-        signals (`list[NoSignal | None]`):
+        no_signals (`list[NoSignal | None]`):
             For each batch, why it has nothing to learn from.
         is_labelled (`bool`):
             Whether its batches have labels, so that a loss of exactly 0 is worth an event.
     """
 
     group: AccumulationGroup
-    signals: list[NoSignal | None]
+    no_signals: list[NoSignal | None]
     is_labelled: bool
 
 
@@ -202,7 +202,7 @@ class StepRecorder:
         self.phase = Phase.DECIDED
         group = self.guard.group
         held = [micro.payload for micro in group.micro_batches if isinstance(micro.payload, HeldInputs)]
-        return StepRecord(group, [note.lesson for note in self._notes], bool(held) and held[-1].has_labels)
+        return StepRecord(group, [note.no_signal for note in self._notes], bool(held) and held[-1].has_labels)
 
     def skip(self) -> None:
         """Marks the step as skipped: the optimizer must not step."""

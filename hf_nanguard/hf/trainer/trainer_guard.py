@@ -23,16 +23,15 @@ from ..compat import trainer as compat
 from ..compat.host_trainer import HostTrainer
 from ..data.batch_limits import find_limits
 from ..data.checked_collator import CheckedCollator
+from ..data.learning_signal import NoSignalDetector, StepSignal
 from ..generation.guard_generation import can_generate, guard_generation
 from ..monitors.trainer_monitors import build_monitors
-from ..rl.ratio_bound import RatioBound
-from ..rl.rollout import Rollout
 from .arguments import GuardArguments
 from .evaluation import Evaluation
 from .guarded_class import HostMethods
 from .halting import Halting
 from .held_inputs import LossWeight
-from .learning_watch import LearningWatch
+from .online_data import OnlineData
 from .run_record import RunRecord
 from .step_recorder import Phase, StepRecord, StepRecorder
 from .trainer_runner import TrainerRunner
@@ -68,15 +67,18 @@ class TrainerGuard:
         self.recorder = StepRecorder(trainer, self.guard)
         self.evaluation = Evaluation(trainer, self.guard)
         self.halting = Halting(trainer, self.guard)
-        self.learning = LearningWatch(trainer, self.guard)
-        self.rollout: Rollout | None = None  # of an online trainer, as the next
-        self.ratio: RatioBound | None = None
+        self.no_signal = NoSignalDetector(self.policy.stall_steps, self.guard.journal)
+        self.online: OnlineData | None = None
         self.runner: TrainerRunner | None = None
         self._optimizer: Any = None  # the one the monitors watch; a second run may have another
         self._given_filter = trainer.args.logging_nan_inf_filter
         self._is_guarding_generation = False
         self._has_left_out_steps = False  # in this run, from the mean of its losses
         self._abandons_step = False  # the run halts within the step that is being recorded
+
+    def use_online(self, online: OnlineData) -> None:
+        """Takes the data of an online trainer, which guards its own generation."""
+        self.online = online
 
     @property
     def watches(self) -> bool:
@@ -152,7 +154,7 @@ class TrainerGuard:
         """Guards whatever generates inside the block: an evaluation, a callback that shows completions. An online trainer
         guards its own generation, completion by completion."""
         policy, model = self.policy, self.trainer.model
-        idle = self.rollout is not None or not self.acts or policy.logits_mode == "off" or self._is_guarding_generation
+        idle = self.online is not None or not self.acts or policy.logits_mode == "off" or self._is_guarding_generation
         if idle or not can_generate(model):
             yield
             return
@@ -230,6 +232,8 @@ class TrainerGuard:
         """
         trainer, runner = self.trainer, self.runner
         record = self.recorder.finish()
+        if self.online is not None:
+            self.online.add_readings(record.group)
         self.guard.monitor_set.end_backward()
         if self._abandons_step:
             self._abandon_step()
@@ -246,7 +250,7 @@ class TrainerGuard:
         given = torch.as_tensor(norm, device=trainer.args.device) if is_clipped else None
         outcome = self.guard.settle(record.group, runner, trainer.state.global_step, given, record.is_labelled)
         self._correct_log(outcome, runner)
-        self.learning.observe(record.signals, self.rollout)
+        self._observe_signal(record)
         norm = self._clip(outcome, runner, max_norm, host_clip if is_clipped else None) if outcome.stepped else None
         self._finish_step(record, outcome)
         if outcome.halt is not None:
@@ -254,6 +258,16 @@ class TrainerGuard:
         elif outcome.stepped:
             self.guard.monitor_set.before_update()
         return norm
+
+    def _observe_signal(self, record: StepRecord) -> None:
+        """Classifies the settled step by what it could learn from."""
+        norm = self.guard.last_norm
+        if self.online is None:
+            signal: StepSignal | None = StepSignal.of_batches(record.no_signals, norm)
+        else:
+            signal = self.online.step_signal(norm)
+        if signal is not None:
+            self.no_signal.observe(self.trainer.state.global_step, signal, norm)
 
     def _finish_step(self, record: StepRecord, outcome: StepOutcome) -> None:
         """Leaves trainer and recorder ready for what was decided: the optimizer steps, or it does not."""
@@ -340,14 +354,10 @@ class TrainerGuard:
 
     # ---- losses, log, halt ----
 
-    def rollout_metrics(self) -> dict[str, float]:
-        """Returns what an online trainer adds to a row of the log: how many log-ratios had to be bounded, if any."""
-        counts = {} if self.ratio is None else self.ratio.take_counts()
-        return {f"nanguard/bounded_{name}": float(number) for name, number in counts.items() if number}
-
     def log_metrics(self) -> dict[str, float]:
         """Returns what the guard adds to a row of training losses."""
-        return {**self.guard.counter.as_metrics(), **self.rollout_metrics(), **self.guard.monitor_set.metrics()}
+        online = {} if self.online is None else self.online.take_metrics()
+        return {**self.guard.counter.as_metrics(), **online, **self.guard.monitor_set.metrics()}
 
     def end_if(self, reason: str | None) -> None:
         """Ends the run if there is a reason to, decided on every rank alike."""

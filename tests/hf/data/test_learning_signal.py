@@ -6,8 +6,10 @@ from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
 from hf_nanguard import GuardArguments, guarded
+from hf_nanguard.core.journal import Journal
+from hf_nanguard.core.ranks import Ranks
 from hf_nanguard.hf.data.batch_limits import Limits
-from hf_nanguard.hf.data.learning_signal import NoSignal, NoSignalDetector, judge_lesson
+from hf_nanguard.hf.data.learning_signal import NoSignal, NoSignalDetector, StepSignal, find_no_signal
 
 from ...models import tiny_llama, token_rows
 from ...trainers import build, common_arguments, events_of
@@ -35,39 +37,39 @@ def lm_batch(num_samples=10, length=12, targets=()):
     ids=["one sample in ten", "two in ten", "one label each", "none"],
 )
 def test_labels_that_are_nearly_all_masked(targets, verdict):
-    assert judge_lesson(lm_batch(targets=targets), LM) is verdict
+    assert find_no_signal(lm_batch(targets=targets), LM) is verdict
 
 
 def test_a_few_labels_in_a_sea_of_tokens():
     batch = lm_batch(2, 3000, [(0, 9), (1, 9)])
-    assert judge_lesson(batch, LM) is NoSignal.MASKED
+    assert find_no_signal(batch, LM) is NoSignal.MASKED
     batch["attention_mask"][:, 100:] = 0  # padding does not count
-    assert judge_lesson(batch, LM) is None
+    assert find_no_signal(batch, LM) is None
     answers = [(sample, position) for sample in (0, 1) for position in (2998, 2999)]
-    assert judge_lesson(lm_batch(2, 6000, answers), LM) is None  # a short answer to a long text each
+    assert find_no_signal(lm_batch(2, 6000, answers), LM) is None  # a short answer to a long text each
 
 
 def test_a_label_that_is_never_a_target_does_not_count():
     batch = lm_batch(targets=[(i, 0) for i in range(10)] + [(3, 4)])
-    assert judge_lesson(batch, LM) is NoSignal.MASKED
+    assert find_no_signal(batch, LM) is NoSignal.MASKED
 
 
 @pytest.mark.parametrize("labels", [[0, 1, 2], [1, 1, 1]])
 def test_one_input_with_different_labels(labels):
     batch = {"pixel_values": torch.zeros(3, 2, 4, 4), "labels": torch.tensor(labels)}
-    assert judge_lesson(batch, CLASSES) is (NoSignal.CONSTANT if len(set(labels)) > 1 else None)
+    assert find_no_signal(batch, CLASSES) is (NoSignal.CONSTANT if len(set(labels)) > 1 else None)
     batch["pixel_values"][2, 1, 3, 3] = 1.0
-    assert judge_lesson(batch, CLASSES) is None
+    assert find_no_signal(batch, CLASSES) is None
 
 
 def test_one_token_all_over():
     ids = torch.full((3, 5), 3)
     mask = torch.ones_like(ids)
-    assert judge_lesson({"input_ids": ids, "labels": ids}, LM) is NoSignal.CONSTANT
+    assert find_no_signal({"input_ids": ids, "labels": ids}, LM) is NoSignal.CONSTANT
     ids[1, 3:], mask[1, 3:] = 0, 0
-    assert judge_lesson({"input_ids": ids, "labels": ids, "attention_mask": mask}, LM) is NoSignal.CONSTANT
+    assert find_no_signal({"input_ids": ids, "labels": ids, "attention_mask": mask}, LM) is NoSignal.CONSTANT
     ids[0, 2] = 4
-    assert judge_lesson({"input_ids": ids, "labels": ids, "attention_mask": mask}, LM) is None
+    assert find_no_signal({"input_ids": ids, "labels": ids, "attention_mask": mask}, LM) is None
 
 
 @pytest.mark.parametrize("ids", [[5, 6, 7], [5, 5, 5]], ids=["a prompt", "a placeholder"])
@@ -75,40 +77,76 @@ def test_one_token_all_over():
 def test_one_prompt_with_different_images(ids, name):
     other = torch.randn(3, 2, 4, 4)
     batch = {"input_ids": torch.tensor([ids] * 3), name: other, "labels": torch.arange(6).reshape(3, 2)}
-    dull = ids == [5, 5, 5] and name == "bbox"  # a field that is not known as an input
-    assert judge_lesson(batch, LM) is (NoSignal.CONSTANT if dull else None)
+    constant = ids == [5, 5, 5] and name == "bbox"  # a field that is not known as an input
+    assert find_no_signal(batch, LM) is (NoSignal.CONSTANT if constant else None)
     batch[name] = other[:1].expand(3, -1, -1, -1)
-    assert judge_lesson(batch, LM) is NoSignal.CONSTANT
+    assert find_no_signal(batch, LM) is NoSignal.CONSTANT
 
 
 def test_a_repeated_example_teaches_that_example():
     ids = torch.tensor([[5, 6, 7, 8]] * 3)
-    assert judge_lesson({"input_ids": ids, "labels": ids}, LM) is None
+    assert find_no_signal({"input_ids": ids, "labels": ids}, LM) is None
 
 
 @pytest.mark.parametrize("batch", [{}, {"x": torch.ones(2, 2)}, {"labels": torch.empty(0, 4)}, {"input_ids": "text"}])
 def test_what_is_not_known_is_not_judged(batch):
-    assert judge_lesson(batch, LM) is None
+    assert find_no_signal(batch, LM) is None
 
 
-def test_the_watch_speaks_once_a_stall():
-    watch = NoSignalDetector(3)
-    said = [watch.observe(step, [NoSignal.MASKED, NoSignal.MASKED], 0.5) for step in range(8)]
-    assert [message is not None for message in said] == [False, False, True, False, False, False, False, False]
-    assert "3 steps in a row up to step 2: nearly all labels were masked" in said[2]
-    assert watch.observe(8, [NoSignal.MASKED, None], 0.5) is None  # one good batch is a lesson
-    said = [watch.observe(step, [NoSignal.MASKED], 0.5) for step in range(9, 12)]
-    assert said[:2] == [None, None]
-    assert "up to step 11" in said[2]
+def detect(stall_steps, signals, first=0):
+    """Feeds the signals of steps in a row to a detector and returns its events."""
+    events = []
+    detector = NoSignalDetector(stall_steps, Journal(Ranks(), events.append))
+    for step, signal in enumerate(signals, first):
+        detector.observe(step, signal, 0.5)
+    return events
 
 
-def test_a_gradient_of_exactly_zero():
-    watch = NoSignalDetector(2)
-    assert watch.observe(0, [None], 0.0) is None
-    assert "the gradient was exactly zero" in watch.observe(1, [None], 0.0)
-    assert watch.observe(2, [None], 1e-30) is None
-    assert watch.observe(3, [None], 0.0) is None
-    assert NoSignalDetector(0).observe(0, [NoSignal.MASKED], 0.0) is None
+def supervised(*batches, norm=0.5):
+    return StepSignal.of_batches(batches, norm)
+
+
+MASKED, CONSTANT, ZERO = NoSignal.MASKED, NoSignal.CONSTANT, NoSignal.ZERO_GRADIENT
+
+
+@pytest.mark.parametrize(
+    ("batches", "norm", "missing", "phase"),
+    [
+        ([MASKED, MASKED], 0.5, MASKED, "input"),
+        ([CONSTANT], 0.0, CONSTANT, "input"),
+        ([MASKED], None, MASKED, "input"),
+        ([MASKED, None], 0.5, None, "input"),
+        ([MASKED, CONSTANT], 0.5, None, "input"),
+        ([None], 0.0, ZERO, "backward"),
+        ([], 0.0, ZERO, "backward"),
+        ([None], 1e-30, None, "backward"),
+        ([], None, None, "backward"),
+    ],
+)
+def test_a_supervised_step_is_classified_by_its_batches_and_its_norm(batches, norm, missing, phase):
+    assert StepSignal.of_batches(batches, norm) == StepSignal(missing, phase)
+
+
+def test_a_streak_is_reported_once():
+    masked, learns = supervised(MASKED, MASKED), supervised(MASKED, None)
+    events = detect(3, [*[masked] * 8, learns, *[masked] * 3])
+    assert [event["step"] for event in events] == [2, 11]
+    assert "3 optimizer steps in a row (0 to 2): nearly all labels were masked. Check" in events[0]["message"]
+    assert events[0]["values"] == {"grad_norm": 0.5}
+
+
+def test_every_healthy_step_ends_a_streak():
+    assert detect(2, [supervised(norm=0.0), supervised(norm=1e-30)] * 5) == []
+    assert detect(1, [supervised(None)] * 10) == []
+
+
+def test_zero_turns_it_off():
+    assert detect(0, [supervised(MASKED)] * 50) == []
+
+
+def test_a_mixed_streak_names_both():
+    [event] = detect(3, [supervised(MASKED), supervised(norm=0.0), supervised(MASKED)], first=7)
+    assert "(7 to 9): nearly all labels were masked or the gradient was exactly zero. Check" in event["message"]
 
 
 # ---- in a run ----

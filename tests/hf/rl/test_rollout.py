@@ -1,5 +1,7 @@
 """Completions of every kind an online trainer makes: about images, with tools, in continuous batches."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import trl
@@ -7,6 +9,9 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from hf_nanguard import guarded
+from hf_nanguard.core.settings import Policy
+from hf_nanguard.core.step.guard import Guard
+from hf_nanguard.hf.data.learning_signal import NoSignalDetector
 from hf_nanguard.hf.rl.rollout import Rollout
 
 from ...architectures import BY_NAME, VOCAB
@@ -322,3 +327,70 @@ def test_sick_requests_of_a_continuous_batch_are_left_out(tmp_path):
     assert poisoned <= {row for event in events for row in event["culprit"]["rows"]}
     for output, rows in zip(seen, sick, strict=True):
         assert [i for i in range(4) if not output["completion_mask"][i].any()] == rows
+
+
+# ---- what a step could learn from ----
+
+
+def detect(stall_steps, steps):
+    """Feeds (all_equal, grad_norm) pairs, one a step; returns the events."""
+    events = []
+    trainer = SimpleNamespace(reward_funcs=[len, len], reward_func_names=["accuracy", "format"])
+    guard = Guard(policy=Policy(stall_steps=stall_steps), on_event=events.append)
+    rollout, detector = Rollout(trainer, guard, guard.policy), NoSignalDetector(stall_steps, guard.journal)
+    for step, (all_equal, grad_norm) in enumerate(steps):
+        rollout.note_rewards(all_equal)
+        signal = rollout.step_signal(grad_norm)
+        if signal is not None:
+            detector.observe(step, signal, grad_norm)
+    return events
+
+
+def reported(stall_steps, steps):
+    return [event["step"] for event in detect(stall_steps, steps)]
+
+
+@pytest.mark.parametrize("stalled", [(True, 0.0), (True, 0.3), (False, 0.0), (None, 0.0), (True, None)])
+def test_a_streak_without_signal_is_reported_once(stalled):
+    assert reported(3, [stalled] * 10) == [2]
+
+
+@pytest.mark.parametrize("healthy", [(False, 0.5), (None, 1e-30), (False, None), (False, NAN)])
+def test_healthy_steps_are_silent(healthy):
+    assert reported(1, [healthy] * 10) == []
+
+
+@pytest.mark.parametrize("learns", [(False, 0.5), (False, None)])
+def test_a_second_streak_is_reported_again(learns):
+    stall = [(True, 0.0)]
+    assert reported(2, stall * 5 + [learns] + stall + [learns] + stall * 4) == [1, 9]
+
+
+def test_an_unknown_step_neither_ends_nor_prolongs_a_streak():
+    unknown = [(None, None), (None, NAN), (None, INF)]
+    assert reported(3, [(True, 0.0), *unknown, (True, 0.0), *unknown, (True, 0.0)]) == [8]
+
+
+def test_steps_that_reuse_completions_go_by_the_rewards_of_their_generation():
+    equal, unequal = [(True, 0.2), (None, 0.2)], [(False, 0.2), (None, 0.2)]
+    assert reported(4, equal * 2) == [3]
+    assert reported(2, unequal * 4) == []
+    assert reported(2, [(True, 0.2), (False, 0.2), (None, 0.2), (None, 0.2)]) == []
+
+
+def test_the_event_names_steps_functions_and_reason():
+    [event] = detect(2, [(False, 0.1), (True, 0.1), (True, 0.1)])
+    assert "2 optimizer steps in a row (1 to 2): the rewards were equal within every group." in event["message"]
+    assert "Reward functions: accuracy, format." in event["message"]
+    assert "exactly zero" not in event["message"]
+    assert event["culprit"]["phase"] == "reward"
+    [event] = detect(1, [(False, 0.0)])
+    assert "the gradient was exactly zero" in event["message"]
+    assert "equal" not in event["message"]
+    [event] = detect(2, [(True, 0.4), (False, 0.0)])
+    assert "equal within every group or the gradient was exactly zero" in event["message"]
+
+
+def test_a_trainer_without_reward_functions_is_not_classified():
+    guard = Guard()
+    assert Rollout(SimpleNamespace(), guard, guard.policy).step_signal(0.0) is None
