@@ -1,12 +1,14 @@
-"""Settings, decisions and the ladder."""
+"""The settings: what is allowed, and what a bad value is refused with."""
 
 import dataclasses
 import re
+import subprocess
+import sys
 
 import pytest
 
 from hf_nanguard import ArgumentError, NanGuardError
-from hf_nanguard.core.settings import CHOICES, Policy, check_settings
+from hf_nanguard.core.settings import SETTINGS, Policy, check_settings
 from tests.faults import INF, NAN
 
 BAD = {
@@ -17,7 +19,7 @@ BAD = {
     "on_spike": ["halt", None],
     "on_halt": ["exit", None],
     "skip_grad_norm": [0, -1.0, NAN, INF, "2.0x", True, [2.0]],
-    "loss_floor": [0.0, -1e-6, NAN, INF, "low", True, None],
+    "loss_floor": [0.0, -1e-6, NAN, INF, 10**400, "low", True, None],
     "max_bad_steps": [0, -1, 1.5, "10", True, None],
     "autopsy": ["on", None, 1],
     "max_autopsies": [0, -1, 1.5, "5", True, None],
@@ -26,7 +28,7 @@ BAD = {
     "bundle_text": ["no", None, 0],
     "logits_mode": ["clip", None],
     "logits_clip_value": [0, -1.0, NAN, INF, "x", True, None],
-    "logits_min_prob": [0.0, -1e-8, NAN, INF, "x", True, None],
+    "logits_min_prob": [0.0, -1e-8, 1.5, 2, NAN, INF, "x", True, None],
     "min_temperature": [0.0, -0.1, NAN, INF, "x", True, None],
     "on_bad_reward": ["drop", None],
     "ratio_bound": [0.0, -20.0, NAN, INF, 41.0, "x", True],
@@ -50,7 +52,10 @@ def test_a_bad_value_is_refused_with_name_value_and_way_out(name, value):
     message = str(caught.value)
     assert message.startswith(name)
     assert repr(value) in message
-    way_out = ", ".join(CHOICES[name]) if name in CHOICES else "number|integer|True or False|patterns"
+    way_out = (
+        ", ".join(SETTINGS[name].choices)
+        or "number above 0|integer of at least|True or False|names separated by commas"
+    )
     assert re.search(way_out, message)
     assert "\n" not in message
     assert message.endswith(".")
@@ -58,15 +63,15 @@ def test_a_bad_value_is_refused_with_name_value_and_way_out(name, value):
     assert isinstance(caught.value, NanGuardError)
 
 
-@pytest.mark.parametrize("name", sorted(CHOICES))
+@pytest.mark.parametrize("name", [name for name, setting in SETTINGS.items() if setting.choices])
 def test_every_choice_is_taken(name):
-    for value in CHOICES[name]:
+    for value in SETTINGS[name].choices:
         assert getattr(Policy(**{name: value}), name) == value
 
 
 def test_the_documented_choices_and_defaults():
-    assert CHOICES["mode"] == ("act", "observe", "off")
-    assert CHOICES["on_nonfinite"] == ("drop", "skip", "repair", "floor", "halt")
+    assert SETTINGS["mode"].choices == ("act", "observe", "off")
+    assert SETTINGS["on_nonfinite"].choices == ("drop", "skip", "repair", "floor", "halt")
     assert dataclasses.asdict(Policy()) == {
         "mode": "act", "on_nonfinite": "drop", "on_loss_error": "raise", "on_bad_input": "drop", "on_spike": "observe",
         "on_halt": "raise", "skip_grad_norm": None, "loss_floor": 1e-6, "max_bad_steps": 10,
@@ -97,3 +102,57 @@ def test_a_threshold_that_can_never_act_is_refused():
 
 def test_only_act_acts():
     assert [Policy(mode=mode).acts for mode in ("act", "observe", "off")] == [True, False, False]
+
+
+def test_bounds_belong_to_what_is_allowed():
+    allowed = {
+        "logits_min_prob": 1.0,
+        "ratio_bound": 40,
+        "max_bad_steps": 1,
+        "stall_steps": 0,
+        "skip_grad_norm": 1e-300,
+    }
+    assert {name: getattr(Policy(**{name: value}), name) for name, value in allowed.items()} == allowed
+
+
+def test_every_number_has_a_lower_bound():
+    """What is above or below it is refused with a sentence, not found out in the middle of a run."""
+    numbers = [setting for setting in SETTINGS.values() if setting.value_type in (int, float)]
+    assert len(numbers) > 10
+    assert [setting.name for setting in numbers if not setting.bounds] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("autopsy", "off", False),
+        ("autopsy", " Yes ", True),
+        ("autopsy", "maybe", "maybe"),
+        ("max_bad_steps", "7", 7),
+        ("max_bad_steps", "7.5", "7.5"),
+        ("loss_floor", "1e-5", 1e-5),
+        ("ratio_bound", "None", None),
+        ("loss_floor", "None", "None"),
+        ("mode", False, "off"),
+        ("logits_mode", False, "off"),
+        ("on_spike", False, False),
+        ("activation_modules", "null", None),
+        ("activation_modules", "*.mlp", "*.mlp"),
+    ],
+)
+def test_text_is_read_in_the_type_of_the_setting(name, text, value):
+    assert SETTINGS[name].convert(text) == value
+
+
+def test_the_docstring_has_every_setting_with_its_default():
+    for name, setting in SETTINGS.items():
+        assert re.search(
+            rf"^        {name} \(`{setting.value_type.__name__}`, \*optional\*", Policy.__doc__, flags=re.MULTILINE
+        )
+    assert "ratio_bound (`float`, *optional*, defaults to `20.0`):" in Policy.__doc__
+
+
+def test_settings_need_only_the_standard_library():
+    code = "import sys, hf_nanguard.core.settings; print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
