@@ -22,10 +22,9 @@ def add_flags(parser: argparse._ArgumentGroup) -> None:
     """Adds a flag for every setting. Only flags that are given appear in the namespace."""
     for name, setting in SETTINGS.items():
         text = f"{setting.help} (default: {setting.default})".replace("%", "%%")
-        values: dict[str, Any] = (
-            {"choices": setting.choices} if setting.choices else {"metavar": METAVARS[setting.value_type]}
-        )
-        parser.add_argument(f"--{PREFIX}{name}", default=argparse.SUPPRESS, help=text, **values)
+        metavar = None if setting.choices else METAVARS[setting.value_type]  # argparse shows choices by itself
+        flag, choices = f"--{PREFIX}{name}", setting.choices or None
+        parser.add_argument(flag, default=argparse.SUPPRESS, choices=choices, metavar=metavar, help=text)
 
 
 def gather(flags: Mapping[str, Any], environment: Mapping[str, str], config: str | None = None) -> dict[str, Any]:
@@ -46,15 +45,15 @@ def gather(flags: Mapping[str, Any], environment: Mapping[str, str], config: str
     config = environment.get(CONFIG_VARIABLE) if config is None else config
     found = {}
     for name, value in ({} if config is None else _read_yaml(config, source)).items():
-        setting = _find_setting(name, f"in {config}")
+        setting = _find_setting(name, name, f"in {config}")
         found[setting.name] = setting.read(value, f"{config}: {name}")
     for name, text in environment.items():
         if name.startswith(VARIABLE_PREFIX) and name != CONFIG_VARIABLE:
-            setting = _find_setting(name, "in the environment")
+            setting = _find_setting(name.lower(), name, "in the environment")
             found[setting.name] = setting.read(text, f"environment variable {name}")
     for setting in SETTINGS.values():
-        if f"{PREFIX}{setting.name}" in flags:
-            name = f"{PREFIX}{setting.name}"
+        name = f"{PREFIX}{setting.name}"
+        if name in flags:
             found[setting.name] = setting.read(flags[name], f"--{name}")
     check_settings(found, PREFIX)
     return {f"{PREFIX}{name}": value for name, value in found.items()}
@@ -65,14 +64,12 @@ def as_environment(settings: Mapping[str, Any]) -> dict[str, str]:
     return {name.upper(): str(value) for name, value in settings.items()}
 
 
-def _find_setting(spelling: str, place: str) -> Setting:
-    known = {f"{PREFIX}{name}": setting for name, setting in SETTINGS.items()}
-    if spelling.isupper():
-        known = {name.upper(): setting for name, setting in known.items()}
-    if spelling in known:
-        return known[spelling]
-    near = difflib.get_close_matches(spelling, known, 1)
-    hint = f" Did you mean {near[0]}?" if near else ""
+def _find_setting(name: str, spelling: str, place: str) -> Setting:
+    known = {f"{PREFIX}{setting.name}": setting for setting in SETTINGS.values()}
+    if name in known:
+        return known[name]
+    near = difflib.get_close_matches(name, known, 1)
+    hint = f" Did you mean {near[0].upper() if spelling.isupper() else near[0]}?" if near else ""
     raise ArgumentError(f"{spelling} {place} is not a setting of the guard.{hint} `nanguard run --help` lists them.")
 
 

@@ -8,6 +8,7 @@ from dataclasses import fields
 import pytest
 
 from hf_nanguard import ArgumentError, GuardArguments
+from hf_nanguard.cli.main import main
 from hf_nanguard.cli.setting_flags import add_flags, as_environment, gather
 
 
@@ -100,7 +101,8 @@ def test_bad_settings(flags, environment, told):
         ("nanguard_on_spike: jump\n", ["guard.yaml: nanguard_on_spike", "'jump'"]),
         ("nanguard_logits_min_prob: 2\n", ["guard.yaml: nanguard_logits_min_prob", "2.", "at most 1"]),
         ("nanguard_on_spiek: skip\n", ["nanguard_on_spiek in", "Did you mean nanguard_on_spike?"]),
-        ("3: 4\n", ["3 in"]),
+        ("NANGUARD_MODE: act\n", ["NANGUARD_MODE in", "guard.yaml is not a setting of the guard"]),
+        ("3: 4\n", ["3 in", "guard.yaml is not a setting of the guard"]),
         ("learning_rate: 1\n", ["learning_rate in", "guard.yaml is not a setting of the guard"]),
         ("- a\n- b\n", ["names and values"]),
         ("nanguard_mode: [act\n", ["must be a YAML file"]),
@@ -121,3 +123,10 @@ def test_bad_yaml(tmp_path, text, told):
 def test_a_file_that_the_environment_names_is_complained_of_in_its_name():
     with pytest.raises(ArgumentError, match=r"^NANGUARD_CONFIG must be a readable YAML file.* 'missing\.yaml'"):
         gather({}, {"NANGUARD_CONFIG": "missing.yaml"})
+
+
+def test_a_value_out_of_bounds_ends_the_command_with_one_sentence(monkeypatch, capsys):
+    monkeypatch.setenv("NANGUARD_LOGITS_MIN_PROB", "2")
+    assert main(["run", "train.py"]) == 2
+    expected = "environment variable NANGUARD_LOGITS_MIN_PROB must be a finite number above 0 and at most 1, got 2.0."
+    assert capsys.readouterr().err == f"nanguard: {expected}\n"
