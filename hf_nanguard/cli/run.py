@@ -59,6 +59,7 @@ def add_parser(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.add_argument("script", nargs="*", help="what to run, and its own arguments")
     parser.add_argument("--config", metavar="FILE", help="a YAML file with settings of the guard")
     parser.add_argument("--full-traceback", action="store_true", help="show the guard's own frames in tracebacks")
     add_flags(parser.add_argument_group("settings of the guard"))

@@ -165,5 +165,5 @@ def test_ctrl_c_ends_a_run(options, line, tmp_path):
         finally:
             process.kill()
     assert process.returncode == 130
-    assert errors.endswith("nanguard: stopped by Ctrl-C; what was written so far is whole.\n")
+    assert errors.endswith("nanguard: stopped by Ctrl-C; all files written so far are complete.\n")
     assert all(list(read_jsonl(file)) for file in tmp_path.rglob("*.jsonl"))

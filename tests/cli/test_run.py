@@ -157,9 +157,9 @@ def test_help_names_every_setting_and_its_variable(capsys):
         main(["run", "--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    from hf_nanguard.cli.setting_flags import read_settings
+    from hf_nanguard.core.settings import SETTINGS
 
-    assert [name for name in read_settings() if f"--{name}" not in text] == []
+    assert [name for name in SETTINGS if f"--nanguard_{name}" not in text] == []
     assert "NANGUARD_ON_SPIKE=skip" in text
 
 
@@ -334,7 +334,7 @@ def test_a_process_of_its_own_and_ctrl_c(tmp_path):
     assert told_by(error) == [
         f"nanguard: Trainer is guarded with nanguard_on_spike=skip; events go to {events}",
         f"nanguard: no events in {events}.",
-        "nanguard: stopped by Ctrl-C; what was written so far is whole.",
+        "nanguard: stopped by Ctrl-C; all files written so far are complete.",
     ]
     assert "Traceback" not in error
 

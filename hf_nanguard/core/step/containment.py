@@ -20,10 +20,11 @@ from ..ranks import Ranks
 from ..rerun.micro_batch import MicroBatch
 from ..rerun.runner import Runner
 from ..rng import RngState
-from ..settings import Escalation, Policy, StepAction
+from ..settings import Policy
 from ..vocabulary import Action, Cause, Signal
 from .bad_gradients import Census, describe, format_incident, judge
 from .counters import Counter
+from .decision import Escalation, StepAction
 from .step_reading import BadMicroBatch, StepOutcome, StepReading
 
 logger = logging.getLogger("hf_nanguard")

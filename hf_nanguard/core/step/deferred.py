@@ -19,9 +19,10 @@ from ..rerun.micro_batch import AccumulationGroup
 from ..rerun.runner import LoopRunner
 from ..rerun.skip import can_skip_on_device, step_unless
 from ..robust_window import RobustWindow
-from ..settings import Escalation, Policy
+from ..settings import Policy
 from ..vocabulary import Action, Signal
 from .counters import Counter
+from .decision import Escalation
 
 POSSIBLE: dict[str, tuple[Any, ...]] = {
     "mode": ("act", "off"),

@@ -38,11 +38,12 @@ from ..rerun.runner import LoopRunner, Runner, same_on_all_ranks
 from ..rerun.skip import ScalerState
 from ..rng import RngState
 from ..robust_window import RobustWindow
-from ..settings import Escalation, Policy, StepAction, decide
+from ..settings import Policy
 from ..vocabulary import Action, Signal
 from .bad_gradients import take_census
 from .containment import Containment
 from .counters import Counter
+from .decision import Escalation, StepAction, decide
 from .deferred import Deferred, check_deferred
 from .step_reading import BadMicroBatch, StepOutcome, StepReading
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from ..autopsy.verdict import Verdict
 from ..event import Culprit, Event
 from ..rerun.micro_batch import AccumulationGroup, Finding, MicroBatch
-from ..settings import Decision
 from ..vocabulary import Action, Cause, Signal
 from .bad_gradients import Census, describe
+from .decision import Decision
 
 MAX_ROWS = 8
 

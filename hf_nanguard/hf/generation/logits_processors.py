@@ -14,11 +14,12 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from ...core.logits import Tally, bound_scores, can_look, judge, repair_scores
+from ...core.settings import SETTINGS
 from ...errors import ArgumentError
 
 logger = logging.getLogger("hf_nanguard")
 
-MODES = ("repair", "always", "off")
+MODES = SETTINGS["logits_mode"].choices
 MAX_ROWS = 4
 
 

@@ -5,8 +5,8 @@ import torch
 
 from hf_nanguard.core.rerun.micro_batch import AccumulationGroup, Finding, MicroBatch
 from hf_nanguard.core.rng import RngState
-from hf_nanguard.core.settings import Decision, StepAction
 from hf_nanguard.core.step.bad_gradients import Census, judge
+from hf_nanguard.core.step.decision import Decision, StepAction
 from hf_nanguard.core.step.step_reading import BadMicroBatch, StepOutcome, StepReading
 from hf_nanguard.core.vocabulary import Action, Cause, Signal
 from tests.faults import INF, NAN

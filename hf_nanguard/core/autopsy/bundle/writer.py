@@ -10,14 +10,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ....errors import ArgumentError
+from ...settings import SETTINGS
 from ..suspect_batch import SuspectBatch
 from ..verdict import Verdict
 from .content import MAX_FACTS, MAX_LEVELS, gather_content, measure_depth, show_bytes
 from .readme import write_readme
 from .tensor_file import save_tensors
 
-WEIGHTS = ("none", "trainable", "all")
+WEIGHTS = SETTINGS["bundle_weights"].choices
 MAX_BYTES = 2 * 2**30
 SPARE_BYTES = 2**20  # for the file system's own needs
 
@@ -59,8 +59,7 @@ def write_bundle(
     read_bundle(path).inputs
     ```
     """
-    if weights not in WEIGHTS:
-        raise ArgumentError(f"weights must be one of {', '.join(WEIGHTS)}, got {weights!r}.")
+    SETTINGS["bundle_weights"].check(weights, "weights")
     content = gather_content(suspect, verdict, facts, _find_step(folder.name), weights, text, max_bytes)
     document = _encode(content.facts)
     readme = write_readme(content, text)
