@@ -15,8 +15,10 @@ from ..finite import find_nonfinite, read_host
 from ..rerun.micro_batch import MicroBatch
 from ..rerun.nested_inputs import map_parts, name_tensors
 from ..rerun.runner import Runner
+from ..torch_private import unwrap_compiled
 from .trace.origin import Origin, find_origin
 
+WRAPPERS = (DistributedDataParallel, nn.DataParallel)
 # Fields that say how many samples a batch has, the plainest first.
 MAIN_FIELDS = (
     "input_ids",
@@ -57,14 +59,14 @@ class SuspectBatch:
             Runs it as the loop did, in isolation.
         micro (`MicroBatch`):
             The micro-batch.
-        share (`Any`):
+        weight (`Any`):
             How the loop weighs it.
     """
 
-    def __init__(self, runner: Runner, micro: MicroBatch, share: Any):
+    def __init__(self, runner: Runner, micro: MicroBatch, weight: Any):
         self.runner = runner
         self.micro = micro
-        self.share = share
+        self.weight = weight
         self.fields = name_tensors(runner.inputs_of(micro))
         self.num_entries = count_entries(self.fields)
         rows = micro.rows
@@ -79,8 +81,8 @@ class SuspectBatch:
     def model(self) -> nn.Module:
         """The model without wrappers, as the user knows it."""
         model: Any = self.runner.model
-        while isinstance(model, (DistributedDataParallel, nn.DataParallel)) or hasattr(model, "_orig_mod"):
-            model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+        while (inner := unwrap_compiled(model)) is not model or isinstance(model, WRAPPERS):
+            model = inner if inner is not model else model.module
         return model
 
     def run(self, samples: Sequence[int] | None = None, compiled: bool = False) -> Outcome:
@@ -111,7 +113,7 @@ class SuspectBatch:
     def _probe(self, micro: MicroBatch, compiled: bool = False) -> Tensor:
         self.num_runs += 1
         with nullcontext() if compiled else eager():
-            return self.runner.probe(micro, self.share)
+            return self.runner.probe(micro, self.weight)
 
 
 @contextmanager
