@@ -47,17 +47,10 @@ class Census:
         }
 
 
-def take_census(named: Iterable[tuple[str, Tensor]], bad_elsewhere: dict[str, str] | None = None) -> Census:
-    """Checks the gradients as they are now; call it before they are clipped.
-
-    Args:
-        named (`Iterable[tuple[str, Tensor]]`):
-            Names and gradients in model order.
-        bad_elsewhere (`dict[str, str]`, *optional*):
-            What other ranks found in their shards of the same gradients.
-    """
+def take_census(named: Iterable[tuple[str, Tensor]]) -> Census:
+    """Checks gradients, given with their names in model order, as they are now; call it before they are clipped."""
     pairs = list(named)
-    return judge([name for name, _ in pairs], {**(bad_elsewhere or {}), **find_nonfinite(pairs)})
+    return judge([name for name, _ in pairs], find_nonfinite(pairs))
 
 
 def judge(names: list[str], bad: dict[str, str]) -> Census:

@@ -51,12 +51,6 @@ def test_a_model_of_one_parameter_can_be_blamed():
     assert take_census([("only", torch.tensor([NAN]))]).suspect == "only"
 
 
-def test_what_other_ranks_found_counts():
-    census = take_census(gradients(at1=INF), {NAMES[4]: "nan"})
-    assert census.bad == {NAMES[1]: "inf", NAMES[4]: "nan"}
-    assert list(census.bad) == [NAMES[1], NAMES[4]], "in model order"
-
-
 def test_judge_keeps_model_order_whatever_the_order_of_the_news():
     assert list(judge(NAMES, {NAMES[4]: "nan", NAMES[0]: "inf"}).bad) == [NAMES[0], NAMES[4]]
 
