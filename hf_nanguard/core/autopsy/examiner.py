@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..event import Event
+from ..event import Event, Remedy
 from ..journal import Journal
 from ..optimizer.update import examine_update, try_update_remedies
 from ..rerun.micro_batch import MicroBatch
@@ -27,7 +27,7 @@ from .bundle.reader import write_bundle
 from .remedies.try_remedies import try_remedies
 from .suspect_batch import SuspectBatch
 from .trace.origin import Origin
-from .verdict import Blame, Remedy, Verdict, format_verdict
+from .verdict import Blame, Verdict, format_verdict
 
 logger = logging.getLogger("hf_nanguard")
 
@@ -168,7 +168,7 @@ class Examiner:
         """Whether another micro-batch may be traced."""
         return self.policy.autopsy and self.num_traces < TRACES_PER_AUTOPSY * self.policy.max_autopsies
 
-    def examine(self, runner: Runner, micro: MicroBatch, share: Any, step: int) -> Verdict | None:
+    def examine(self, runner: Runner, micro: MicroBatch, weight: Any, step: int) -> Verdict | None:
         """Examines a bad micro-batch; `None` if it is not to be examined, or could not be.
 
         A fault that was examined before is only located again. Gradients, buffers and random state are left as the last
@@ -178,7 +178,7 @@ class Examiner:
             return None
         self.num_traces += 1
         try:
-            verdict = self._examine(runner, micro, share, step)
+            verdict = self._examine(runner, micro, weight, step)
             if verdict.spares_others and verdict.origin is not None and verdict.origin.parameter is not None:
                 self.spared.add(verdict.origin.parameter)
             return verdict
@@ -188,8 +188,8 @@ class Examiner:
             self._tell_failure(step, micro, f"{type(error).__name__}: {_first_line(error)}")
         return None
 
-    def _examine(self, runner: Runner, micro: MicroBatch, share: Any, step: int) -> Verdict:
-        suspect = SuspectBatch(runner, micro, share)
+    def _examine(self, runner: Runner, micro: MicroBatch, weight: Any, step: int) -> Verdict:
+        suspect = SuspectBatch(runner, micro, weight)
         say = lambda stage: logger.warning("hf_nanguard: autopsy of step %d: %s", step, stage)  # noqa: E731
         budget = Budget(self.policy.autopsy_seconds, say)
         with budget.patient("looking for the origin"):
@@ -240,7 +240,7 @@ class Examiner:
                 self.folder / FOLDER / f"step-{step}",
                 suspect,
                 verdict,
-                {**suspect.runner.facts(suspect.share), "rows": suspect.micro.rows},
+                {**suspect.runner.facts(suspect.weight), "rows": suspect.micro.rows},
                 weights=self.policy.bundle_weights,
                 text=self.policy.bundle_text,
             )

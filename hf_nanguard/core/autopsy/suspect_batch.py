@@ -4,8 +4,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import copy
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,9 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..finite import find_nonfinite, read_host
 from ..rerun.micro_batch import MicroBatch
+from ..rerun.nested_inputs import map_parts, name_tensors
 from ..rerun.runner import Runner
+from ..torch_private import unwrap_compiled
 from .trace.origin import Origin, find_origin
 
+WRAPPERS = (DistributedDataParallel, nn.DataParallel)
 # Fields that say how many samples a batch has, the plainest first.
 MAIN_FIELDS = (
     "input_ids",
@@ -57,14 +59,14 @@ class SuspectBatch:
             Runs it as the loop did, in isolation.
         micro (`MicroBatch`):
             The micro-batch.
-        share (`Any`):
+        weight (`Any`):
             How the loop weighs it.
     """
 
-    def __init__(self, runner: Runner, micro: MicroBatch, share: Any):
+    def __init__(self, runner: Runner, micro: MicroBatch, weight: Any):
         self.runner = runner
         self.micro = micro
-        self.share = share
+        self.weight = weight
         self.fields = name_tensors(runner.inputs_of(micro))
         self.num_entries = count_entries(self.fields)
         rows = micro.rows
@@ -79,8 +81,8 @@ class SuspectBatch:
     def model(self) -> nn.Module:
         """The model without wrappers, as the user knows it."""
         model: Any = self.runner.model
-        while isinstance(model, (DistributedDataParallel, nn.DataParallel)) or hasattr(model, "_orig_mod"):
-            model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+        while (inner := unwrap_compiled(model)) is not model or isinstance(model, WRAPPERS):
+            model = inner if inner is not model else model.module
         return model
 
     def run(self, samples: Sequence[int] | None = None, compiled: bool = False) -> Outcome:
@@ -111,7 +113,7 @@ class SuspectBatch:
     def _probe(self, micro: MicroBatch, compiled: bool = False) -> Tensor:
         self.num_runs += 1
         with nullcontext() if compiled else eager():
-            return self.runner.probe(micro, self.share)
+            return self.runner.probe(micro, self.weight)
 
 
 @contextmanager
@@ -122,23 +124,6 @@ def eager() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-def name_tensors(inputs: Any, prefix: str = "") -> dict[str, Tensor]:
-    """Returns the tensors inside nested inputs by a dotted name."""
-    if isinstance(inputs, Tensor):
-        return {prefix or "input": inputs}
-    items: Any = ()
-    if is_dataclass(inputs) and not isinstance(inputs, Mapping):
-        items = vars(inputs).items()
-    elif isinstance(inputs, Mapping):
-        items = inputs.items()
-    elif isinstance(inputs, (list, tuple)):
-        items = enumerate(inputs)
-    found: dict[str, Tensor] = {}
-    for key, value in items:
-        found |= name_tensors(value, f"{prefix}.{key}" if prefix else str(key))
-    return found
 
 
 def find_fields(fields: dict[str, Tensor], names: Sequence[str]) -> list[Tensor]:
@@ -166,17 +151,6 @@ def take_entries(inputs: Any, chosen: Mapping[int, Sequence[int]]) -> Any:
         if inputs.ndim == 0 or inputs.shape[0] not in chosen:
             return inputs
         return inputs[torch.tensor(chosen[inputs.shape[0]], device=inputs.device)]
-    if is_dataclass(inputs) and not isinstance(inputs, Mapping):
-        cut = copy(inputs)
-        vars(cut).update({name: take_entries(value, chosen) for name, value in vars(inputs).items()})
-        return cut
-    if isinstance(inputs, Mapping):
-        picked: Any = copy(inputs)
-        for key, value in inputs.items():
-            picked[key] = take_entries(value, chosen)
-        return picked
-    if isinstance(inputs, (list, tuple)):
-        if len(inputs) in chosen and not any(isinstance(item, Tensor) for item in inputs):
-            return type(inputs)(inputs[entry] for entry in chosen[len(inputs)])
-        return type(inputs)(take_entries(item, chosen) for item in inputs)
-    return inputs
+    if isinstance(inputs, (list, tuple)) and len(inputs) in chosen and not any(isinstance(i, Tensor) for i in inputs):
+        return type(inputs)(inputs[entry] for entry in chosen[len(inputs)])
+    return map_parts(inputs, lambda part: take_entries(part, chosen))

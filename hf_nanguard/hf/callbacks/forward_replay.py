@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ...core.rerun.micro_batch import AccumulationGroup, MicroBatch
+from ...core.rerun.nested_inputs import find_tensors
 from ...core.rerun.runner import Runner
 from ..trainer.isolation import untouched_modules
 from ..trainer.trainer_runner import decode_sample
-from .gradient_tap import Call, GradientTap, as_scalar, tensors_in
+from .gradient_tap import Call, GradientTap, as_scalar
 
 
 class CallbackRunner(Runner):
@@ -60,14 +61,14 @@ class CallbackRunner(Runner):
         finally:
             self.probing = False
 
-    def probe(self, micro: MicroBatch, share: Any) -> Tensor:
+    def probe(self, micro: MicroBatch, weight: Any) -> Tensor:
         self.probing = True
-        return super().probe(micro, share)
+        return super().probe(micro, weight)
 
     def isolated(self) -> AbstractContextManager:
         return untouched_modules(self.model)
 
-    def run(self, micro: MicroBatch, share: Any) -> Tensor:
+    def run(self, micro: MicroBatch, weight: Any) -> Tensor:
         losses = []
         for call in micro.payload:
             call.rng.restore()
@@ -104,7 +105,7 @@ class CallbackRunner(Runner):
     def decode(self, micro: MicroBatch, sample: int) -> str | None:
         return decode_sample(self.processing_class, micro.payload[0].kwargs, sample)
 
-    def facts(self, share: Any) -> dict[str, Any]:
+    def facts(self, weight: Any) -> dict[str, Any]:
         from ..trainer.trainer_facts import describe_model
 
         return {"kind": "callback", **describe_model(self.model)}
@@ -141,5 +142,5 @@ def find_loss(output: Any) -> Tensor | None:
 def stand_in_loss(output: Any) -> Tensor:
     """Returns the mean of the first differentiable output, masked logits left out: it reaches every operator of the
     forward and of its backward, though not with the gradients of the trainer's loss."""
-    first = next(tensor for tensor in tensors_in(output) if tensor.requires_grad)
+    first = next(tensor for tensor in find_tensors(output) if tensor.requires_grad)
     return torch.where(first == float("-inf"), 0.0, first).float().mean()

@@ -244,7 +244,7 @@ class TrainerGuard:
         if norm is None and not compat.clips_in_one_piece(trainer, model):
             norm = host_clip()
         is_clipped = norm is not None
-        if any(micro.must_go for micro in record.group.micro_batches) and runner.poisons_gradients:
+        if any(micro.must_be_dropped for micro in record.group.micro_batches) and runner.poisons_gradients:
             runner.poison()
             norm = float("nan") if is_clipped else None
         given = torch.as_tensor(norm, device=trainer.args.device) if is_clipped else None
@@ -275,7 +275,7 @@ class TrainerGuard:
             self._skip_optimizer()
         elif outcome.redone is None:
             self.recorder.loss_errors.keep_replacement(record.group.micro_batches[0].payload)
-        compat.set_accumulation_steps(self.trainer, record.group.share.steps)
+        compat.set_accumulation_steps(self.trainer, record.group.weight.steps)
         self.recorder.release()
 
     def _skip_optimizer(self) -> None:
@@ -284,7 +284,7 @@ class TrainerGuard:
 
     def _report_unguarded(self) -> None:
         """Reports, once, a step that passed by the guard: its `training_step` was replaced in the middle of a run."""
-        if Signal.GUARD_FAILED not in self.guard.journal.told:
+        if Signal.GUARD_FAILED not in self.guard.journal.written:
             step = self.trainer.state.global_step
             message = f"step {step} is not guarded because training_step was replaced during the run"
             self.guard.journal.write_once(Event(step, Signal.GUARD_FAILED, Action.OBSERVED, message))

@@ -4,28 +4,22 @@ Nothing of the model is written. A new `.data` would do as well, but makes torch
 has hooked; so the modules' tables are changed, and the very same tensors are put back.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from copy import copy
-from dataclasses import is_dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from ..suspect_batch import SuspectBatch, name_tensors
+from ...rerun.nested_inputs import map_tensors
+from ...torch_private import copy_hooks, list_tensor_slots
+from ..suspect_batch import SuspectBatch
 
 
 @contextmanager
 def swapped(suspect: SuspectBatch, model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Puts changed copies in the place of parameters and buffers, tied ones as one, and the very same tensors back."""
-    runner, kept = suspect.runner, suspect.runner.buffers.kept
-    modules = list(model.modules())
-    places: list[tuple[dict, str]] = [
-        (table, key) for module in modules for table in (module._parameters, module._buffers) for key in table
-    ]
-    # Recurrent layers hold their parameters a second time.
-    places += [(m.__dict__, "_flat_weights") for m in modules if isinstance(m, nn.RNNBase)]
+    places = list_tensor_slots(model)
     before = [table[key] for table, key in places]
     changed: dict[int, Tensor] = {}
 
@@ -34,15 +28,14 @@ def swapped(suspect: SuspectBatch, model: nn.Module, change: Callable[[Tensor], 
             changed[id(tensor)] = _replace(tensor, change)
         return changed[id(tensor)]
 
-    try:
-        runner.buffers.kept = []  # a replay would put the old ones back
-        for (table, key), value in zip(places, before, strict=True):
-            table[key] = map_tensors(value, exchange)
-        yield
-    finally:
-        for (table, key), value in zip(places, before, strict=True):
-            table[key] = value
-        runner.buffers.kept = kept
+    with suspect.runner.buffers.suspended():  # a replay would put the old buffers back
+        try:
+            for (table, key), value in zip(places, before, strict=True):
+                table[key] = map_tensors(value, exchange)
+            yield
+        finally:
+            for (table, key), value in zip(places, before, strict=True):
+                table[key] = value
 
 
 def _replace(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
@@ -51,8 +44,7 @@ def _replace(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     if value is tensor or not isinstance(tensor, nn.Parameter):
         return value
     parameter = nn.Parameter(value, tensor.requires_grad)
-    if tensor._backward_hooks:
-        parameter._backward_hooks = tensor._backward_hooks
+    copy_hooks(tensor, parameter)
     return parameter
 
 
@@ -66,27 +58,6 @@ def given(suspect: SuspectBatch, change: Callable[[Tensor], Tensor]) -> Iterator
         yield
     finally:
         suspect.micro = micro
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Returns nested values with every tensor changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if is_dataclass(value) and not isinstance(value, (type, Mapping)):
-        if not name_tensors(value):  # a config, say, of which there should be no second one
-            return value
-        parts = copy(value)
-        vars(parts).update({name: map_tensors(item, change) for name, item in vars(value).items()})
-        return parts
-    if isinstance(value, Mapping):
-        result = copy(value)
-        for key, item in value.items():
-            result[key] = map_tensors(item, change)  # type: ignore[index]
-        return result
-    if isinstance(value, (list, tuple)):
-        items = [map_tensors(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
 
 
 def _as_zero(tensor: Tensor) -> Tensor:

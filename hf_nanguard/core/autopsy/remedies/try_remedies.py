@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ...event import Remedy
 from ...vocabulary import Cause
 from ..suspect_batch import SuspectBatch
 from ..trace.origin import Origin
-from ..verdict import Blame, Remedy
+from ..verdict import Blame
 from .bounded_operators import BOUNDS, bounded
 from .precision import LOW_PRECISION, in_precision, upcast_module
 from .tensor_swap import fill_input, fill_weight, name_weights

@@ -17,8 +17,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...torch_private import (
+    TorchDispatchMode,
+    is_operator,
+    last_sequence_number,
+    operator_arguments,
+    running_node,
+    sequence_number,
+)
 from .memory import Memory, find_nonfinite_entries, first_places, is_float, measure, span_of, storage_key, strided
 from .op_record import FINITE, Extent, Forward, Leaf, Operand, Place, Record, record_is_mask
 
@@ -48,9 +55,9 @@ class _Signature(NamedTuple):
 @cache
 def _signature(func: Any) -> _Signature:
     """What can be known of an operator from its schema."""
-    if not isinstance(func, torch._ops.OpOverload):  # of higher order, as flex attention: seen as one
+    if not is_operator(func):  # of higher order, as flex attention: seen as one
         return _Signature(str(func), f"higher_order.{func}", False, False, False, (), True)
-    arguments = func._schema.arguments
+    arguments = operator_arguments(func)
     op = str(func)
     name = op.split(".")[1]
     written = [(i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
@@ -180,7 +187,7 @@ class Trace(TorchDispatchMode):
             before[id(tensor)] = measure(tensor)
         result = func(*args, **kwargs)
         self.num_ops += 1
-        node = torch._C._current_autograd_node()
+        node = running_node()
         if node is None or torch.is_grad_enabled():
             self._note_forward(signature, inputs, node)
         outputs = changed or _tensors([result])
@@ -201,13 +208,13 @@ class Trace(TorchDispatchMode):
 
     def _note_forward(self, signature: _Signature, inputs: list[Tensor], node: Any) -> None:
         """Remembers where the autograd node was made whose forward is running, also in a checkpoint's recomputation."""
-        sequence = torch._C._autograd._get_sequence_nr() - 1
+        sequence = last_sequence_number()
         known = self.forwards.get(sequence)
         if known is not None and not (known.provisional and any(tensor.requires_grad for tensor in inputs)):
             return
         place = self._locate_running(node)
         if place is None:  # the gradient of a gradient: it belongs where the first one does
-            outer = self.forwards.get(node._sequence_nr())
+            outer = self.forwards.get(sequence_number(node))
             place = outer.place if outer else Place()
         of_sum = any(self.made.get(storage_key(tensor), _Made()).of_sum for tensor in inputs)
         self.forwards[sequence] = Forward(signature.op, place, of_sum)
@@ -221,7 +228,7 @@ class Trace(TorchDispatchMode):
             return None
         if node is None or self.stack:
             return Place(self.stack[-1] if self.stack else None, code, line)
-        outer = self.forwards.get(node._sequence_nr())
+        outer = self.forwards.get(sequence_number(node))
         return Place(outer.place.module if outer else None, code, line)
 
     def _describe(self, signature: _Signature, output: Tensor, inputs: list[Tensor], node: Any) -> _Made:
@@ -243,7 +250,7 @@ class Trace(TorchDispatchMode):
             record.place = running
         else:
             record.node = node.name()
-            record.forward = self.forwards.get(node._sequence_nr())
+            record.forward = self.forwards.get(sequence_number(node))
             record.place = record.forward.place if record.forward else Place()
             code, line = _find_line()
             if code is not None:
