@@ -112,9 +112,9 @@ class Guard:
         self.deferred = Deferred(
             self.policy, self.ranks, self.journal, self.counter, self.escalation, self.norms, read_every_n_steps
         )
-        self.monitor_set = MonitorSet(journal=self.journal)
+        self.monitor_set = MonitorSet(self.journal)
         if model is not None and self.runner is not None:
-            self.monitor_set.begin(build_monitors(self.policy, model, optimizer, self.journal, self.ranks))
+            self.monitor_set.begin(build_monitors(self.policy, model, optimizer, self.journal))
         self.group = AccumulationGroup()
         self.zero_before = False
         self.steps_done = 0
