@@ -13,7 +13,7 @@ from torch import nn
 
 from ...plain_text import format_error
 from ..event import Culprit, Event
-from ..vocabulary import Action, Cause, Signal
+from ..vocabulary import Action, Signal
 from .base import Monitor
 from .module_choice import find_blocks, pick_modules
 from .module_outputs import NEAR_BITS, Activation, OutputProbe, read_table, tabulate
@@ -143,7 +143,7 @@ class ActivationMonitor(Monitor):
                 values["last_bits"] = self.bits[name]
             message = f"The output of {name} contains {kind} at step {step}."
             cause = None if first.has_nan else first.overflow_cause
-            self._emit(step, Signal.ACTIVATION_NONFINITE, message, values, name, cause)
+            self.emit(step, Signal.ACTIVATION_NONFINITE, message, values, Culprit("forward", name), cause)
         self.is_bad = bool(bad)
 
     def _emit_headroom(self, step: int) -> None:
@@ -160,16 +160,8 @@ class ActivationMonitor(Monitor):
         seen = self.seen[forecast.module]
         message = _format_forecast(forecast, seen.dtype)
         values = {**asdict(forecast), "dtype": seen.dtype}
-        module = values.pop("module")
-        self._emit(step, Signal.ACTIVATION_HEADROOM, message, values, module, seen.overflow_cause)
-
-    def _emit(
-        self, step: int, signal: Signal, message: str, values: dict[str, Any], module: str, cause: Cause | None
-    ) -> None:
-        culprit = Culprit(phase="forward", module=module)
-        self.journal.write_once(
-            Event(step, signal, Action.OBSERVED, message, values=values, culprit=culprit, cause=cause)
-        )
+        culprit = Culprit("forward", values.pop("module"))
+        self.emit(step, Signal.ACTIVATION_HEADROOM, message, values, culprit, seen.overflow_cause)
 
 
 def _share_near_limit(seen: Activation) -> float | None:

@@ -18,10 +18,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..event import Event
+from ..event import Culprit, Event
 from ..journal import Journal
 from ..ranks import Ranks
-from ..vocabulary import Action, Signal
+from ..vocabulary import Action, Cause, Signal
 
 EARLY = (10, 20, 40)  # most failures exist from the beginning, and short runs need to report them too
 
@@ -120,10 +120,24 @@ class Monitor:
         if self.full_metrics and parts:
             self._row |= {f"nanguard/{noun or name}/{part}": each for part, each in parts.items()}
 
+    def emit(
+        self,
+        step: int,
+        signal: Signal,
+        message: str,
+        values: dict[str, Any] | None = None,
+        culprit: Culprit | None = None,
+        cause: Cause | None = None,
+        remedies: tuple[dict[str, Any], ...] = (),
+    ) -> None:
+        """Writes an event about an observation that is the same on every rank, on rank 0 only."""
+        fields = (None, 0, values or {}, culprit, cause, remedies)
+        self.journal.write_once(Event(step, signal, Action.OBSERVED, message, *fields))
+
     def turn_off(self, step: int, message: str) -> None:
         """Turns the monitor off for the rest of the run and writes an event that says why."""
         self.is_off = True
-        self.journal.write_once(Event(step, Signal.GUARD_FAILED, Action.OBSERVED, message))
+        self.emit(step, Signal.GUARD_FAILED, message)
 
     def reduce_max(self, values: Tensor) -> None:
         """Replaces values by their maximum over ranks, in place, with one message. Every rank must call it."""

@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..event import Culprit, Event
+from ..event import Culprit
 from ..optimizer.rounding import MOVES, keeps_remainder, try_rounding_remedies
-from ..vocabulary import Action, Cause, Signal
+from ..vocabulary import Cause, Signal
 from .base import Monitor
 from .update_sample import UpdateCounts, UpdateSample, read_sample, take_sample
 
@@ -107,7 +107,7 @@ class UpdateMonitor(Monitor):
             f"No weight changed in {state.num_still} checks in a row, the last at step {step}, because the learning rate "
             f"is 0 ({why}). {advice}."
         )
-        self._emit(step, message, {"update_share": share, "learning_rate": 0.0, "initial_lr": initial})
+        self._emit_stall(step, message, {"update_share": share, "learning_rate": 0.0, "initial_lr": initial})
         return True
 
     def _check_rounding(self, step: int, sample: UpdateSample, counts: UpdateCounts) -> None:
@@ -148,7 +148,7 @@ class UpdateMonitor(Monitor):
             f"This helps: {'; '.join(str(remedy.note) for remedy in remedies if remedy.works is not False)}."
         )
         values = {"update_share": share, "learning_rate": max(rates, default=None), "dtype": dtypes}
-        self._emit(step, message, values, Cause.ROUNDING_STALL, tuple(asdict(remedy) for remedy in remedies))
+        self._emit_stall(step, message, values, Cause.ROUNDING_STALL, tuple(asdict(remedy) for remedy in remedies))
 
     def _initial_rate(self, group: int) -> float | None:
         rate = self.optimizer.param_groups[group].get("initial_lr")
@@ -161,7 +161,7 @@ class UpdateMonitor(Monitor):
         initial = self._initial_rate(group)
         return rate > 0.0 and (initial is None or rate >= 0.5 * initial)
 
-    def _emit(
+    def _emit_stall(
         self,
         step: int,
         message: str,
@@ -171,10 +171,7 @@ class UpdateMonitor(Monitor):
     ) -> None:
         idle = self.state.idle or []
         values |= {"num_idle_parameters": len(idle), "idle_parameters": idle[:SHOWN]}
-        culprit, signal = Culprit(phase="optimizer"), Signal.UPDATE_STALLED
-        self.journal.write_once(
-            Event(step, signal, Action.OBSERVED, message, None, 0, values, culprit, cause, remedies)
-        )
+        self.emit(step, Signal.UPDATE_STALLED, message, values, Culprit("optimizer"), cause, remedies)
 
 
 def _name_dtype(parameter: Tensor) -> str:

@@ -9,10 +9,10 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...core.event import Culprit, Event
+from ...core.event import Culprit
 from ...core.monitors.base import Monitor
 from ...core.monitors.softmax_health import RULES, CollapseDetector, Finding
-from ...core.vocabulary import Action, Signal
+from ...core.vocabulary import Signal
 from .attention_probe import AttentionProbe, Measured
 
 logger = logging.getLogger("hf_nanguard")
@@ -120,16 +120,8 @@ class AttentionMonitor(Monitor):
         more = f" ({others} more {'module' if others == 1 else 'modules'} likewise)" if others else ""
         values = {"kind": kind, "first": finding.first, "num_modules": finding.num_modules, kind: finding.value}
         values |= {noun: measured[module] for noun, measured in found.items() if module in measured}
-        self.journal.write_once(
-            Event(
-                step,
-                Signal.ACTIVATION_HEADROOM if kind == "logsumexp" else Signal.ENTROPY_COLLAPSE,
-                Action.OBSERVED,
-                f"{message}{more} at step {step}. {ADVICE[kind]}.",
-                values=values,
-                culprit=Culprit(phase="forward", module=module),
-            )
-        )
+        signal = Signal.ACTIVATION_HEADROOM if kind == "logsumexp" else Signal.ENTROPY_COLLAPSE
+        self.emit(step, signal, f"{message}{more} at step {step}. {ADVICE[kind]}.", values, Culprit("forward", module))
 
     def _warn_of_gaps(self, probe: AttentionProbe, found: Measured) -> None:
         """Logs once what cannot be measured in this model."""
