@@ -42,7 +42,7 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.tokens = torch.randint(0, vocab, (4, 64))
         journal = Journal(Ranks(alone=True))
-        shared, optimizer = (self.model, journal, every_n_steps), self.optimizer
+        shared, optimizer = (self.model, journal, every_n_steps, False, ()), self.optimizer  # no early checks
         build = {
             "blocks": lambda: ActivationMonitor(*shared),
             "modules": lambda: ActivationMonitor(*shared, patterns="*"),
@@ -52,8 +52,6 @@ class Loop:
         }
         self.monitor_set = MonitorSet(journal)
         self.monitor_set.begin(tuple(build[kind]() for kind in kinds))
-        for monitor in self.monitor_set.monitors:
-            monitor.early = ()
 
     def step(self, number: int) -> None:
         """Takes one step."""
