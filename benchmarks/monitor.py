@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from hf_nanguard.core.journal import Journal
 from hf_nanguard.core.monitors.activations import ActivationMonitor
 from hf_nanguard.core.monitors.monitor_set import MonitorSet
-from hf_nanguard.core.monitors.weight_updates import MovementMonitor
-from hf_nanguard.core.monitors.weights import SoundnessMonitor
+from hf_nanguard.core.monitors.weight_updates import UpdateMonitor
+from hf_nanguard.core.monitors.weights import WeightMonitor
 from hf_nanguard.core.ranks import Ranks
 from hf_nanguard.hf.monitors.attention_monitor import AttentionMonitor
 from tests.counting import counting
@@ -41,19 +41,17 @@ class Loop:
         self.model = LlamaForCausalLM(config)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         self.tokens = torch.randint(0, vocab, (4, 64))
-        ranks = Ranks(alone=True)
-        journal = Journal(ranks)
-        state = (self.model, self.optimizer, journal, ranks, every_n_steps)
+        journal = Journal(Ranks(alone=True))
+        shared, optimizer = (self.model, journal, every_n_steps, False, ()), self.optimizer  # no early checks
         build = {
-            "blocks": lambda: ActivationMonitor(self.model, journal, ranks, every_n_steps),
-            "modules": lambda: ActivationMonitor(self.model, journal, ranks, every_n_steps, "*"),
-            "attention": lambda: AttentionMonitor(self.model, journal, ranks, every_n_steps),
-            "weights": lambda: SoundnessMonitor(*state),
-            "movement": lambda: MovementMonitor(*state),
+            "blocks": lambda: ActivationMonitor(*shared),
+            "modules": lambda: ActivationMonitor(*shared, patterns="*"),
+            "attention": lambda: AttentionMonitor(*shared),
+            "weights": lambda: WeightMonitor(*shared, optimizer=optimizer),
+            "updates": lambda: UpdateMonitor(*shared, optimizer=optimizer),
         }
-        self.monitor_set = MonitorSet(tuple(build[kind]() for kind in kinds))
-        for monitor in self.monitor_set.monitors:
-            monitor.early = ()
+        self.monitor_set = MonitorSet(journal)
+        self.monitor_set.begin(tuple(build[kind]() for kind in kinds))
 
     def step(self, number: int) -> None:
         """Takes one step."""
@@ -72,15 +70,15 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="2m", help="parameters of the Llama (default: 2m)")
     parser.add_argument("--steps", type=int, default=20, help="turns of each contender (default: 20)")
     options = parser.parse_args()
-    every = ("blocks", "attention", "weights", "movement")
+    every = ("blocks", "attention", "weights", "updates")
     loops = {
         "stock": Loop(options.size),
         "nothing due": Loop(options.size, *every, every_n_steps=FAR),
         "blocks": Loop(options.size, "blocks"),
         "every module": Loop(options.size, "modules"),
         "attention, head": Loop(options.size, "attention"),
-        "weights, moments": Loop(options.size, "weights"),
-        "movement": Loop(options.size, "movement"),
+        "weights, state": Loop(options.size, "weights"),
+        "updates": Loop(options.size, "updates"),
         "all at once": Loop(options.size, *every),
     }
     best = dict.fromkeys(loops, float("inf"))

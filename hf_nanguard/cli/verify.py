@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
+from ..report.run_files import GUARD_FOLDER, events_path
 from .live_output import between, build_console, guard_log, make_folder, progress
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ def _open_folder(given: str | None) -> Iterator[Path]:
     try:
         yield folder
     finally:
-        if not (folder / "nanguard" / "events.jsonl").is_file():
+        if not events_path(folder / GUARD_FOLDER, 0).is_file():
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -187,5 +188,5 @@ def show(console: Console, found: Verification) -> None:
     for reason in found.reasons:
         console.print(f"  {reason}", markup=False, highlight=False, soft_wrap=True)
     if found.events:
-        path = Path(found.output_dir) / "nanguard"
+        path = Path(found.output_dir) / GUARD_FOLDER
         console.print(f"events and autopsies: {path}", markup=False, highlight=False, soft_wrap=True)

@@ -1,6 +1,6 @@
 """Every private or undocumented name of torch that the core uses, each with the condition under which it can go."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -91,6 +91,14 @@ def is_in_backward() -> bool:
 
     Can go when torch has a public name for this."""
     return torch._C._current_graph_task_id() != -1
+
+
+def run_after_backward(callback: Callable[[], None]) -> None:
+    """Has a function called once the running backward has done everything that is queued before it.
+
+    Can go when torch offers a hook on the end of a backward pass.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
 def last_sequence_number() -> int:

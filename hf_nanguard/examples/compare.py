@@ -19,7 +19,7 @@ from rich.table import Table
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 
 from ..core.finite import find_nonfinite
-from ..report.run_files import Tail, events_path
+from ..report.run_files import GUARD_FOLDER, Tail, events_path
 from .recipe.command_line import check_output
 
 # How a run that has gone bad ends; anything else is a mistake in the recipe and goes through.
@@ -92,7 +92,7 @@ def watch_run(name: str, build_trainer: Callable[[], Trainer], measure: Measure 
     """
     trainer = build_trainer()
     folder = Path(str(trainer.args.output_dir))
-    tail = Tail(events_path(folder / "nanguard", trainer.args.process_index))
+    tail = Tail(events_path(folder / GUARD_FOLDER, trainer.args.process_index))
     outcome = Outcome(name, folder)
     try:
         trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
@@ -258,6 +258,6 @@ def find_evidence(outcome: Outcome) -> dict[str, Path]:
     """Returns the files and folders in which the guard told of a run's events, by what they hold."""
     if not outcome.events:
         return {}
-    folder = outcome.folder / "nanguard"
+    folder = outcome.folder / GUARD_FOLDER
     bundles = folder / "autopsy"
-    return {"events": folder / "events.jsonl", **({"autopsies": bundles} if bundles.is_dir() else {})}
+    return {"events": events_path(folder, 0), **({"autopsies": bundles} if bundles.is_dir() else {})}

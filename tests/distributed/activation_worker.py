@@ -35,7 +35,7 @@ def main(kind: str, folder: Path) -> None:
         wrapped = fully_shard(model, mesh=mesh)
     else:
         wrapped = DistributedDataParallel(model)
-    monitor = ActivationMonitor(model, Journal(ranks, events.append), ranks, 2, early=(1,))
+    monitor = ActivationMonitor(model, Journal(ranks, events.append), 2, early=(1,))
     for step in range(5):
         ids = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(10 * ranks.rank + step))
         monitor.begin_step(step)

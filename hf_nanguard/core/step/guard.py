@@ -100,9 +100,9 @@ class Guard:
         examiner = Examiner(self.policy, self.journal, None if folder is None else Path(folder))
         self.redo = Redo(self.journal, self.counter, examiner)
         self.settlement = Settlement(self.policy, self.journal, self.counter, self.escalation, self.norms, self.redo)
-        self.monitor_set = MonitorSet(journal=self.journal)
+        self.monitor_set = MonitorSet(self.journal)
         if model is not None and self.runner is not None:
-            self.monitor_set.begin(build_monitors(self.policy, model, optimizer, self.journal, self.ranks))
+            self.monitor_set.begin(build_monitors(self.policy, model, optimizer, self.journal))
         self.group = AccumulationGroup()
         self.steps_done = 0
         self.scheduler = scheduler

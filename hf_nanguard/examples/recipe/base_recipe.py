@@ -13,7 +13,7 @@ from accelerate import PartialState
 
 from ...core.event import strict
 from ...errors import NonFiniteError
-from ...report.run_files import Tail, events_path
+from ...report.run_files import GUARD_FOLDER, Tail, events_path
 from ..compare import compare_runs
 from ..tasks import sums as arithmetic
 from .command_line import check_output
@@ -78,7 +78,7 @@ class Recipe(ABC):
         say = trainer.accelerator.print
         for note in plan.notes:
             say(f"note: {note}")
-        tail = Tail(events_path(Path(plan.training.output_dir) / "nanguard", 0))
+        tail = Tail(events_path(Path(plan.training.output_dir) / GUARD_FOLDER, 0))
         error, figures = None, dict[str, float | str]()
         try:
             train_and_save(trainer, plan)

@@ -1,9 +1,9 @@
-"""The gradients as they are at the end of the backward pass, before anyone clips them.
+"""Measures gradients at the end of the backward pass, before anything clips them.
 
-When a callback is asked, clipping has already spread one NaN over every gradient. So the tap hooks the outputs of the
-model's forward; when the backward reaches them it queues a look at the gradients behind everything the engine still
-has to do, DDP's and FSDP's reductions included. That is two fused reductions a step, left on the device. What the
-forward was called with is held by reference until the step is decided, so that a bad one can be run again.
+When the trainer calls a callback, clipping has already spread one NaN over every gradient. So the tap hooks the outputs of the
+model's forward; when the backward reaches them, it queues a measurement behind everything the autograd engine still has to
+do, including the reductions of DDP and FSDP. That takes two fused reductions a step, which stay on the device. The arguments
+of the forward are held by reference until the step is decided, so that a bad step can be run again.
 """
 
 from collections.abc import Mapping
@@ -18,11 +18,14 @@ from ...core.finite import magnitudes
 from ...core.rerun.nested_inputs import find_tensors
 from ...core.rerun.runner import same_on_all_ranks
 from ...core.rng import RngState
+from ...core.torch_private import run_after_backward
+
+NOT_TAPPED = "The gradients could not be measured: no output of the model's forward led to the backward pass."
 
 
 @dataclass(frozen=True)
 class Call:
-    """One forward of the model in training: what it was called with, and the random state right before."""
+    """One training forward of the model: its arguments, and the random state right before."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -36,7 +39,7 @@ class GradientTap:
         model (`nn.Module`):
             The model, without DDP wrapper.
         holds_calls (`bool`, *optional*, defaults to `False`):
-            Whether to hold what the forward is called with.
+            Whether to hold the arguments of the forward.
     """
 
     def __init__(self, model: nn.Module, holds_calls: bool = False):
@@ -53,16 +56,19 @@ class GradientTap:
             self.handles.append(model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
 
     def remove(self) -> None:
-        """Takes the hooks off the model."""
+        """Removes the hooks from the model."""
         for handle in self.handles:
             handle.remove()
         self.calls = []
 
     def arm(self) -> None:
-        """Asks for a measurement of the next group."""
+        """Requests a measurement of the next accumulation group."""
         self.armed, self.queued, self.norm = True, False, None
-        self.names, self.largest, self.losses = [], [], []
-        self.calls = []
+        self.names, self.largest, self.losses, self.calls = [], [], [], []
+
+    def disarm(self) -> None:
+        """Ends the measurement; what was measured stays until the next [`GradientTap.arm`]."""
+        self.armed = False
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if self.armed and torch.is_grad_enabled():
@@ -83,8 +89,8 @@ class GradientTap:
     def _on_backward(self, gradient: Tensor) -> None:
         if not self.queued:
             self.queued = True
-            # Twice, so that it runs after the reductions that DDP and FSDP queue while the backward goes on.
-            _queue(lambda: _queue(self._measure))
+            # Queued twice, to run after the reductions that DDP and FSDP queue during the backward.
+            run_after_backward(lambda: run_after_backward(self._measure))
 
     @torch.no_grad()
     def _measure(self) -> None:
@@ -100,10 +106,6 @@ class GradientTap:
         return list(zip(self.names, self.largest, strict=True))
 
 
-def _queue(callback) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
-
-
 def as_scalar(loss: Tensor) -> Tensor:
-    """Returns a loss as the host trains on it: the mean, if a model has one for each sample or each device."""
+    """Returns a loss as the trainer uses it: the mean, if a model returns one for each sample or device."""
     return loss.mean() if loss.numel() > 1 else loss

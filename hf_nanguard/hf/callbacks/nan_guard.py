@@ -19,13 +19,13 @@ from ...core.rng import RngState
 from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Signal
 from ...errors import NonFiniteError
-from ...report.run_files import JsonlWriter, events_path
+from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
 from ..compat.accelerate import bare_optimizer, hold_schedule
 from ..monitors.trainer_monitors import build_monitors
 from ..trainer.arguments import GuardArguments, find_guard_arguments
-from ..trainer.run_record import FOLDER, STATE_FILE, load_guard, save_guard
+from ..trainer.run_record import STATE_FILE, load_guard, save_guard
 from .forward_replay import CallbackRunner, share_out
-from .gradient_tap import GradientTap
+from .gradient_tap import NOT_TAPPED, GradientTap
 
 logger = logging.getLogger("hf_nanguard")
 
@@ -81,8 +81,8 @@ class NanGuardCallback(TrainerCallback):
         )
         if args.process_index == 0:
             logger.warning(CANNOT)
-        self.writer = JsonlWriter(events_path(Path(args.output_dir) / FOLDER, args.process_index))
-        folder = Path(args.output_dir) / FOLDER
+        self.writer = JsonlWriter(events_path(Path(args.output_dir) / GUARD_FOLDER, args.process_index))
+        folder = Path(args.output_dir) / GUARD_FOLDER
         self.guard = Guard(policy=policy, ranks=Ranks(args.device), on_event=self.writer, folder=folder)
         self.runner = CallbackRunner(model, GradientTap(model, holds_calls=policy.autopsy), processing_class)
         self.guard.monitor_set.begin(build_monitors(args, model, optimizer, self.guard))
@@ -119,13 +119,12 @@ class NanGuardCallback(TrainerCallback):
         if guard is None or runner is None:
             return
         tap = runner.tap
-        tap.armed = False
+        tap.disarm()
         guard.monitor_set.end_backward()
         if tap.norm is None:
             if Signal.GUARD_FAILED not in guard.journal.written:
-                message = "the gradients could not be tapped: no output of the model's forward led to the backward pass"
                 guard.journal.write(
-                    Event(state.global_step, Signal.GUARD_FAILED, Action.OBSERVED, message, rank=args.process_index)
+                    Event(state.global_step, Signal.GUARD_FAILED, Action.OBSERVED, NOT_TAPPED, rank=args.process_index)
                 )
             return
         if optimizer.scaler is not None:

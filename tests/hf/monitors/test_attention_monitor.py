@@ -37,7 +37,7 @@ def nothing_is_left_behind():
 def make(model, period=1, early=(), **settings):
     """A monitor of one rank and the list of its events."""
     ranks, events = Ranks(alone=True), []
-    return AttentionMonitor(model, Journal(ranks, events.append), ranks, period, early=early, **settings), events
+    return AttentionMonitor(model, Journal(ranks, events.append), period, early=early, **settings), events
 
 
 def play(monitor, model, batch, steps, plant=None, first=0):
@@ -636,7 +636,7 @@ def test_attention_that_does_not_use_the_interface_is_said_once(caplog):
         rows = play(monitor, model, BY_NAME["llama"].inputs(), 3)
     assert [row.keys() for row in rows] == [{"nanguard/logsumexp_max"}] * 3
     assert events == []
-    assert len([record for record in caplog.records if "attention is not looked at" in record.getMessage()]) == 1
+    assert len([record for record in caplog.records if "attention is not monitored" in record.getMessage()]) == 1
 
 
 def test_an_implementation_that_hides_its_mask_is_named(caplog):
