@@ -4,11 +4,45 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
+
+from accelerate import Accelerator
+from transformers import Trainer
 
 # What the batch of an online trainer calls the log-probs of the policy that sampled, their sums (RLOO), and the reference's.
 OLD, OLD_SUM, REFERENCE = "old_per_token_logps", "old_logps", "ref_per_token_logps"
 SCORING = "_calculate_rewards"
+
+
+class OnlineTrainer(Protocol):
+    """What we use of a TRL online trainer to check its rewards."""
+
+    accelerator: Accelerator
+    reward_funcs: list[Any]
+
+
+def name_reward_functions(trainer: OnlineTrainer | Trainer) -> list[str]:
+    """Returns the names of a trainer's reward functions, as in TRL's metrics; a model without a name there is called by its
+    class. `[]` for a trainer without reward functions.
+
+    Can go when TRL names every reward function.
+    """
+    functions = vars(trainer).get("reward_funcs", [])
+    known = vars(trainer).get("reward_func_names") or [""] * len(functions)
+    return [name or type(function).__name__ for name, function in zip(known, functions, strict=True)]
+
+
+@contextmanager
+def replaced_reward_functions(trainer: OnlineTrainer, functions: list[Any]) -> Iterator[None]:
+    """Makes a TRL trainer call other reward functions inside the block.
+
+    Can go when TRL has a hook for what its reward functions return.
+    """
+    before, trainer.reward_funcs = trainer.reward_funcs, functions
+    try:
+        yield
+    finally:
+        trainer.reward_funcs = before
 
 
 def is_policy_loss(frame: FrameType) -> bool:

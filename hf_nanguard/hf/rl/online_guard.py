@@ -1,6 +1,6 @@
 """The guard of an online trainer's data, as its [`TrainerGuard`] sees it: completions, rewards and log-ratios."""
 
-from typing import Any
+from transformers import Trainer
 
 from ...core.event import Culprit, Event
 from ...core.rerun.micro_batch import AccumulationGroup
@@ -27,11 +27,11 @@ class OnlineGuard:
             Its guard.
     """
 
-    def __init__(self, trainer: Any, guard: Guard):
+    def __init__(self, trainer: Trainer, guard: Guard):
         self.trainer = trainer
         self.journal = guard.journal
         policy, bound = guard.policy, guard.policy.ratio_bound
-        self.rollout = Rollout(trainer, guard, policy)
+        self.rollout = Rollout(trainer, guard)
         self.ratio = RatioBound(bound, self._emit_overflow) if policy.acts and bound is not None else None
 
     def add_readings(self, group: AccumulationGroup) -> None:
