@@ -46,6 +46,7 @@ class RatioOverflow:
         self.counts: dict[str, int] = {}  # as read, since the last log row
         self._terms: list[_Term] = []  # of the step in progress
         self._micro_step = -1
+        self._is_reported = False
 
     def begin_loss(self) -> None:
         """Begins the loss of the next micro-batch."""
@@ -69,7 +70,8 @@ class RatioOverflow:
 
     def _count(self, term: _Term, step: int, number: float) -> None:
         self.counts[term.name] = self.counts.get(term.name, 0) + int(number)
-        if number and Signal.RATIO_OVERFLOW not in self.journal.told:
+        if number and not self._is_reported:
+            self._is_reported = True
             self._emit(term, step)
 
     def _emit(self, term: _Term, step: int) -> None:
