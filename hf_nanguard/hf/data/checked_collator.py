@@ -1,7 +1,7 @@
-"""Checks of a batch where it is made: on the CPU, in the worker, before it reaches a device.
+"""Checks a batch where it is collated: on the CPU, in the dataloader's worker, before it reaches a device.
 
-Labels out of the vocabulary would otherwise end the process in a device assert that names nothing. The arrays are
-looked at through NumPy views of the CPU tensors, so no torch operation and no device read is added.
+Labels outside the vocabulary would otherwise end the process in a device assert that names no label. The checks read NumPy
+views of the CPU tensors, so they add no torch operation and no device read.
 """
 
 from collections.abc import Callable, MutableMapping
@@ -14,19 +14,18 @@ from torch import Tensor
 
 from ...core.rerun.micro_batch import BatchAction, Finding
 from ...core.vocabulary import Cause, Signal
-from .batch_limits import Limits
+from .batch_limits import IGNORED_LABEL, Limits
 from .learning_signal import NoSignal, find_no_signal
 from .numpy_view import is_viewable, view
 from .samples import remove_samples
 
 NOTE = "nanguard_note"
-IGNORED = -100
 MAX_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class BatchNote:
-    """What the checks found, as plain values; it travels with the batch and is taken out before the model sees it.
+    """What the checks found, as plain values. It travels with the batch and is removed before the model gets the batch.
 
     Args:
         findings (`tuple[Finding, ...]`):
@@ -34,7 +33,7 @@ class BatchNote:
         no_signal (`NoSignal`, *optional*):
             Why there is hardly anything to learn from the batch.
         num_samples (`int`, *optional*), kept (`tuple[int, ...]`, *optional*):
-            If bad samples were taken out: how many there had been, and which are left.
+            If bad samples were removed: how many samples there were, and which are left.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -44,15 +43,15 @@ class BatchNote:
 
 
 class CheckedCollator:
-    """Runs the user's collator and checks what it made.
+    """Runs the user's collator and checks the batch.
 
     Args:
         collator (`Callable`):
-            The user's own.
+            The user's collator.
         limits (`Limits`):
             What the model can take.
         verdict (`str`):
-            What is to be done with a bad batch: `"drop"`, `"drop_samples"`, `"repair"`, `"halt"` or `"observe"`.
+            What to do with a bad batch: `"drop"`, `"drop_samples"`, `"repair"`, `"halt"` or `"observe"`.
         can_drop (`bool`, *optional*, defaults to `True`):
             Whether the loop can leave a batch out; if not, one that cannot be filled is only observed.
     """
@@ -80,22 +79,22 @@ class CheckedCollator:
 
 
 def take_apart(batch: MutableMapping, findings: list[Finding], num_samples: int, limits: Limits) -> BatchNote:
-    """Takes the bad samples out of a batch and returns the note of it; the whole batch has to go if that cannot be."""
+    """Removes the bad samples from a batch and returns its note; if they cannot be removed, the whole batch is dropped."""
     drops = [finding for finding in findings if finding.action is BatchAction.DROP]
     bad = {sample for finding in drops for sample in finding.samples}
     kept = remove_samples(batch, bad, num_samples) if bad and all(finding.samples for finding in drops) else None
     if kept is None:
         return BatchNote(tuple(findings))
     removed = [
-        replace(finding, action=BatchAction.REMOVED, message=f"{finding.message}; they were taken out of the batch")
+        replace(finding, action=BatchAction.REMOVED, message=f"{finding.message}; they were removed from the batch")
         for finding in drops
     ]
-    rest = check_batch(batch, limits, "drop")  # of those left, all labels may be masked
+    rest = check_batch(batch, limits, "drop")  # the remaining samples may have no label left
     return BatchNote((*removed, *rest), None, num_samples, kept)
 
 
 def name_rows(note: BatchNote, rows: list[int] | None) -> tuple[BatchNote, list[int] | None]:
-    """Returns the note with the rows of samples that were taken out, and the rows of those that are left."""
+    """Returns the note with the rows of the samples that were removed, and the rows of those that are left."""
     if note.kept is None or rows is None or len(rows) != note.num_samples:
         return note, rows if note.kept is None else None
     findings = tuple(
@@ -108,8 +107,8 @@ def name_rows(note: BatchNote, rows: list[int] | None) -> tuple[BatchNote, list[
 
 
 def check_batch(batch: MutableMapping, limits: Limits, verdict: str) -> list[Finding]:
-    """Checks a batch and, unless `verdict` is `"observe"`, makes it safe to run: bad entries are filled in place of
-    reaching a kernel, so that a rank whose batch is bad can still take part in what all ranks do together.
+    """Checks a batch and, unless `verdict` is `"observe"`, makes it safe to run: bad entries are filled before they reach a
+    kernel, so that a rank whose batch is bad can still take part in collective operations.
 
     Args:
         batch (`MutableMapping`):
@@ -135,7 +134,7 @@ def check_batch(batch: MutableMapping, limits: Limits, verdict: str) -> list[Fin
             fill = 0
         elif name == "labels":
             found, bad = check_labels(value, limits, action)
-            fill = IGNORED if limits.token_labels else 0
+            fill = IGNORED_LABEL if limits.token_labels else 0
         elif name in ("input_ids", "decoder_input_ids") and limits.num_ids is not None:
             found, bad = check_ids(name, value, limits, action)
             fill = 0
@@ -161,8 +160,8 @@ def _where(bad: np.ndarray) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...
 def check_finite(name: str, value: Tensor, action: BatchAction) -> tuple[Finding | None, np.ndarray | None]:
     """Looks for NaN and inf in a float input; an additive attention mask may hold -inf.
 
-    NaN may be a missing target and -inf a bias that masks, so a batch is not dropped for it unless its loss or gradients
-    are not finite either.
+    NaN may be a missing target and -inf a bias that masks, so such a batch is dropped only if its loss or gradients are not
+    finite either.
     """
     array = view(value)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -195,7 +194,8 @@ def check_labels(labels: Tensor, limits: Limits, action: BatchAction) -> tuple[F
     targets = array[:, 1:] if limits.shifted else array
     if np.isin(targets, limits.ignored).all():
         samples = tuple(range(array.shape[0]))
-        message = f"all labels of {array.shape[0]} samples are masked, so nothing can be learned from them"
+        message = f"none of the {len(samples)} samples has an unmasked label"
+        message = "the only sample has no unmasked label" if len(samples) == 1 else message
         # A masked batch cannot be filled with anything true: "repair" leaves it out as well.
         action = BatchAction.DROP if action is BatchAction.REPAIR else action
         return Finding(Signal.LABELS_MASKED, message, action, Cause.ALL_LABELS_MASKED, "input", samples), None
@@ -223,7 +223,7 @@ def check_length(batch: MutableMapping, action: BatchAction) -> Finding | None:
     if action is not BatchAction.OBSERVE:
         for name, value in list(batch.items()):
             if isinstance(value, Tensor) and value.shape == ids.shape:
-                fill = {"labels": IGNORED, "attention_mask": 1}.get(name, 0)
+                fill = {"labels": IGNORED_LABEL, "attention_mask": 1}.get(name, 0)
                 batch[name] = value.new_full((len(ids), 1), fill)
     message = f"input_ids of all {len(ids)} samples hold no token"
     action = BatchAction.DROP if action is BatchAction.REPAIR else action
@@ -231,7 +231,7 @@ def check_length(batch: MutableMapping, action: BatchAction) -> Finding | None:
 
 
 def check_ids(name: str, ids: Tensor, limits: Limits, action: BatchAction) -> tuple[Finding | None, np.ndarray | None]:
-    """Looks for ids outside the embedding, but for those the model itself replaces."""
+    """Looks for ids outside the embedding, except those that the model replaces itself."""
     array = view(ids)
     if array.min() >= 0 and array.max() < limits.num_ids:
         return None, None

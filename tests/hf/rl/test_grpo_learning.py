@@ -73,6 +73,8 @@ SIGNALS = {
     "inf_reward_scaled": {"reward_nonfinite"},
     "inf_reward_unscaled": {"reward_nonfinite"},
     "logits": {"logits_nonfinite"},
+    "ratio": {"ratio_overflow"},
+    "kl": {"ratio_overflow"},
 }
 BOUNDED = {"ratio": "nanguard/bounded_ratio", "kl": "nanguard/bounded_kl"}
 
