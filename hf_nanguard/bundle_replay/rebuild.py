@@ -12,9 +12,9 @@ import transformers
 from torch import Tensor, nn
 
 from ..core.autopsy.bundle.reader import Bundle, read_bundle
+from ..core.autopsy.evidence.suspect_batch import SuspectBatch
+from ..core.autopsy.evidence.verdict import Verdict
 from ..core.autopsy.examiner import Budget, examine
-from ..core.autopsy.suspect_batch import SuspectBatch
-from ..core.autopsy.verdict import Verdict
 from ..core.ranks import Ranks
 from ..core.rerun.micro_batch import MicroBatch
 from ..core.rerun.runner import LoopRunner, Runner

@@ -15,7 +15,7 @@ from ..errors import ArgumentError
 
 if TYPE_CHECKING:
     from ..core.autopsy.bundle.reader import Bundle
-    from ..core.autopsy.verdict import Remedy, Verdict
+    from ..core.autopsy.evidence.verdict import Remedy, Verdict
 
 PATIENCE = 2.0
 PACKAGES = ("torch", "transformers", "trl", "peft")
@@ -183,7 +183,7 @@ def tell(bundle: Bundle, verdict: Verdict, differences: list[str], tried: bool) 
     """Returns the verdict as the run's log shows it, and how it compares to the recorded one."""
     from dataclasses import replace
 
-    from ..core.autopsy.verdict import format_verdict
+    from ..core.autopsy.evidence.verdict import format_verdict
 
     recorded = recorded_remedies(bundle.verdict)
     if not tried:
@@ -237,7 +237,7 @@ def recorded_data(verdict: dict[str, Any]) -> dict[str, Any]:
 
 def recorded_remedies(verdict: dict[str, Any]) -> tuple[Remedy, ...]:
     """Returns the remedies that the bundle tells of."""
-    from ..core.autopsy.verdict import Remedy
+    from ..core.autopsy.evidence.verdict import Remedy
 
     told = verdict.get("remedies")
     items = [item for item in (told if isinstance(told, list) else []) if isinstance(item, dict)]

@@ -22,12 +22,12 @@ from ..rerun.micro_batch import MicroBatch
 from ..rerun.runner import Runner
 from ..settings import Policy
 from ..vocabulary import Action, Signal
-from .blame import find_blame
 from .bundle.reader import write_bundle
+from .evidence.blame import find_blame
+from .evidence.suspect_batch import SuspectBatch
+from .evidence.verdict import Blame, Remedy, Verdict, format_verdict
 from .remedies.try_remedies import try_remedies
-from .suspect_batch import SuspectBatch
 from .trace.origin import Origin
-from .verdict import Blame, Remedy, Verdict, format_verdict
 
 logger = logging.getLogger("hf_nanguard")
 

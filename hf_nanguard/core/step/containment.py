@@ -10,8 +10,8 @@ import math
 from dataclasses import asdict, replace
 from typing import Any
 
+from ..autopsy.evidence.verdict import Verdict
 from ..autopsy.examiner import Examiner
-from ..autopsy.verdict import Verdict
 from ..event import Culprit, Event
 from ..finite import find_nonfinite, local, read_host
 from ..journal import Journal

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..suspect_batch import SuspectBatch
+from ..evidence.suspect_batch import SuspectBatch
 from .tensor_swap import given, map_tensors, swapped
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)

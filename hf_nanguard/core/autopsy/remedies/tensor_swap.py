@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..suspect_batch import SuspectBatch, name_tensors
+from ..evidence.suspect_batch import SuspectBatch, name_tensors
 
 
 @contextmanager

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from ...vocabulary import Cause
-from ..suspect_batch import SuspectBatch
+from ..evidence.suspect_batch import SuspectBatch
+from ..evidence.verdict import Blame, Remedy
 from ..trace.origin import Origin
-from ..verdict import Blame, Remedy
 from .bounded_operators import BOUNDS, bounded
 from .precision import LOW_PRECISION, in_precision, upcast_module
 from .tensor_swap import fill_input, fill_weight, name_weights

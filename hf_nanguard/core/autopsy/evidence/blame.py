@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from ..trace.origin import Origin
 from .suspect_batch import SuspectBatch, find_fields
-from .trace.origin import Origin
 from .verdict import Blame
 
 MAX_TOKENS = 16

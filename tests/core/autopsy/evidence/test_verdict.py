@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from hf_nanguard.core.autopsy.evidence.verdict import Blame, Remedy, Verdict, format_verdict
 from hf_nanguard.core.autopsy.trace.origin import Origin
-from hf_nanguard.core.autopsy.verdict import Blame, Remedy, Verdict, format_verdict
 from hf_nanguard.core.event import Culprit
 from hf_nanguard.core.vocabulary import Cause
 

@@ -3,10 +3,10 @@
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..event import Culprit, strict
-from ..vocabulary import Cause
-from .trace.memory import SHOWN_POSITIONS
-from .trace.origin import Origin
+from ...event import Culprit, strict
+from ...vocabulary import Cause
+from ..trace.memory import SHOWN_POSITIONS
+from ..trace.origin import Origin
 
 MAX_TEXT = 160
 MAX_SHOWN = 6

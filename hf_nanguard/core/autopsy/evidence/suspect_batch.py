@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..finite import find_nonfinite, read_host
-from ..rerun.micro_batch import MicroBatch
-from ..rerun.runner import Runner
-from .trace.origin import Origin, find_origin
+from ...finite import find_nonfinite, read_host
+from ...rerun.micro_batch import MicroBatch
+from ...rerun.runner import Runner
+from ..trace.origin import Origin, find_origin
 
 # Fields that say how many samples a batch has, the plainest first.
 MAIN_FIELDS = (
