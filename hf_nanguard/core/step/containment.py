@@ -323,7 +323,7 @@ class Containment:
             blamed = self.find_bad(reading, runner)
             reports = self.ranks.gather([bad.micro.index for bad in blamed])
             if not any(reports) and not runner.knows_loss:
-                self.examiner.tell_out_of_sight(reading.step)
+                self.examiner.log_out_of_sight(reading.step)
             blamed = self.examine(reading, runner, blamed[:1], reports)
             if runner.lockstep:
                 blamed = self.narrow_blame(blamed, reports)
