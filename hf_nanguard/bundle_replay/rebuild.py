@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 
 from ..core.autopsy.bundle.reader import Bundle, read_bundle
 from ..core.autopsy.evidence.suspect_batch import SuspectBatch
@@ -17,6 +17,7 @@ from ..core.autopsy.evidence.verdict import Verdict
 from ..core.autopsy.examiner import Budget, examine
 from ..core.ranks import Ranks
 from ..core.rerun.micro_batch import MicroBatch
+from ..core.rerun.nested_inputs import map_tensors
 from ..core.rerun.runner import LoopRunner, Runner
 from ..core.rng import RngState
 from ..errors import ArgumentError
@@ -257,13 +258,7 @@ def fill(bundle: Bundle, model: nn.Module, known: set[int] | None) -> nn.Module:
 
 def move(inputs: Any, device: torch.device) -> Any:
     """Returns nested inputs on a device."""
-    if isinstance(inputs, Tensor):
-        return inputs.to(device)
-    if isinstance(inputs, Mapping):
-        return {key: move(value, device) for key, value in inputs.items()}
-    if isinstance(inputs, (list, tuple)):
-        return type(inputs)(move(item, device) for item in inputs)
-    return inputs
+    return map_tensors(inputs, lambda tensor: tensor.to(device))
 
 
 @contextmanager

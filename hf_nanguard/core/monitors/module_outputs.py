@@ -7,14 +7,15 @@ of it stays on the device until it is put together in one table.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..finite import local
+from ..rerun.nested_inputs import find_tensors
 from ..vocabulary import Cause
 
 NEAR_BITS = 4  # near the limit: within a factor of 16
@@ -31,18 +32,12 @@ COLUMNS = 7  # minus lowest, highest, whether NaN, RMS, share of zeros, share ne
 
 def find_tensor(output: Any) -> Tensor | None:
     """Returns the first float tensor with a dimension in what a module returned; `None` if there is none."""
-    if isinstance(output, Tensor):
-        part = local(output)
-        dense = part.layout is torch.strided and not part.is_nested and not part.is_meta  # else there are no kernels
-        return part if dense and part.dtype in DTYPES and part.ndim and part.numel() else None
-    parts: Any = ()
-    if isinstance(output, Mapping):
-        parts = output.values()
-    elif isinstance(output, (tuple, list)):
-        parts = output
-    elif is_dataclass(output) and not isinstance(output, type):
-        parts = (vars(output).get(field.name) for field in fields(output))
-    return next((tensor for part in parts if (tensor := find_tensor(part)) is not None), None)
+    return next((part for tensor in find_tensors(output) if _has_kernels(part := local(tensor))), None)
+
+
+def _has_kernels(part: Tensor) -> bool:
+    dense = part.layout is torch.strided and not part.is_nested and not part.is_meta
+    return bool(dense and part.dtype in DTYPES and part.ndim and part.numel())
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ...core.rerun.micro_batch import AccumulationGroup, MicroBatch
+from ...core.rerun.nested_inputs import find_tensors
 from ...core.rerun.runner import Runner
 from ..trainer.isolation import untouched_modules
 from ..trainer.trainer_runner import decode_sample
-from .gradient_tap import Call, GradientTap, as_scalar, tensors_in
+from .gradient_tap import Call, GradientTap, as_scalar
 
 
 class CallbackRunner(Runner):
@@ -141,5 +142,5 @@ def find_loss(output: Any) -> Tensor | None:
 def stand_in_loss(output: Any) -> Tensor:
     """Returns the mean of the first differentiable output, masked logits left out: it reaches every operator of the
     forward and of its backward, though not with the gradients of the trainer's loss."""
-    first = next(tensor for tensor in tensors_in(output) if tensor.requires_grad)
+    first = next(tensor for tensor in find_tensors(output) if tensor.requires_grad)
     return torch.where(first == float("-inf"), 0.0, first).float().mean()

@@ -6,7 +6,7 @@ has to do, DDP's and FSDP's reductions included. That is two fused reductions a 
 forward was called with is held by reference until the step is decided, so that a bad one can be run again.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from accelerate.state import GradientState
 from torch import Tensor, nn
 
 from ...core.finite import magnitudes
+from ...core.rerun.nested_inputs import find_tensors
 from ...core.rerun.runner import same_on_all_ranks
 from ...core.rng import RngState
 
@@ -75,7 +76,7 @@ class GradientTap:
         if isinstance(loss, Tensor):
             self.losses.append(as_scalar(loss.detach()))
         if GradientState().sync_gradients:
-            for tensor in tensors_in(output):
+            for tensor in find_tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._on_backward)
 
@@ -106,13 +107,3 @@ def _queue(callback) -> None:
 def as_scalar(loss: Tensor) -> Tensor:
     """Returns a loss as the host trains on it: the mean, if a model has one for each sample or each device."""
     return loss.mean() if loss.numel() > 1 else loss
-
-
-def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yields the tensors of a model's output."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        yield from (value for value in output.values() if isinstance(value, Tensor))
-    elif isinstance(output, (tuple, list)):
-        yield from (value for value in output if isinstance(value, Tensor))

@@ -4,8 +4,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import copy
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...finite import find_nonfinite, read_host
 from ...rerun.micro_batch import MicroBatch
+from ...rerun.nested_inputs import map_parts, name_tensors
 from ...rerun.runner import Runner
 from ..trace.origin import Origin, find_origin
 
@@ -124,23 +124,6 @@ def eager() -> Iterator[None]:
         yield
 
 
-def name_tensors(inputs: Any, prefix: str = "") -> dict[str, Tensor]:
-    """Returns the tensors inside nested inputs by a dotted name."""
-    if isinstance(inputs, Tensor):
-        return {prefix or "input": inputs}
-    items: Any = ()
-    if is_dataclass(inputs) and not isinstance(inputs, Mapping):
-        items = vars(inputs).items()
-    elif isinstance(inputs, Mapping):
-        items = inputs.items()
-    elif isinstance(inputs, (list, tuple)):
-        items = enumerate(inputs)
-    found: dict[str, Tensor] = {}
-    for key, value in items:
-        found |= name_tensors(value, f"{prefix}.{key}" if prefix else str(key))
-    return found
-
-
 def find_fields(fields: dict[str, Tensor], names: Sequence[str]) -> list[Tensor]:
     """Returns the tensors with these names, nested or not, in the order of the names."""
     return [tensor for name in names for key, tensor in fields.items() if key.rsplit(".", 1)[-1] == name]
@@ -166,17 +149,6 @@ def take_entries(inputs: Any, chosen: Mapping[int, Sequence[int]]) -> Any:
         if inputs.ndim == 0 or inputs.shape[0] not in chosen:
             return inputs
         return inputs[torch.tensor(chosen[inputs.shape[0]], device=inputs.device)]
-    if is_dataclass(inputs) and not isinstance(inputs, Mapping):
-        cut = copy(inputs)
-        vars(cut).update({name: take_entries(value, chosen) for name, value in vars(inputs).items()})
-        return cut
-    if isinstance(inputs, Mapping):
-        picked: Any = copy(inputs)
-        for key, value in inputs.items():
-            picked[key] = take_entries(value, chosen)
-        return picked
-    if isinstance(inputs, (list, tuple)):
-        if len(inputs) in chosen and not any(isinstance(item, Tensor) for item in inputs):
-            return type(inputs)(inputs[entry] for entry in chosen[len(inputs)])
-        return type(inputs)(take_entries(item, chosen) for item in inputs)
-    return inputs
+    if isinstance(inputs, (list, tuple)) and len(inputs) in chosen and not any(isinstance(i, Tensor) for i in inputs):
+        return type(inputs)(inputs[entry] for entry in chosen[len(inputs)])
+    return map_parts(inputs, lambda part: take_entries(part, chosen))

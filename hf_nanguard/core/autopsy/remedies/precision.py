@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...rerun.nested_inputs import map_tensors
 from ..evidence.suspect_batch import SuspectBatch
-from .tensor_swap import given, map_tensors, swapped
+from .tensor_swap import given, swapped
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 

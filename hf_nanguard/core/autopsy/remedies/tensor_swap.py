@@ -4,16 +4,15 @@ Nothing of the model is written. A new `.data` would do as well, but makes torch
 has hooked; so the modules' tables are changed, and the very same tensors are put back.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from copy import copy
-from dataclasses import is_dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from ..evidence.suspect_batch import SuspectBatch, name_tensors
+from ...rerun.nested_inputs import map_tensors
+from ..evidence.suspect_batch import SuspectBatch
 
 
 @contextmanager
@@ -66,27 +65,6 @@ def given(suspect: SuspectBatch, change: Callable[[Tensor], Tensor]) -> Iterator
         yield
     finally:
         suspect.micro = micro
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Returns nested values with every tensor changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if is_dataclass(value) and not isinstance(value, (type, Mapping)):
-        if not name_tensors(value):  # a config, say, of which there should be no second one
-            return value
-        parts = copy(value)
-        vars(parts).update({name: map_tensors(item, change) for name, item in vars(value).items()})
-        return parts
-    if isinstance(value, Mapping):
-        result = copy(value)
-        for key, item in value.items():
-            result[key] = map_tensors(item, change)  # type: ignore[index]
-        return result
-    if isinstance(value, (list, tuple)):
-        items = [map_tensors(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
 
 
 def _as_zero(tensor: Tensor) -> Tensor:
