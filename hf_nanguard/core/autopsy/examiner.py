@@ -106,7 +106,7 @@ def explain(suspect: SuspectBatch, origin: Origin, budget: Budget, remedies: boo
     origin, tried = trace_update(suspect, origin)
     if remedies and reproducible is not False:
         budget.enter("trying remedies")
-        tried += try_remedies(suspect, origin, blame, budget.allowed, origin.cause)
+        tried += try_remedies(suspect, origin, blame, budget.allowed)
     return budget.conclude(suspect, origin, blame=blame, reproducible=reproducible, remedies=tried)
 
 

@@ -5,6 +5,9 @@ group, afterwards only what was seen to change, and the running statistics of no
 buffers pays nothing.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -47,6 +50,15 @@ class BufferKeeper:
             if module._buffers[name] is not buffer or not _is_same(buffer, value):
                 module._buffers[name] = buffer
                 buffer.copy_(value)  # counts as a write, so that what was put back stays known as written
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Restores nothing inside the block."""
+        kept, self.kept = self.kept, []
+        try:
+            yield
+        finally:
+            self.kept = kept
 
     @torch.no_grad()
     def restore_where(self, bad: Tensor) -> None:

@@ -85,8 +85,8 @@ class Origin:
 def find_origin(
     run: Callable[[], Tensor], model: nn.Module, gradients: Callable[[], list[tuple[str, Tensor]]],
     inputs: dict[str, Tensor],
-) -> tuple[Origin | None, float]:  # fmt: skip
-    """Runs a pass under a trace and walks back from its poisoned result.
+) -> Origin | None:  # fmt: skip
+    """Runs a pass under a trace and walks back from its non-finite result; `None` if the result was finite.
 
     Args:
         run (`Callable`):
@@ -97,9 +97,6 @@ def find_origin(
             Returns the named gradients afterwards.
         inputs (`dict[str, Tensor]`):
             The inputs by name.
-
-    Returns:
-        `tuple[Origin | None, float]`: the origin, `None` if the pass was healthy, and the loss.
     """
     trace = Trace(model, inputs)
     with trace.recording():
@@ -108,7 +105,7 @@ def find_origin(
     if start is None:
         written = [record for _, gradient in gradients() if (record := trace.find_writer(gradient)) is not None]
         start = min(written, key=lambda record: record.index, default=None)
-    return (None if start is None else describe_origin(*walk_back(start))), float(loss.item())
+    return None if start is None else describe_origin(*walk_back(start))
 
 
 def walk_back(record: Record) -> tuple[Record, Operand | None, bool]:
