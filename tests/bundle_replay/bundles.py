@@ -77,7 +77,7 @@ def examine_and_write(
 ) -> tuple[Path, Verdict]:
     """Examines a micro-batch and writes its bundle, its facts changed by somebody if need be."""
     verdict = examine(suspect, Budget(60.0), remedies=False)
-    facts = describe_trainer(suspect.runner.trainer, suspect.share)
+    facts = describe_trainer(suspect.runner.trainer, suspect.weight)
     if change is not None:
         change(facts)
     return write_bundle(folder / "step-7", suspect, verdict, facts, weights=weights), verdict

@@ -53,7 +53,7 @@ SETTINGS = {
 def run_both(suspect, folder: Path, **more) -> tuple[dict, dict]:
     """Returns loss and gradients of a micro-batch, and of the one that its bundle gives."""
     path = write_bundle(
-        folder / "step-7", suspect, Verdict(None), suspect.runner.facts(suspect.share), weights="all", **more
+        folder / "step-7", suspect, Verdict(None), suspect.runner.facts(suspect.weight), weights="all", **more
     )
     both = []
     for one in (suspect, rebuild(read_bundle(path))):
@@ -374,7 +374,7 @@ def suspect(tmp_path_factory):
 
 @pytest.mark.parametrize(("change", "told"), HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_bundle_is_refused(change, told, suspect, tmp_path):
-    facts = describe_trainer(suspect.runner.trainer, suspect.share)
+    facts = describe_trainer(suspect.runner.trainer, suspect.weight)
     change(facts)
     path = write_bundle(tmp_path / "step-7", suspect, Verdict(None), facts, weights="all")
     with pytest.raises(ArgumentError, match=told) as refused:
@@ -384,7 +384,7 @@ def test_a_hostile_bundle_is_refused(change, told, suspect, tmp_path):
 
 def test_facts_of_any_type_are_refused_in_a_sentence(suspect, tmp_path):
     """Each fact in turn is replaced by something else: it is refused, or it does not matter."""
-    facts = describe_trainer(suspect.runner.trainer, suspect.share)
+    facts = describe_trainer(suspect.runner.trainer, suspect.weight)
     path = write_bundle(tmp_path / "step-7", suspect, Verdict(None), facts, weights="all")
     bundle = read_bundle(path)
     refused = 0
@@ -411,7 +411,7 @@ def test_nothing_is_fetched_or_imported(suspect, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "evil.py").write_text("raise AssertionError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    facts = describe_trainer(suspect.runner.trainer, suspect.share)
+    facts = describe_trainer(suspect.runner.trainer, suspect.weight)
     facts["trainer"]["host_module"] = "evil"
     facts["model"]["config"] |= {
         "auto_map": {"AutoModelForCausalLM": "evil/repo--evil.Model"},
@@ -522,11 +522,11 @@ def test_facts_are_strict_json_without_places(tmp_path):
     trainer = build("sft", tmp_path / "secret", guard=False, lora=True, hub_model_id="secret/name", run_name="secret")
     trainer.model.config._name_or_path = "secret/base"
     suspect = hold(trainer, healthy)
-    facts = describe_trainer(trainer, suspect.share)
+    facts = describe_trainer(trainer, suspect.weight)
     assert "secret" not in json.dumps(facts, allow_nan=False)
     assert facts["trainer"]["host"] == "SFTTrainer"
     assert facts["trainer"]["own_loss"] == []
-    assert facts["share"] == {"steps": 3, "num_items": int(suspect.share.num_items), "completion_items": None}
+    assert facts["share"] == {"steps": 3, "num_items": int(suspect.weight.num_items), "completion_items": None}
     assert facts["arguments"]["learning_rate"] == 1e-2
     assert (
         facts["versions"]["torch"] == torch.__version__.split("+")[0] or facts["versions"]["torch"] == torch.__version__

@@ -38,7 +38,7 @@ def found(suspect, tmp_path_factory) -> tuple[Path, Verdict]:
 
 
 def write(suspect, folder: Path, verdict: Verdict, **facts) -> str:
-    told = {**describe_trainer(suspect.runner.trainer, suspect.share), **facts}
+    told = {**describe_trainer(suspect.runner.trainer, suspect.weight), **facts}
     return str(write_bundle(folder / "step-7", suspect, verdict, told, weights="all"))
 
 
@@ -109,7 +109,7 @@ def test_another_origin_is_told(suspect, found, tmp_path, capsys):
 
 def test_a_batch_that_is_finite_now_is_told(suspect, found, tmp_path, capsys):
     """The weights of another run are given: nothing is wrong with them."""
-    facts = describe_trainer(suspect.runner.trainer, suspect.share)
+    facts = describe_trainer(suspect.runner.trainer, suspect.weight)
     verdict = replace(found[1], origin=replace(found[1].origin, parameter=None))
     path = write_bundle(tmp_path / "step-7", suspect, verdict, facts, weights="none")
     tiny_llama().save_pretrained(tmp_path / "healthy")
@@ -151,7 +151,7 @@ def test_text_of_a_bundle_cannot_steer_the_terminal(suspect, found, tmp_path, ca
     assert code == 0
     assert "[bold red]" in out  # shown as it is: nobody takes it for markup
     assert not {"\x1b", "\x07", "\u202e"} & set(out)
-    facts = describe_trainer(suspect.runner.trainer, suspect.share)
+    facts = describe_trainer(suspect.runner.trainer, suspect.weight)
     facts["model"]["config"][f"{evil}_layers"] = 10**9
     path = str(write_bundle(tmp_path / "step-8", suspect, found[1], facts, weights="all"))
     code, out, err = run(path, capsys=capsys)

@@ -159,7 +159,7 @@ class Examiner:
         """Whether another micro-batch may be traced."""
         return self.policy.autopsy and self.num_traces < TRACES_PER_AUTOPSY * self.policy.max_autopsies
 
-    def examine(self, runner: Runner, micro: MicroBatch, share: Any, step: int) -> Verdict | None:
+    def examine(self, runner: Runner, micro: MicroBatch, weight: Any, step: int) -> Verdict | None:
         """Examines a bad micro-batch; `None` if no more are examined, or if the examination failed.
 
         A fault that was examined before is only located again. Gradients, buffers and random state are left as the last
@@ -169,7 +169,7 @@ class Examiner:
             return None
         self.num_traces += 1
         try:
-            verdict = self._examine(SuspectBatch(runner, micro, share), step)
+            verdict = self._examine(SuspectBatch(runner, micro, weight), step)
         except Exception as error:  # any code of the user's may run in a replay; an explanation must not cost the run
             self._emit_failure(step, micro, format_error(error))
             return None
@@ -229,7 +229,7 @@ class Examiner:
                 self.folder / FOLDER / f"step-{step}",
                 suspect,
                 verdict,
-                {**suspect.runner.facts(suspect.share), "rows": suspect.micro.rows},
+                {**suspect.runner.facts(suspect.weight), "rows": suspect.micro.rows},
                 weights=self.policy.bundle_weights,
                 text=self.policy.bundle_text,
             )

@@ -57,7 +57,7 @@ class SuspectBatch:
             Runs it as the loop did, in isolation.
         micro (`MicroBatch`):
             The micro-batch.
-        share (`Any`):
+        weight (`Any`):
             The weight of its loss, as the loop computes it.
         num_samples (`int`, *optional*):
             How many samples it has, if that is known; used only if the entries can be divided into as many.
@@ -65,10 +65,10 @@ class SuspectBatch:
     One sample may have several entries: a preference trainer gives its pairs as two halves.
     """
 
-    def __init__(self, runner: Runner, micro: MicroBatch, share: Any, num_samples: int | None = None):
+    def __init__(self, runner: Runner, micro: MicroBatch, weight: Any, num_samples: int | None = None):
         self.runner = runner
         self.micro = micro
-        self.share = share
+        self.weight = weight
         self.fields = name_tensors(runner.inputs_of(micro))
         self.num_entries = count_entries(self.fields)
         rows = micro.rows
@@ -130,7 +130,7 @@ class SuspectBatch:
     def _probe(self, micro: MicroBatch, compiled: bool = False) -> Tensor:
         self.num_runs += 1
         with nullcontext() if compiled else eager():
-            return self.runner.probe(micro, self.share)
+            return self.runner.probe(micro, self.weight)
 
 
 @contextmanager
