@@ -252,7 +252,7 @@ class Watched:
     def __init__(self, sick):
         self.sick = sick
 
-    def find_sick(self, lengths):
+    def find_nonfinite(self, lengths):
         return self.sick
 
 
