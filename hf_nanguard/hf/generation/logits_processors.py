@@ -118,16 +118,8 @@ class NumericalStabilityLogitsProcessor(LogitsProcessor):
 
     @classmethod
     def place(cls, budget: LogBudget, rest: float = -math.inf, **settings: Any) -> Self:
-        """Returns a processor that [`guard_generation`] puts into a list by itself.
-
-        Args:
-            budget (`LogBudget`):
-                The log budget it shares with others.
-            rest (`float`, *optional*, defaults to `-inf`):
-                The score of all other tokens in an ended row.
-            settings:
-                As in the constructor.
-        """
+        """Returns a processor that is placed by [`guard_generation`]: with a shared log budget, and `rest` as in
+        [`repair_scores`]."""
         processor = cls(**settings)
         processor.placed, processor.budget, processor.rest = True, budget, rest
         return processor
