@@ -89,7 +89,7 @@ CULPRIT_KEYS = words("phase module op source parameter term samples rows tokens 
 
 GUARD_SIGNATURE = (
     "(model=None, optimizer=None, policy=None, *, scheduler=None, scaler=None, max_grad_norm=None, ranks=None, "
-    "on_event=None, read_every_n_steps=1, folder=None)"
+    "on_event=None, folder=None)"
 )
 GRADIENT_MONITOR_SIGNATURE = "(check_every_n_steps=1, log_every_n_steps=10, halt_on_nan=False)"
 SIGNATURES = [

@@ -15,7 +15,8 @@ from ..errors import ArgumentError
 
 if TYPE_CHECKING:
     from ..core.autopsy.bundle.reader import Bundle
-    from ..core.autopsy.evidence.verdict import Remedy, Verdict
+    from ..core.autopsy.evidence.verdict import Verdict
+    from ..core.event import Remedy
 
 PATIENCE = 2.0
 PACKAGES = ("torch", "transformers", "trl", "peft")
@@ -237,7 +238,7 @@ def recorded_data(verdict: dict[str, Any]) -> dict[str, Any]:
 
 def recorded_remedies(verdict: dict[str, Any]) -> tuple[Remedy, ...]:
     """Returns the remedies that the bundle tells of."""
-    from ..core.autopsy.evidence.verdict import Remedy
+    from ..core.event import Remedy
 
     told = verdict.get("remedies")
     items = [item for item in (told if isinstance(told, list) else []) if isinstance(item, dict)]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...plain_text import format_error
-from ..event import Event
+from ..event import Event, Remedy
 from ..journal import Journal
 from ..optimizer.update import examine_update, try_update_remedies
 from ..rerun.micro_batch import MicroBatch
@@ -23,7 +23,7 @@ from ..vocabulary import Action, Signal
 from .bundle.reader import write_bundle
 from .evidence.blame import find_blame
 from .evidence.suspect_batch import SuspectBatch
-from .evidence.verdict import Blame, Remedy, Verdict, format_verdict
+from .evidence.verdict import Blame, Verdict, format_verdict
 from .remedies.try_remedies import try_remedies
 from .trace.origin import Origin
 

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from ..event import Culprit, Event
 from ..journal import Journal
 from ..ranks import Ranks
+from ..torch_private import is_compiled, is_in_backward
 from ..vocabulary import Action, Signal
 from .base import EARLY, Hook, Monitor
 from .module_choice import find_blocks, pick_modules
@@ -76,7 +77,7 @@ class ActivationMonitor(Monitor):
         self.names = list(picked)
         self.modules = list(picked.values())
         self.blocks = set(find_blocks(model))
-        self.compiled = compiled or any(_is_compiled(module) for module in model.modules())
+        self.compiled = compiled or any(is_compiled(module) for module in model.modules())
         self.headroom = Headroom()
         self.seen: dict[str, Activation] = {}
         self.bits: dict[str, float] = {}
@@ -184,7 +185,7 @@ class ActivationMonitor(Monitor):
         self._order[index] = None
         if not torch.is_grad_enabled():
             return  # generation, a reference model, or a checkpointed block that is going to run again with gradients
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             self._in_forward.add(index)
         elif index in self._in_forward:
             return
@@ -259,11 +260,6 @@ class ActivationMonitor(Monitor):
         self.journal.write_once(
             Event(step, Signal.ACTIVATION_HEADROOM, Action.OBSERVED, message, None, 0, values, culprit, CAUSES[limit])
         )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    # The name, for the class itself costs an import of torch._dynamo.
-    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
 
 
 def _describe(forecast: Forecast, dtype: str) -> str:

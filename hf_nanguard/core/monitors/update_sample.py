@@ -16,6 +16,7 @@ from ..finite import local, magnitudes, read_host
 from ..optimizer.rounding import Sample
 from ..ranks import Ranks
 from ..state_tensors import is_plain
+from ..torch_private import foreach_norm
 
 SAMPLE = 4096
 
@@ -130,8 +131,8 @@ def read_sample(sample: UpdateSample, ranks: Ranks) -> Count:
         has_gradient = gradients != 0
         changed = (_take_weights(pieces) != before) & has_gradient
         # The 1-norms of a list are counts, all by one kernel.
-        live += torch._foreach_norm(has_gradient.float().split(sizes), 1)
-        moved += torch._foreach_norm(changed.float().split(sizes), 1)
+        live += foreach_norm(has_gradient.float().split(sizes), 1)
+        moved += foreach_norm(changed.float().split(sizes), 1)
     rates = [rate for rate in sample.rates if isinstance(rate, Tensor)]
     numbers = iter(read_host([*sample.sizes.values(), *live, *moved, *rates]))
     count = Count(
@@ -179,7 +180,7 @@ def _measure(gradients: list[Tensor]) -> list[Tensor]:
     parts = [local(gradient) for gradient in gradients]
     if any(part.dtype == torch.float16 for part in parts):
         return magnitudes(parts)
-    return list(torch._foreach_norm(parts, 1)) if parts else []
+    return foreach_norm(parts, 1)
 
 
 def _find_stride(part: Tensor) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from ..journal import Journal
 from ..optimizer.update import UpdateFinding, examine_state, examine_update, try_update_remedies
 from ..ranks import Ranks
 from ..state_tensors import Watched, is_plain, list_watched, name_saved_buffers
+from ..torch_private import foreach_norm
 from ..vocabulary import Action, Cause, Signal
 from .base import Monitor
 
@@ -123,7 +124,7 @@ def _is_any_suspect(watched: list[Watched]) -> bool:
         heaps.setdefault((str(each.tensor.device), each.tensor.dtype, each.may_be_inf), []).append(each)
     # Accelerators first: what lives on the host then goes to them, and all comes back in one read.
     ordered = [heaps[place] for place in sorted(heaps, key=lambda place: place[0] == "cpu")]
-    norms = [torch._foreach_norm([each.tensor for each in heap], 2) for heap in ordered]
+    norms = [foreach_norm([each.tensor for each in heap], 2) for heap in ordered]
     read = read_host([torch.stack(heap).amax() for heap in norms])
     return any(heap[0].is_bad(largest) for heap, largest in zip(ordered, read, strict=True))
 
@@ -229,7 +230,7 @@ class SoundnessMonitor(Monitor):
         # A buffer that held NaN before the first update is not this run's doing. On the device, until one is found bad.
         watched = list(list_watched([], None, name_saved_buffers(model)))
         with torch.no_grad():
-            norms = torch._foreach_norm([each.tensor for each in watched], 2) if watched else ()
+            norms = foreach_norm([each.tensor for each in watched], 2)
         self.at_first = dict(zip((each.name for each in watched), norms, strict=True))
         self.excused: set[str] | None = None
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..autopsy.evidence.verdict import Remedy
+from ..event import Remedy
 from ..finite import local
 from ..state_tensors import is_plain
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..autopsy.evidence.verdict import Remedy
+from ..event import Remedy
 from ..finite import find_nonfinite, local
 from ..state_tensors import is_plain
 from ..vocabulary import Cause

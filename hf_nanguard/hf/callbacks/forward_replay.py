@@ -61,14 +61,14 @@ class CallbackRunner(Runner):
         finally:
             self.probing = False
 
-    def probe(self, micro: MicroBatch, share: Any) -> Tensor:
+    def probe(self, micro: MicroBatch, weight: Any) -> Tensor:
         self.probing = True
-        return super().probe(micro, share)
+        return super().probe(micro, weight)
 
     def isolated(self) -> AbstractContextManager:
         return untouched_modules(self.model)
 
-    def run(self, micro: MicroBatch, share: Any) -> Tensor:
+    def run(self, micro: MicroBatch, weight: Any) -> Tensor:
         losses = []
         for call in micro.payload:
             call.rng.restore()
@@ -105,7 +105,7 @@ class CallbackRunner(Runner):
     def decode(self, micro: MicroBatch, sample: int) -> str | None:
         return decode_sample(self.processing_class, micro.payload[0].kwargs, sample)
 
-    def facts(self, share: Any) -> dict[str, Any]:
+    def facts(self, weight: Any) -> dict[str, Any]:
         from ..trainer.trainer_facts import describe_model
 
         return {"kind": "callback", **describe_model(self.model)}

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from ...core.event import Culprit, Event
 from ...core.finite import local, read_host
 from ...core.rerun.skip import clear_gradients
-from ...core.step.bad_gradients import Census, describe, format_incident, take_census
+from ...core.step.bad_gradients import Census, describe, format_bad_gradients, take_census
 from ...core.vocabulary import Action, Cause, Signal
 from ...errors import ArgumentError
 from ...report.run_files import JsonlWriter, events_path
@@ -91,7 +91,7 @@ class GradientMonitorCallback(TrainerCallback):
         self.num_nan += sum(1 for kind in census.bad.values() if kind == "nan")
         self.num_inf += sum(1 for kind in census.bad.values() if kind == "inf")
         if args.process_index == 0:
-            tqdm.write(format_incident(state.global_step, norm, census, self.num_nan, self.num_inf))
+            tqdm.write(format_bad_gradients(state.global_step, norm, census, self.num_nan, self.num_inf))
         self._write_event(args, state, norm, census)
         if self.halt_on_nan:
             clear_gradients(tap.model.parameters())

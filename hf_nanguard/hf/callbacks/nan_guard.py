@@ -122,7 +122,7 @@ class NanGuardCallback(TrainerCallback):
         tap.armed = False
         guard.monitor_set.end_backward()
         if tap.norm is None:
-            if Signal.GUARD_FAILED not in guard.journal.told:
+            if Signal.GUARD_FAILED not in guard.journal.written:
                 message = "the gradients could not be tapped: no output of the model's forward led to the backward pass"
                 guard.journal.write(
                     Event(state.global_step, Signal.GUARD_FAILED, Action.OBSERVED, message, rank=args.process_index)
@@ -171,7 +171,8 @@ class NanGuardCallback(TrainerCallback):
         """Lets the scaler skip by itself, which is how it finds its scale; a loss that is not finite is no matter of scale."""
         assert tap.norm is not None
         *losses, norm = read_host([*tap.losses, local(tap.norm)])
-        guard.counter.scaler_skips += not math.isfinite(norm)
+        if not math.isfinite(norm):
+            guard.counter.count_scaler_skip()
         bad = next(((index, loss) for index, loss in enumerate(losses) if not math.isfinite(loss)), None)
         if bad is not None:
             message = (

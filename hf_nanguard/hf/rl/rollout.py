@@ -84,7 +84,7 @@ class Rollout:
         if policy.logits_mode == "off" or not policy.acts:
             yield None
             return
-        verbose = Signal.LOGITS_NONFINITE not in self.guard.journal.told
+        verbose = Signal.LOGITS_NONFINITE not in self.guard.journal.written
         with guard_generation(
             self.trainer.model, policy.logits_mode, policy.logits_clip_value, policy.logits_min_prob, verbose
         ) as watch:
@@ -172,7 +172,7 @@ class Rollout:
         if not self.guard.ranks.any(bool(self.events or self.sick or self.bad_reward)):
             self.sick_in_a_row = self.flooded_in_a_row = 0
             return None
-        self.guard.journal.share(self.events)
+        self.guard.journal.write_shared(self.events)
         return self._escalate()
 
     def _put_healthy_tokens(self, output: dict[str, Any]) -> None:

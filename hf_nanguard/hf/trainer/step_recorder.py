@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.event import Culprit, Event
-from ...core.rerun.micro_batch import AccumulationGroup, Finding, MicroBatch
+from ...core.rerun.micro_batch import AccumulationGroup, BatchAction, Finding, MicroBatch
 from ...core.rng import RngState
 from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Signal
@@ -85,7 +85,7 @@ class StepRecorder:
         index = len(group.micro_batches)
         note = self.notes[index] if index < len(self.notes) else BatchNote()
         findings = note.findings
-        must_go = any(finding.verdict in ("drop", "halt") for finding in findings)
+        must_go = any(finding.action in (BatchAction.DROP, BatchAction.HALT) for finding in findings)
         self.prepared, self.recording = None, True
         rows = None
         try:
@@ -147,7 +147,7 @@ class StepRecorder:
             self.guard.monitor_set.begin(build_monitors(self.trainer.args, bare, optimizer, self.guard))
         self.runner.keep_books()
         self.runner.buffers.keep()
-        self.guard.group.share = LossWeight(self.trainer.current_gradient_accumulation_steps, num_items)
+        self.guard.group.weight = LossWeight(self.trainer.current_gradient_accumulation_steps, num_items)
         self.loss_before = compat.running_loss(self.trainer).clone()
         self.guard.monitor_set.begin_step(self.trainer.state.global_step)
 
@@ -185,7 +185,7 @@ class StepRecorder:
             self.guard.group = AccumulationGroup()  # the host may catch it and begin anew, with a smaller batch
             self.settled = True
             raise error
-        return Finding(signal, message, "drop", None, "loss")
+        return Finding(signal, message, BatchAction.DROP, None, "loss")
 
     def _has_begun_sharded_forward(self) -> bool:
         return (

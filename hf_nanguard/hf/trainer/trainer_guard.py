@@ -232,7 +232,7 @@ class TrainerGuard:
             norm = host_clip()  # type: ignore[misc]
         clipped = norm is not None
         told_here = runner.lockstep or guard.ranks.size == 1  # a training_step may have a backward of its own
-        if told_here and any(micro.must_go for micro in guard.group.micro_batches):
+        if told_here and any(micro.must_be_dropped for micro in guard.group.micro_batches):
             runner.poison()
             norm = float("nan") if clipped else None
         given = torch.as_tensor(norm, device=trainer.args.device) if clipped else None
@@ -247,7 +247,7 @@ class TrainerGuard:
             norm = None
             self.bypassed = True
             compat.bypass_optimizer(trainer)
-        trainer.current_gradient_accumulation_steps = guard.group.share.steps
+        trainer.current_gradient_accumulation_steps = guard.group.weight.steps
         guard.group = AccumulationGroup()
         if outcome.halt is not None:
             self.ending.halt(model, outcome.halt)
@@ -257,7 +257,7 @@ class TrainerGuard:
 
     def _tell_unseen(self) -> None:
         """Tells, once, of a step that was made past the guard: its `training_step` was replaced in the middle of a run."""
-        if self.training_now and Signal.GUARD_FAILED not in self.guard.journal.told:
+        if self.training_now and Signal.GUARD_FAILED not in self.guard.journal.written:
             step = self.trainer.state.global_step
             message = (
                 f"step {step} did not come through the guarded training_step, which was replaced: it is not guarded"

@@ -148,21 +148,21 @@ class TrainerRunner(Runner):
         for name, values in added.items():
             metrics[name] = values
 
-    def run(self, micro: MicroBatch, share: LossWeight) -> Tensor:
+    def run(self, micro: MicroBatch, weight: LossWeight) -> Tensor:
         trainer = self.trainer
-        trainer.current_gradient_accumulation_steps = share.steps  # type: ignore[assignment] # may be a fraction
+        trainer.current_gradient_accumulation_steps = weight.steps  # type: ignore[assignment] # may be a fraction
         inputs = micro.payload.again()
-        if share.completion_items is not None:
-            inputs[ITEMS] = share.completion_items
+        if weight.completion_items is not None:
+            inputs[ITEMS] = weight.completion_items
         self.replayed = HeldInputs.of(inputs)
         try:
-            with local_collectives(trainer.args.world_size > 1 and not (self.lockstep or share.even)):
-                return trainer.training_step(self.model, inputs, share.num_items)
+            with local_collectives(trainer.args.world_size > 1 and not (self.lockstep or weight.even)):
+                return trainer.training_step(self.model, inputs, weight.num_items)
         finally:
             self.replayed = None
 
-    def probe(self, micro: MicroBatch, share: LossWeight) -> Tensor:
-        return super().probe(micro, LossWeight(share.steps, share.num_items, even=False))
+    def probe(self, micro: MicroBatch, weight: LossWeight) -> Tensor:
+        return super().probe(micro, LossWeight(weight.steps, weight.num_items, even=False))
 
     def forward(self, micro: MicroBatch) -> None:
         trainer = self.trainer
@@ -211,7 +211,7 @@ class TrainerRunner(Runner):
         inputs = micro.payload.inputs
         return decode_sample(self.trainer.processing_class, inputs, sample) if isinstance(inputs, Mapping) else None
 
-    def facts(self, share: LossWeight) -> dict[str, Any]:
+    def facts(self, weight: LossWeight) -> dict[str, Any]:
         from .trainer_facts import describe_trainer
 
-        return describe_trainer(self.trainer, share)
+        return describe_trainer(self.trainer, weight)

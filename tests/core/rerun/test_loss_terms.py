@@ -320,16 +320,6 @@ def test_a_scaler_is_not_asked_to_bear_it():
     assert_same(loop.everything(), plain.everything())
 
 
-def test_read_now_and_then():
-    kwargs = {"optimizer_name": "fused", "read_every_n_steps": 4}
-    loop = run(groups_of((1, 0, "shift"), (2, 1, "value"), num_groups=4), "drop", **kwargs)
-    assert [event[2:] for event in loop.told()] == [
-        ("loss_nonfinite", "dropped"), ("loss_nonfinite", "skipped"), ("grad_nonfinite", "skipped"),
-    ]  # fmt: skip
-    assert [event["culprit"]["term"] for event in loop.events[:2]] == ["aux", "aux"]
-    assert loop.guard.counter.as_metrics()["nanguard/dropped_terms/aux"] == 1
-
-
 # ---- the parts ----
 
 

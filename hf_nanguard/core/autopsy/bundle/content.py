@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .... import __version__
 from ...event import strict
+from ...torch_private import plain_name
 from ..evidence.suspect_batch import SuspectBatch
 from ..evidence.verdict import Verdict
 from .packing import REDACTED, Packed, pack_inputs, pack_rng
@@ -170,11 +171,6 @@ def _name_weights(model: nn.Module, which: str, aliases: dict[str, str]) -> tupl
         else:
             aliases[name] = first[key]
     return tensors, reasons
-
-
-def plain_name(name: str) -> str:
-    """Returns a parameter's name without what `torch.compile` adds to it."""
-    return name.replace("_orig_mod.", "")
 
 
 def redact(value: Any, key: str = "") -> Any:

@@ -15,8 +15,10 @@ from ...finite import find_nonfinite, read_host
 from ...rerun.micro_batch import MicroBatch
 from ...rerun.nested_inputs import map_parts, map_tensors, name_tensors
 from ...rerun.runner import Runner
+from ...torch_private import unwrap_compiled
 from ..trace.origin import Origin, find_origin
 
+WRAPPERS = (DistributedDataParallel, nn.DataParallel)
 # Fields whose first dimension is the number of samples, the most reliable first.
 MAIN_FIELDS = (
     "input_ids",
@@ -84,8 +86,8 @@ class SuspectBatch:
     def model(self) -> nn.Module:
         """The model without wrappers, as the user knows it."""
         model: Any = self.runner.model
-        while isinstance(model, (DistributedDataParallel, nn.DataParallel)) or hasattr(model, "_orig_mod"):
-            model = model._orig_mod if hasattr(model, "_orig_mod") else model.module
+        while (inner := unwrap_compiled(model)) is not model or isinstance(model, WRAPPERS):
+            model = inner if inner is not model else model.module
         return model
 
     def reset(self) -> None:

@@ -3,34 +3,13 @@
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ...event import Culprit, strict
+from ...event import Culprit, Remedy, strict
 from ...vocabulary import Cause
 from ..trace.memory import SHOWN_POSITIONS
 from ..trace.origin import Origin
 
 MAX_TEXT = 160
 MAX_SHOWN = 6
-
-
-@dataclass(frozen=True)
-class Remedy:
-    """An idea that may help, and what came of trying it.
-
-    Args:
-        name (`str`):
-            What it is called.
-        tried (`bool`):
-            Whether it was tried on the bad batch.
-        works (`bool`, *optional*):
-            Whether loss and gradients were finite then; `None` if it was not tried.
-        note (`str`, *optional*):
-            What a person needs to know: the setting it stands for, or why it was not tried.
-    """
-
-    name: str
-    tried: bool
-    works: bool | None = None
-    note: str | None = None
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ...torch_private import OVERRIDABLE_MODULES
 from ...vocabulary import Cause
 
 LOG_RATIO_BOUND = 20.0
@@ -30,7 +31,7 @@ def bounded(rules: Rules) -> Iterator[None]:
     as a whole and then run without it; so the check that does this is switched off.
     """
     with ExitStack() as checks:
-        for module in (torch.nn.functional, torch.functional, torch._tensor, torch.autograd):
+        for module in OVERRIDABLE_MODULES:
             for name in [name for name in vars(module) if name.startswith("has_torch_function")]:
                 checks.callback(setattr, module, name, getattr(module, name))
                 setattr(module, name, lambda *tensors: False)

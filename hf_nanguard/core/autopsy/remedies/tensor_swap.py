@@ -11,18 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from ...rerun.nested_inputs import map_tensors
+from ...torch_private import copy_hooks, list_tensor_slots
 from ..evidence.suspect_batch import SuspectBatch
 
 
 @contextmanager
 def swapped(suspect: SuspectBatch, model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Replaces parameters and buffers with changed copies, a tied one with one copy, and puts the very same tensors back."""
-    modules = list(model.modules())
-    places: list[tuple[dict, str]] = [
-        (table, key) for module in modules for table in (module._parameters, module._buffers) for key in table
-    ]
-    # Recurrent layers hold their parameters twice.
-    places += [(m.__dict__, "_flat_weights") for m in modules if isinstance(m, nn.RNNBase)]
+    places = list_tensor_slots(model)
     before = [table[key] for table, key in places]
     changed: dict[int, Tensor] = {}
 
@@ -31,7 +27,7 @@ def swapped(suspect: SuspectBatch, model: nn.Module, change: Callable[[Tensor], 
             changed[id(tensor)] = _replace(tensor, change)
         return changed[id(tensor)]
 
-    with suspect.runner.buffers.paused():  # a replay would put the old ones back
+    with suspect.runner.buffers.suspended():  # a replay would put the old ones back
         try:
             for (table, key), value in zip(places, before, strict=True):
                 table[key] = map_tensors(value, exchange)
@@ -47,8 +43,7 @@ def _replace(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     if value is tensor or not isinstance(tensor, nn.Parameter):
         return value
     parameter = nn.Parameter(value, tensor.requires_grad)
-    if tensor._backward_hooks:
-        parameter._backward_hooks = tensor._backward_hooks
+    copy_hooks(tensor, parameter)
     return parameter
 
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from ....plain_text import format_error
+from ...event import Remedy
 from ...vocabulary import Cause
 from ..evidence.suspect_batch import SuspectBatch
-from ..evidence.verdict import Blame, Remedy
+from ..evidence.verdict import Blame
 from ..trace.origin import Origin
 from .bounded_operators import BOUNDS, bounded
 from .precision import LOW_PRECISION, in_precision, upcast_module

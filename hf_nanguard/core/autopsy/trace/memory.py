@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...finite import local
+from ...torch_private import is_traceable_wrapper_subclass, is_zero_tensor, sparse_values, storage_address
 from .op_record import FINITE, Extent, Record
 
 SHOWN_POSITIONS = 64
@@ -30,9 +30,9 @@ def strided(tensor: Tensor) -> Tensor | None:
     """Returns the plain tensor that holds the values of `tensor` on this rank, `None` if there is none."""
     kind = type(tensor)
     if tensor.layout is torch.strided and (kind is Tensor or kind is nn.Parameter) and not tensor.is_nested:
-        return None if tensor._is_zerotensor() else tensor
+        return None if is_zero_tensor(tensor) else tensor
     if tensor.is_sparse:
-        return tensor._values()
+        return sparse_values(tensor)
     if tensor.is_nested or tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         tensor = tensor.values()
     tensor = local(tensor)
@@ -64,7 +64,7 @@ def find_nonfinite_entries(tensor: Tensor) -> Tensor:
 def storage_key(tensor: Tensor) -> int:
     """Returns a number that identifies the storage of a tensor as long as it is alive; 0 if it has none."""
     part = strided(tensor)
-    return 0 if part is None else part.untyped_storage()._cdata
+    return 0 if part is None else storage_address(part)
 
 
 def span_of(part: Tensor) -> tuple[int, int]:

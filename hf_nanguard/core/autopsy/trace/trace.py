@@ -17,9 +17,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...rerun.nested_inputs import find_tensors
+from ...torch_private import (
+    TorchDispatchMode,
+    is_operator,
+    last_sequence_number,
+    operator_arguments,
+    running_node,
+    sequence_number,
+)
 from .memory import Memory, find_nonfinite_entries, first_places, is_float, measure, span_of, storage_key, strided
 from .op_record import FINITE, Extent, Forward, Leaf, Operand, Place, Record
 
@@ -50,9 +57,9 @@ class _Signature(NamedTuple):
 
 @cache
 def _signature(func: Any) -> _Signature:
-    if not isinstance(func, torch._ops.OpOverload):  # of higher order, e.g. flex attention: recorded as one operator
+    if not is_operator(func):  # of higher order, e.g. flex attention: recorded as one operator
         return _Signature(str(func), f"higher_order.{func}", False, False, False, (), True)
-    arguments = func._schema.arguments
+    arguments = operator_arguments(func)
     op = str(func)
     name = op.split(".")[1]
     written = [(i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
@@ -175,7 +182,7 @@ class Trace(TorchDispatchMode):
         before |= {id(tensor): measure(tensor) for tensor in _pick(signature.unstated, args, kwargs)}
         result = func(*args, **kwargs)
         self.num_ops += 1
-        node = torch._C._current_autograd_node()
+        node = running_node()
         if node is None or torch.is_grad_enabled():
             self._note_forward(signature, inputs, node)
         outputs = changed or list(find_tensors(result))
@@ -197,13 +204,13 @@ class Trace(TorchDispatchMode):
 
     def _note_forward(self, signature: _Signature, inputs: list[Tensor], node: Any) -> None:
         """Notes where the forward of the newest autograd node runs, also while a checkpoint is recomputed."""
-        sequence = torch._C._autograd._get_sequence_nr() - 1
+        sequence = last_sequence_number()
         known = self.forwards.get(sequence)
         if known is not None and not (known.provisional and any(tensor.requires_grad for tensor in inputs)):
             return
         place = self._locate_running(node)
         if place is None:  # the gradient of a gradient: it has the place of the first one
-            outer = self.forwards.get(node._sequence_nr())
+            outer = self.forwards.get(sequence_number(node))
             place = outer.place if outer else Place()
         of_sum = any(self.made.get(storage_key(tensor), _Made()).of_sum for tensor in inputs)
         self.forwards[sequence] = Forward(signature.op, place, of_sum)
@@ -217,7 +224,7 @@ class Trace(TorchDispatchMode):
             return None
         if node is None or self.stack:
             return Place(self.stack[-1] if self.stack else None, code, line)
-        outer = self.forwards.get(node._sequence_nr())
+        outer = self.forwards.get(sequence_number(node))
         return Place(outer.place.module if outer else None, code, line)
 
     def _describe(self, signature: _Signature, output: Tensor, inputs: list[Tensor], node: Any) -> _Made:
@@ -236,7 +243,7 @@ class Trace(TorchDispatchMode):
         place = self._locate_running(node) if node is None or torch.is_grad_enabled() else None
         node_name, forward, in_python = None, None, False
         if place is None:
-            node_name, forward = node.name(), self.forwards.get(node._sequence_nr())
+            node_name, forward = node.name(), self.forwards.get(sequence_number(node))
             place = forward.place if forward else Place()
             code, line = _find_line()
             if code is not None:

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from hf_nanguard.core.autopsy.evidence.verdict import Blame, Remedy, Verdict, format_verdict
+from hf_nanguard.core.autopsy.evidence.verdict import Blame, Verdict, format_verdict
 from hf_nanguard.core.autopsy.trace.origin import Origin
-from hf_nanguard.core.event import Culprit
+from hf_nanguard.core.event import Culprit, Remedy
 from hf_nanguard.core.vocabulary import Cause
 
 ORIGIN = Origin(

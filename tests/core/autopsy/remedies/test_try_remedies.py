@@ -12,10 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from hf_nanguard.core.autopsy.evidence.suspect_batch import SuspectBatch
-from hf_nanguard.core.autopsy.evidence.verdict import Blame, Remedy
+from hf_nanguard.core.autopsy.evidence.verdict import Blame
 from hf_nanguard.core.autopsy.remedies.bounded_operators import BOUNDS, bounded
 from hf_nanguard.core.autopsy.remedies.try_remedies import try_remedies
 from hf_nanguard.core.autopsy.trace.origin import Origin
+from hf_nanguard.core.event import Remedy
 from hf_nanguard.core.rerun.micro_batch import MicroBatch
 from hf_nanguard.core.rerun.runner import LoopRunner
 from hf_nanguard.core.rng import RngState
