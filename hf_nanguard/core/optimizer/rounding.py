@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..event import Remedy
 from ..finite import local
 from ..state_tensors import is_plain
+from .copied_update import copy_entries, copy_settings, copy_state, find_group, step_copy
 
 MOVES = 0.01  # the share of entries from which weights count as moving
 REMAINDERS = (
@@ -157,23 +158,11 @@ def _goes_by_entries(optimizer: Any, parameter: Tensor) -> bool:
 
 def _update_copy(optimizer: Any, sample: Sample, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
     """Does one more update of some entries by an optimizer of the same class; returns them before and after."""
-    parameter, entries = sample.parameter, sample.entries
-    (group,) = (group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
-    settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    group = find_group(optimizer, sample.parameter)
+    assert group is not None
+    settings = copy_settings(group)
     if settings["lr"] is not None:
         settings["lr"] = settings["lr"] * factor
-    weights = nn.Parameter(local(parameter).detach().reshape(-1)[entries].to(dtype))
-    weights.grad = sample.gradient.to(dtype)
-    before = weights.detach().clone()
-
-    def take(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return local(value).detach().reshape(-1)[entries].to(dtype) if value.ndim else value.detach().clone()
-
-    clone = type(optimizer)([weights])
-    clone.param_groups[0].update(settings)
-    clone.state[weights] = {key: take(value) for key, value in optimizer.state.get(parameter, {}).items()}
-    with torch.enable_grad():  # as a loop has it
-        clone.step()
-    return before, weights.detach()
+    before = copy_entries(sample.parameter, sample.entries).to(dtype)
+    state = copy_state(optimizer, sample.parameter, sample.entries, settings, lambda part: part.to(dtype))
+    return before, step_copy(optimizer, before, sample.gradient.to(dtype), state, settings)

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..event import Remedy
 from ..finite import find_nonfinite, local
 from ..state_tensors import is_plain
 from ..vocabulary import Cause
+from .copied_update import copy_entries, copy_settings, copy_state, find_group, step_copy
 
 SHOWN_ROWS = 8
 MAX_ENTRIES = 4096
@@ -102,7 +103,7 @@ def examine_state(optimizer: Any, named: Iterable[tuple[str, Tensor]]) -> Update
 
 @torch.no_grad()
 def _examine(optimizer: Any, name: str, parameter: Tensor) -> UpdateFinding | None:
-    group = _find_group(optimizer, parameter)
+    group = find_group(optimizer, parameter)
     if group is None:
         return None
     finite = bool(torch.isfinite(local(parameter)).all())
@@ -141,10 +142,6 @@ def _tell_state(state: dict[str, Tensor], key: str, entries: Tensor) -> str:
 def _only_inf(state: dict[str, Tensor], key: str) -> bool:
     """Whether a second moment is bad by infinities alone, which ruin nothing."""
     return key in SECOND_MOMENTS and not bool((torch.isnan(state[key]) | (state[key] < 0)).any())
-
-
-def _find_group(optimizer: Any, parameter: Tensor) -> dict[str, Any] | None:
-    return next((group for group in optimizer.param_groups if any(p is parameter for p in group["params"])), None)
 
 
 def _number(group: dict[str, Any], key: str) -> float | None:
@@ -246,7 +243,7 @@ def try_update_remedies(optimizer: Any, finding: UpdateFinding, parameter: Tenso
     Returns:
         `tuple[Remedy, ...]`: each with its outcome.
     """
-    group = _find_group(optimizer, parameter)
+    group = find_group(optimizer, parameter)
     if group is None:
         return ()
     trials = _find_trials(group, finding.cause, parameter.dtype)
@@ -299,29 +296,17 @@ def _try(update: Callable[[_Trial], float], trial: _Trial) -> Remedy:
 
 
 def _update_copy(optimizer: Any, group: dict[str, Any], parameter: Tensor, entries: Tensor, trial: _Trial) -> float:
-    """Steps an optimizer of the same class over some entries alone and returns the largest change."""
-    settings = {key: value for key, value in group.items() if key not in ("params", "param_names")} | trial.settings
-    shape, dtype = local(parameter).shape, torch.float32 if trial.wide else parameter.dtype
-    weights = nn.Parameter(torch.zeros(len(entries), dtype=dtype, device=entries.device))
-
-    def take(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if not value.ndim or local(value).shape != shape:
-            on_device = settings.get("fused") or settings.get("capturable")
-            return value.detach().clone().to(weights.device if on_device else value.device)
-        part = local(value).detach().reshape(-1)[entries]
-        return torch.zeros_like(part) if trial.reset else part.float() if trial.wide else part
-
-    clone = type(optimizer)([weights])
-    clone.param_groups[0].update(settings)
-    state = {key: take(value) for key, value in optimizer.state.get(parameter, {}).items()}
-    weights.grad = _turn_back(state, settings)
-    if weights.grad is None:
-        weights.grad = torch.zeros_like(weights) if parameter.grad is None else take(parameter.grad).to(dtype)
-    clone.state[weights] = state
-    clone.step()
-    return float(weights.detach().abs().max())
+    """Returns the largest change that the update of some entries makes."""
+    settings = copy_settings(group) | trial.settings
+    dtype = torch.float32 if trial.wide else parameter.dtype
+    change = torch.zeros_like if trial.reset else Tensor.float if trial.wide else None
+    state = copy_state(optimizer, parameter, entries, settings, change)
+    weights = torch.zeros(len(entries), dtype=dtype, device=entries.device)
+    gradient = _turn_back(state, settings)
+    if gradient is None and parameter.grad is not None and not trial.reset:
+        gradient = copy_entries(parameter.grad, entries).to(dtype)
+    gradient = torch.zeros_like(weights) if gradient is None else gradient
+    return float(step_copy(optimizer, weights, gradient, state, settings).abs().max())
 
 
 def _turn_back(state: dict[str, Any], settings: dict[str, Any]) -> Tensor | None:
