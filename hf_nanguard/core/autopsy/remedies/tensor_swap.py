@@ -5,7 +5,7 @@ DDP has hooked; so the modules' tables are changed, and the very same tensors ar
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -47,21 +47,6 @@ def _replace(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     return parameter
 
 
-def _as_zero(tensor: Tensor) -> Tensor:
-    return tensor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def fill_input(suspect: SuspectBatch, field: Tensor) -> AbstractContextManager:
-    """Replaces the non-finite entries of one input with zero."""
-    return suspect.changed_inputs(lambda tensor: _as_zero(tensor) if tensor is field else tensor)
-
-
-def name_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Returns parameters and buffers by name."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def fill_weight(suspect: SuspectBatch, name: str) -> AbstractContextManager:
-    """Replaces the non-finite entries of one parameter or buffer with zero."""
-    named = name_weights(suspect.model)
-    return swapped(suspect, suspect.model, lambda tensor: _as_zero(tensor) if tensor is named[name] else tensor)
+def zeros_in(target: Tensor) -> Callable[[Tensor], Tensor]:
+    """Returns a change that replaces the non-finite entries of one tensor with zero."""
+    return lambda tensor: tensor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if tensor is target else tensor

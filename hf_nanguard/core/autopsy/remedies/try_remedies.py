@@ -19,7 +19,7 @@ from ..evidence.verdict import Blame
 from ..trace.origin import Origin
 from .bounded_operators import BOUNDS, bounded
 from .precision import LOW_PRECISION, in_precision, upcast_module
-from .tensor_swap import fill_input, fill_weight, name_weights
+from .tensor_swap import swapped, zeros_in
 
 NO_TIME = "no time left"
 Alter = Callable[[SuspectBatch, list[str]], AbstractContextManager]
@@ -111,10 +111,14 @@ def find_ideas(suspect: SuspectBatch, origin: Origin, blame: Blame) -> Iterator[
         yield Idea(name, note, lambda suspect, remarks: bounded(rules))
     if cause is Cause.INPUT_NONFINITE and origin.leaf in suspect.fields:
         field = suspect.fields[origin.leaf]
-        yield Idea("fill_input", f"non-finite entries of {origin.leaf} as 0", lambda s, _: fill_input(s, field))
-    is_ours = weight in name_weights(suspect.model)  # not a teacher's
-    if cause in (Cause.PARAM_NONFINITE, Cause.UNINITIALISED_WEIGHT) and weight is not None and is_ours:
-        yield Idea("initialise_weight", f"non-finite entries of {weight} as 0", lambda s, _: fill_weight(s, weight))
+        yield Idea(
+            "fill_input", f"non-finite entries of {origin.leaf} as 0", lambda s, _: s.changed_inputs(zeros_in(field))
+        )
+    weights = {**dict(suspect.model.named_parameters()), **dict(suspect.model.named_buffers())}
+    if cause in (Cause.PARAM_NONFINITE, Cause.UNINITIALISED_WEIGHT) and weight in weights:  # not in a teacher's
+        tensor = weights[weight]
+        note = f"non-finite entries of {weight} as 0"
+        yield Idea("initialise_weight", note, lambda s, _: swapped(s, s.model, zeros_in(tensor)))
     if blame.scope == "samples" and blame.samples and suspect.num_samples:
         rest = [sample for sample in range(suspect.num_samples) if sample not in blame.samples]
         if rest:
@@ -126,9 +130,9 @@ def find_ideas(suspect: SuspectBatch, origin: Origin, blame: Blame) -> Iterator[
 def _find_precisions(suspect: SuspectBatch, origin: Origin) -> Iterator[Idea]:
     model = suspect.model
     dtypes = {tensor.dtype for tensor in (*model.parameters(), *model.buffers())}
-    born = getattr(torch, origin.dtype) if origin.dtype else None
-    if born is not None:
-        dtypes.add(born)
+    dtype = getattr(torch, origin.dtype) if origin.dtype else None
+    if dtype is not None:
+        dtypes.add(dtype)
     if torch.float16 in dtypes:
         narrow = (torch.float16,)
         yield Idea(
@@ -142,6 +146,6 @@ def _find_precisions(suspect: SuspectBatch, origin: Origin) -> Iterator[Idea]:
         certain=any(dtype in LOW_PRECISION for dtype in dtypes),
     )
     module = dict(model.named_modules()).get(origin.module) if origin.module else None
-    if module is not None and born in LOW_PRECISION:
+    if module is not None and dtype in LOW_PRECISION:
         note = f"{origin.module} in float32, its output as {origin.dtype} again"
-        yield Idea("upcast_module", note, lambda s, remarks: upcast_module(s, module, born, remarks))
+        yield Idea("upcast_module", note, lambda s, remarks: upcast_module(s, module, dtype, remarks))
