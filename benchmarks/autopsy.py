@@ -53,7 +53,7 @@ def measure(size: str, traces: bool, steps: int) -> float:
 
     def trace() -> None:
         gradients = lambda: [(name, p.grad) for name, p in model.named_parameters()]  # noqa: E731
-        origin, _ = find_origin(run, model, gradients, {"input_ids": ids})
+        origin = find_origin(run, model, gradients, {"input_ids": ids})
         assert origin is not None
         assert origin.parameter == "model.layers.0.mlp.up_proj.weight"
         optimizer.zero_grad()

@@ -12,9 +12,9 @@ import transformers
 from torch import nn
 
 from ..core.autopsy.bundle.reader import Bundle, read_bundle
+from ..core.autopsy.evidence.suspect_batch import SuspectBatch
+from ..core.autopsy.evidence.verdict import Verdict
 from ..core.autopsy.examiner import Budget, examine
-from ..core.autopsy.suspect_batch import SuspectBatch
-from ..core.autopsy.verdict import Verdict
 from ..core.ranks import Ranks
 from ..core.rerun.micro_batch import MicroBatch
 from ..core.rerun.nested_inputs import map_tensors
@@ -181,11 +181,9 @@ def hold(bundle: Bundle, runner: Runner, payload: Any, share: Any) -> SuspectBat
     rng = bundle.rng
     if rng.device_type not in ("cpu", runner.device_type):
         rng = replace(rng, device=None, device_type="cpu")
-    suspect = SuspectBatch(runner, MicroBatch(0, payload, rng, row_numbers=rows), share)
-    entries, samples = suspect.num_entries, bundle.verdict.get("num_samples")
-    if bundle.inputs_are == "all" and entries and isinstance(samples, int) and samples > 0 and entries % samples == 0:
-        suspect.num_samples = samples  # pairs of a preference trainer are one sample
-    return suspect
+    samples = bundle.verdict.get("num_samples") if bundle.inputs_are == "all" else None
+    known = samples if isinstance(samples, int) and samples > 0 else None
+    return SuspectBatch(runner, MicroBatch(0, payload, rng, row_numbers=rows), share, known)
 
 
 def find_device(name: Any, asked: bool) -> torch.device:

@@ -15,7 +15,7 @@ from ..errors import ArgumentError
 
 if TYPE_CHECKING:
     from ..core.autopsy.bundle.reader import Bundle
-    from ..core.autopsy.verdict import Verdict
+    from ..core.autopsy.evidence.verdict import Verdict
     from ..core.event import Remedy
 
 PATIENCE = 2.0
@@ -184,7 +184,7 @@ def tell(bundle: Bundle, verdict: Verdict, differences: list[str], tried: bool) 
     """Returns the verdict as the run's log shows it, and how it compares to the recorded one."""
     from dataclasses import replace
 
-    from ..core.autopsy.verdict import format_verdict
+    from ..core.autopsy.evidence.verdict import format_verdict
 
     recorded = recorded_remedies(bundle.verdict)
     if not tried:

@@ -8,9 +8,9 @@ import torch
 
 from hf_nanguard import GuardArguments, attach
 from hf_nanguard.core.autopsy.bundle.reader import write_bundle
+from hf_nanguard.core.autopsy.evidence.suspect_batch import SuspectBatch
+from hf_nanguard.core.autopsy.evidence.verdict import Verdict
 from hf_nanguard.core.autopsy.examiner import Budget, examine
-from hf_nanguard.core.autopsy.suspect_batch import SuspectBatch
-from hf_nanguard.core.autopsy.verdict import Verdict
 from hf_nanguard.core.ranks import Ranks
 from hf_nanguard.core.rerun.micro_batch import MicroBatch
 from hf_nanguard.core.rng import RngState

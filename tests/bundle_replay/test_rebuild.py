@@ -18,7 +18,7 @@ from hf_nanguard import ArgumentError
 from hf_nanguard.bundle_replay.rebuild import rebuild, replay
 from hf_nanguard.bundle_replay.rebuilt_trainer import TRAINERS
 from hf_nanguard.core.autopsy.bundle.reader import read_bundle, write_bundle
-from hf_nanguard.core.autopsy.verdict import Verdict
+from hf_nanguard.core.autopsy.evidence.verdict import Verdict
 from hf_nanguard.core.rng import RngState
 from hf_nanguard.hf.trainer.trainer_facts import LOSS_ARGUMENTS, describe_model, describe_trainer, find_own_loss
 from tests.architectures import BY_NAME

@@ -14,8 +14,8 @@ from hf_nanguard import GuardArguments, NanGuardCallback
 from hf_nanguard.cli import replay as command
 from hf_nanguard.cli.main import main
 from hf_nanguard.core.autopsy.bundle.reader import write_bundle
+from hf_nanguard.core.autopsy.evidence.verdict import Blame, Verdict, format_verdict
 from hf_nanguard.core.autopsy.trace.origin import Origin
-from hf_nanguard.core.autopsy.verdict import Blame, Verdict, format_verdict
 from hf_nanguard.core.event import Remedy
 from hf_nanguard.core.vocabulary import Cause
 from hf_nanguard.hf.trainer.trainer_facts import describe_trainer

@@ -85,7 +85,7 @@ def test_healthy_scores_are_returned_themselves():
     scores[:, ::2] = -INF
     repair = repair_scores(scores)
     assert repair.scores is scores
-    assert repair.top is None
+    assert repair.maxima is None
 
 
 @pytest.mark.parametrize("edge", [torch.finfo(torch.float32).max, torch.finfo(torch.float32).min, 1e-45])
@@ -127,9 +127,9 @@ def test_nothing_is_read(sick, look):
         with context as count:
             for step in range(2 * FOLD_EVERY + 3):
                 repair = repair_scores(scores, look=look)
-                if repair.top is not None:
-                    tally.add(repair.top, repair.left)
-                    notes.add(step, repair.top, repair.left)
+                if repair.maxima is not None:
+                    tally.add(repair.maxima)
+                    notes.add(step, repair.maxima)
         assert not count.reads
     assert tally.read() == ((2 * (2 * FOLD_EVERY + 3),) * 2 if sick else (0, 0))
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from ..autopsy.evidence.verdict import Verdict
 from ..autopsy.examiner import Examiner
-from ..autopsy.verdict import Verdict
 from ..finite import find_nonfinite, local, read_host
 from ..journal import Journal
 from ..rerun.micro_batch import BatchAction, MicroBatch
@@ -137,7 +137,7 @@ class Redo:
             blamed = self.find_bad(reading, runner)
             reports = self.ranks.gather([bad.micro.index for bad in blamed])
             if not any(reports) and not runner.knows_loss:
-                self.examiner.tell_out_of_sight(reading.step)
+                self.examiner.log_out_of_sight(reading.step)
             blamed = self.examine(reading, runner, blamed[:1], reports)
             if runner.lockstep:
                 blamed = self.narrow_blame(blamed, reports)

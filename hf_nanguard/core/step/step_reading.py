@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..autopsy.verdict import Verdict
+from ..autopsy.evidence.verdict import Verdict
 from ..event import Culprit, Event
 from ..rerun.micro_batch import AccumulationGroup, BatchAction, Finding, MicroBatch
 from ..rng import RngState

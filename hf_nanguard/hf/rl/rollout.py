@@ -93,7 +93,7 @@ class Rollout:
         """Notes which completions are unusable, in any turn of a conversation; all of them if that is not clear."""
         if watch is None:
             return
-        found = watch.find_sick([len(ids) for ids in completion_ids])
+        found = watch.find_nonfinite([len(ids) for ids in completion_ids])
         owners = self._find_owners(prompt_ids)
         for row, owner in enumerate(owners):
             self.tokens[owner] = [*prompt_ids[row], *completion_ids[row]]

@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from ...core.autopsy.verdict import MAX_TEXT
+from ...core.autopsy.evidence.verdict import MAX_TEXT
 from ...core.ranks import Ranks
 from ...core.rerun.micro_batch import AccumulationGroup, MicroBatch
 from ...core.rerun.runner import Runner

@@ -1,5 +1,6 @@
 """Every private name of the hosts that we touch is still there and still means what we take it for."""
 
+import copy
 import inspect
 import sys
 
@@ -429,6 +430,17 @@ def test_the_seams_of_generation_are_those_that_generate_goes_through():
     config = GenerationConfig(max_new_tokens=2, eos_token_id=2, pad_token_id=0)
     model.generate_batch(ids.tolist(), generation_config=config, continuous_batching_config=small)
     assert [what for what, _, _ in calls][:2] == [compat_generation.BATCH, compat_generation.MANAGER]
+
+
+def test_an_overridden_method_is_restored_and_not_copied():
+    model = tiny_llama()
+    before = dict(vars(model))
+    override = compat_generation.Override(model, "get_input_embeddings", lambda original: [original()])
+    assert model.get_input_embeddings() == [model.model.embed_tokens]
+    twin = copy.deepcopy(model)
+    assert twin.get_input_embeddings() is twin.model.embed_tokens
+    override.undo()
+    assert vars(model) == before
 
 
 def test_positional_arguments_are_read_as_the_host_names_them():

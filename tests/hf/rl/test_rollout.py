@@ -258,7 +258,7 @@ class Watched:
     def __init__(self, unusable):
         self.unusable = unusable
 
-    def find_sick(self, lengths):
+    def find_nonfinite(self, lengths):
         return self.unusable
 
 

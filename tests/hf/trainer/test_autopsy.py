@@ -189,7 +189,7 @@ def test_a_callback_says_when_the_fault_is_out_of_its_sight(tmp_path, caplog):
 
     trainer = build("plain", tmp_path, OwnLoss, guard=False, extra={"callbacks": [NanGuardCallback()]})
     trainer.train()
-    assert [r for r in caplog.records if "attach(trainer) does" in r.message]
+    assert [r for r in caplog.records if "Use attach(trainer) instead" in r.message]
     event = the_event(trainer)
     assert (event["action"], event["culprit"]["op"]) == ("skipped", None)
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from .... import __version__
 from ...event import strict
 from ...torch_private import plain_name
-from ..suspect_batch import SuspectBatch
-from ..verdict import Verdict
+from ..evidence.suspect_batch import SuspectBatch
+from ..evidence.verdict import Verdict
 from .packing import REDACTED, Packed, pack_inputs, pack_rng
 from .tensor_file import count_bytes, local_of, why_not
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..verdict import format_verdict
+from ..evidence.verdict import format_verdict
 from .content import Content
 
 MAX_LEFT_OUT = 6

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ...settings import SETTINGS
-from ..suspect_batch import SuspectBatch
-from ..verdict import Verdict
+from ..evidence.suspect_batch import SuspectBatch
+from ..evidence.verdict import Verdict
 from .content import MAX_FACTS, MAX_LEVELS, gather_content, measure_depth, show_bytes
 from .readme import write_readme
 from .tensor_file import save_tensors

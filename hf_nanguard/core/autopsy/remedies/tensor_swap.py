@@ -1,24 +1,23 @@
-"""Other tensors for the duration of a replay: changed copies of weights and inputs in the place of the model's own.
+"""Replaces weights and inputs with changed copies for the duration of a replay.
 
-Nothing of the model is written. A new `.data` would do as well, but makes torch forget the gradient accumulators that DDP
-has hooked; so the modules' tables are changed, and the very same tensors are put back.
+No tensor of the model is written. Assigning `.data` would be simpler, but makes torch forget the gradient accumulators that
+DDP has hooked; so the modules' tables are changed, and the very same tensors are put back.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from ...rerun.nested_inputs import map_tensors
 from ...torch_private import copy_hooks, list_tensor_slots
-from ..suspect_batch import SuspectBatch
+from ..evidence.suspect_batch import SuspectBatch
 
 
 @contextmanager
 def swapped(suspect: SuspectBatch, model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Puts changed copies in the place of parameters and buffers, tied ones as one, and the very same tensors back."""
+    """Replaces parameters and buffers with changed copies, a tied one with one copy, and puts the very same tensors back."""
     places = list_tensor_slots(model)
     before = [table[key] for table, key in places]
     changed: dict[int, Tensor] = {}
@@ -28,7 +27,7 @@ def swapped(suspect: SuspectBatch, model: nn.Module, change: Callable[[Tensor], 
             changed[id(tensor)] = _replace(tensor, change)
         return changed[id(tensor)]
 
-    with suspect.runner.buffers.suspended():  # a replay would put the old buffers back
+    with suspect.runner.buffers.suspended():  # a replay would put the old ones back
         try:
             for (table, key), value in zip(places, before, strict=True):
                 table[key] = map_tensors(value, exchange)
@@ -48,33 +47,6 @@ def _replace(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     return parameter
 
 
-@contextmanager
-def given(suspect: SuspectBatch, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Changes the float tensors among the inputs."""
-    micro, runner = suspect.micro, suspect.runner
-    inputs = map_tensors(runner.inputs_of(micro), lambda t: change(t) if t.is_floating_point() else t)
-    suspect.micro = replace(micro, payload=runner.with_inputs(micro, inputs))
-    try:
-        yield
-    finally:
-        suspect.micro = micro
-
-
-def _as_zero(tensor: Tensor) -> Tensor:
-    return tensor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def fill_input(suspect: SuspectBatch, field: Tensor) -> AbstractContextManager:
-    """Takes the bad entries of one input as zero."""
-    return given(suspect, lambda tensor: _as_zero(tensor) if tensor is field else tensor)
-
-
-def name_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Returns parameters and buffers by name."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def fill_weight(suspect: SuspectBatch, name: str) -> AbstractContextManager:
-    """Takes the bad entries of one parameter or buffer as zero."""
-    named = name_weights(suspect.model)
-    return swapped(suspect, suspect.model, lambda tensor: _as_zero(tensor) if tensor is named[name] else tensor)
+def zeros_in(target: Tensor) -> Callable[[Tensor], Tensor]:
+    """Returns a change that replaces the non-finite entries of one tensor with zero."""
+    return lambda tensor: tensor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if tensor is target else tensor

@@ -16,7 +16,7 @@ import torch
 from hf_nanguard.core.autopsy.bundle.content import MAX_FACTS
 from hf_nanguard.core.autopsy.bundle.reader import read_bundle, write_bundle
 from hf_nanguard.core.autopsy.bundle.tensor_file import load_tensors, save_tensors
-from hf_nanguard.core.autopsy.verdict import Verdict
+from hf_nanguard.core.autopsy.evidence.verdict import Verdict
 from hf_nanguard.core.rng import RngState
 from hf_nanguard.errors import ArgumentError
 from tests.core.autopsy.suspects import make_inputs, make_specimen, make_verdict

@@ -1,8 +1,8 @@
-"""A bad micro-batch under examination: it can be run again, whole or in part, as often as need be."""
+"""A bad micro-batch under examination: it can be run again, whole or in part, any number of times."""
 
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..finite import find_nonfinite, read_host
-from ..rerun.micro_batch import MicroBatch
-from ..rerun.nested_inputs import map_parts, name_tensors
-from ..rerun.runner import Runner
-from ..torch_private import unwrap_compiled
-from .trace.origin import Origin, find_origin
+from ...finite import find_nonfinite, read_host
+from ...rerun.micro_batch import MicroBatch
+from ...rerun.nested_inputs import map_parts, map_tensors, name_tensors
+from ...rerun.runner import Runner
+from ...torch_private import unwrap_compiled
+from ..trace.origin import Origin, find_origin
 
 WRAPPERS = (DistributedDataParallel, nn.DataParallel)
-# Fields that say how many samples a batch has, the plainest first.
+# Fields whose first dimension is the number of samples, the most reliable first.
 MAIN_FIELDS = (
     "input_ids",
     "completion_ids",
@@ -33,7 +33,7 @@ MAIN_FIELDS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a replay.
+    """The result of a replay.
 
     Args:
         loss (`float`):
@@ -60,21 +60,26 @@ class SuspectBatch:
         micro (`MicroBatch`):
             The micro-batch.
         weight (`Any`):
-            How the loop weighs it.
+            The weight of its loss, as the loop computes it.
+        num_samples (`int`, *optional*):
+            How many samples it has, if that is known; used only if the entries can be divided into as many.
+
+    One sample may have several entries: a preference trainer gives its pairs as two halves.
     """
 
-    def __init__(self, runner: Runner, micro: MicroBatch, weight: Any):
+    def __init__(self, runner: Runner, micro: MicroBatch, weight: Any, num_samples: int | None = None):
         self.runner = runner
         self.micro = micro
         self.weight = weight
         self.fields = name_tensors(runner.inputs_of(micro))
         self.num_entries = count_entries(self.fields)
         rows = micro.rows
-        units = self.num_entries
-        if rows and units and units % len(rows) == 0:  # pairs of a preference trainer come as two halves
-            units = len(rows)
-        self.num_samples = units
-        self.rows = rows if rows is not None and units == len(rows) else None
+        wanted = len(rows) if rows else None
+        self.num_samples = self.num_entries
+        for number in (wanted, num_samples):
+            if number and self.num_entries and self.num_entries % number == 0:
+                self.num_samples = number
+        self.rows = rows if self.num_samples == wanted else None
         self.num_runs = 0
 
     @property
@@ -85,23 +90,37 @@ class SuspectBatch:
             model = inner if inner is not model else model.module
         return model
 
+    def reset(self) -> None:
+        """Clears the gradients and puts kept buffers back."""
+        self.runner.clear()
+        self.runner.buffers.restore()
+
     def run(self, samples: Sequence[int] | None = None, compiled: bool = False) -> Outcome:
-        """Runs forward and backward with the random state of old, of all samples or of some; eagerly, unless `compiled`."""
+        """Runs forward and backward of all samples or of some with the original random state; eagerly, unless `compiled`."""
         loss = self._probe(self.part(samples), compiled)
         [value] = read_host([loss])
         return Outcome(value, find_nonfinite(self.runner.named_gradients()))
 
     def find_origin(self, samples: Sequence[int] | None = None) -> Origin | None:
-        """Runs it under a trace and returns where its bad number was born, `None` if it was healthy this time."""
-        self.runner.clear()
-        self.runner.buffers.restore()  # what is put back, or cut, under the trace would look like the work of the loss
+        """Runs it under a trace and returns where its first non-finite value came from, `None` if all values were finite."""
+        self.reset()  # before the trace, which would attribute the writes of a reset, or of a cut, to the loss
         micro = self.part(samples)
         named = name_tensors(self.runner.inputs_of(micro))
-        origin, _ = find_origin(lambda: self._probe(micro), self.model, self.runner.named_gradients, named)
-        return origin
+        return find_origin(lambda: self._probe(micro), self.model, self.runner.named_gradients, named)
+
+    @contextmanager
+    def changed_inputs(self, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Changes the float tensors among the inputs for the runs inside the block."""
+        micro = self.micro
+        inputs = map_tensors(self.runner.inputs_of(micro), lambda t: change(t) if t.is_floating_point() else t)
+        self.micro = replace(micro, payload=self.runner.with_inputs(micro, inputs))
+        try:
+            yield
+        finally:
+            self.micro = micro
 
     def part(self, samples: Sequence[int] | None) -> MicroBatch:
-        """Returns the micro-batch cut down to some samples. What has one entry per sample is cut, all else is kept."""
+        """Returns the micro-batch reduced to some samples: what has one entry per sample is cut, everything else is kept."""
         if samples is None:
             return self.micro
         assert self.num_entries is not None
@@ -118,7 +137,7 @@ class SuspectBatch:
 
 @contextmanager
 def eager() -> Iterator[None]:
-    """Runs compiled models as they were written: a compiled graph has no modules and no lines."""
+    """Runs compiled models eagerly: a compiled graph has no modules and no source lines."""
     if "torch._dynamo" not in sys.modules:
         yield
         return
@@ -132,20 +151,20 @@ def find_fields(fields: dict[str, Tensor], names: Sequence[str]) -> list[Tensor]
 
 
 def count_entries(fields: dict[str, Tensor]) -> int | None:
-    """Returns how many entries a batch has, `None` if its tensors do not tell."""
+    """Returns how many entries a batch has, `None` if it has no tensor to count them by."""
     ranked = [*find_fields(fields, MAIN_FIELDS), *fields.values()]
     return next((int(tensor.shape[0]) for tensor in ranked if tensor.ndim and tensor.shape[0]), None)
 
 
 def take_entries(inputs: Any, chosen: Mapping[int, Sequence[int]]) -> Any:
-    """Returns nested inputs with only some entries of whatever has as many as the batch.
+    """Returns nested inputs with only some entries of every tensor or list that has one entry per sample.
 
     Args:
         inputs (`Any`):
             The inputs.
         chosen (`Mapping`):
-            Which entries to take, by how many there are: the rows of a preference trainer come as two halves, what is known
-            of a pair comes once.
+            Length to the entries to take from what has this length: a preference trainer gives two rows for each pair, but
+            one reference log-probability.
     """
     if isinstance(inputs, Tensor):
         if inputs.ndim == 0 or inputs.shape[0] not in chosen:

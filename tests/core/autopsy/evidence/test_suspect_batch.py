@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from hf_nanguard.core.autopsy.suspect_batch import SuspectBatch, count_entries, take_entries
+from hf_nanguard.core.autopsy.evidence.suspect_batch import SuspectBatch, count_entries, take_entries
 from hf_nanguard.core.rerun.micro_batch import MicroBatch
 from hf_nanguard.core.rerun.runner import LoopRunner
 from hf_nanguard.core.rng import RngState
