@@ -119,8 +119,8 @@ def test_a_folder_that_cannot_be_made_is_an_os_error(tmp_path):
 KILLED = """
     import sys, time
     from pathlib import Path
-    from hf_nanguard.core.autopsy import bundle_writer
-    from tests.core.autopsy.specimens import make_inputs, make_specimen, make_verdict
+    from hf_nanguard.core.autopsy.bundle import writer as bundle_writer
+    from tests.core.autopsy.suspects import make_inputs, make_specimen, make_verdict
     save = bundle_writer.save_tensors
     def stop(path, tensors):
         save(path, tensors)
