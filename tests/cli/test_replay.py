@@ -17,7 +17,6 @@ from hf_nanguard.core.autopsy.bundle.reader import write_bundle
 from hf_nanguard.core.autopsy.trace.origin import Origin
 from hf_nanguard.core.autopsy.verdict import Blame, Remedy, Verdict, format_verdict
 from hf_nanguard.core.vocabulary import Cause
-from hf_nanguard.hf.trainer.trainer_facts import describe_trainer
 from tests.bundle_replay.bundles import bad_row, examine_and_write, hold
 from tests.models import tiny_llama, token_rows
 from tests.trainers import build, events_of
@@ -38,7 +37,7 @@ def found(suspect, tmp_path_factory) -> tuple[Path, Verdict]:
 
 
 def write(suspect, folder: Path, verdict: Verdict, **facts) -> str:
-    told = {**describe_trainer(suspect.runner.trainer, suspect.share), **facts}
+    told = {**suspect.runner.facts(suspect.share), **facts}
     return str(write_bundle(folder / "step-7", suspect, verdict, told, weights="all"))
 
 
@@ -109,7 +108,7 @@ def test_another_origin_is_told(suspect, found, tmp_path, capsys):
 
 def test_a_batch_that_is_finite_now_is_told(suspect, found, tmp_path, capsys):
     """The weights of another run are given: nothing is wrong with them."""
-    facts = describe_trainer(suspect.runner.trainer, suspect.share)
+    facts = suspect.runner.facts(suspect.share)
     verdict = replace(found[1], origin=replace(found[1].origin, parameter=None))
     path = write_bundle(tmp_path / "step-7", suspect, verdict, facts, weights="none")
     tiny_llama().save_pretrained(tmp_path / "healthy")
@@ -151,7 +150,7 @@ def test_text_of_a_bundle_cannot_steer_the_terminal(suspect, found, tmp_path, ca
     assert code == 0
     assert "[bold red]" in out  # shown as it is: nobody takes it for markup
     assert not {"\x1b", "\x07", "\u202e"} & set(out)
-    facts = describe_trainer(suspect.runner.trainer, suspect.share)
+    facts = suspect.runner.facts(suspect.share)
     facts["model"]["config"][f"{evil}_layers"] = 10**9
     path = str(write_bundle(tmp_path / "step-8", suspect, found[1], facts, weights="all"))
     code, out, err = run(path, capsys=capsys)
@@ -166,8 +165,11 @@ def test_text_of_a_bundle_cannot_steer_the_terminal(suspect, found, tmp_path, ca
         ([], "BUNDLE"),
         (["nowhere"], "'nowhere'"),
         (["{bundle}", "--device", "nonsense"], "--device must be a device of this machine, got 'nonsense'"),
-        (["{bundle}", "--factory", "x"], "--factory must be module:function, got 'x'"),
-        (["{bundle}", "--checkpoint", "nowhere"], "--checkpoint must be a folder, got 'nowhere'"),
+        (["{bundle}", "--factory", "x"], "--factory must be module:function, for example my_model:build, got 'x'"),
+        (
+            ["{bundle}", "--checkpoint", "nowhere"],
+            "--checkpoint must be a folder with model.safetensors in it, got 'nowhere'",
+        ),
     ],
 )
 def test_bad_arguments(arguments, told, found, capsys):

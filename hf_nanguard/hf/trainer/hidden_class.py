@@ -12,3 +12,8 @@ class Stealth:
     def __init_subclass__(cls, **kwargs: Any):
         if MADE_HERE not in vars(cls):
             super().__init_subclass__(**kwargs)
+
+
+def is_made_here(cls: type) -> bool:
+    """Returns whether a class was made by `guarded` or `attach`, whatever module it claims to be from."""
+    return MADE_HERE in vars(cls)

@@ -18,6 +18,7 @@ from ...core.rerun.runner import Runner
 from ..compat import trainer as compat
 from ..compat.trainer import ITEMS, completion_mask, count_items, counts_per_generation, local_collectives, metric_lists
 from .isolation import untouched, untouched_modules
+from .trainer_facts import describe_trainer
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,5 @@ class TrainerRunner(Runner):
         return decode_sample(self.trainer.processing_class, inputs, sample) if isinstance(inputs, Mapping) else None
 
     def facts(self, share: LossWeight) -> dict[str, Any]:
-        from .trainer_facts import describe_trainer
-
-        return describe_trainer(self.trainer, share)
+        weights = {"steps": share.steps, "num_items": share.num_items, "completion_items": share.completion_items}
+        return describe_trainer(self.trainer, weights)
