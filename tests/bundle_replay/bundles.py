@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hf_nanguard import GuardArguments, attach
-from hf_nanguard.core.autopsy.bundle.reader import write_bundle
+from hf_nanguard.core.autopsy.bundle.writer import write_bundle
 from hf_nanguard.core.autopsy.examiner import Budget, examine
 from hf_nanguard.core.autopsy.suspect_batch import SuspectBatch
 from hf_nanguard.core.autopsy.verdict import Verdict

@@ -18,7 +18,8 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, Trainer, T
 from hf_nanguard import ArgumentError
 from hf_nanguard.bundle_replay.rebuild import rebuild, replay
 from hf_nanguard.bundle_replay.rebuilt_trainer import OFF, RUN_ARGUMENTS, TRAINERS, build_arguments
-from hf_nanguard.core.autopsy.bundle.reader import read_bundle, write_bundle
+from hf_nanguard.core.autopsy.bundle.reader import read_bundle
+from hf_nanguard.core.autopsy.bundle.writer import write_bundle
 from hf_nanguard.core.autopsy.verdict import Verdict
 from hf_nanguard.core.rng import RngState
 from hf_nanguard.hf.compat.trainer_class import find_own_loss

@@ -10,10 +10,10 @@ import pytest
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 
-from hf_nanguard import GuardArguments, NanGuardCallback
+from hf_nanguard import ArgumentError, GuardArguments, NanGuardCallback, replay
 from hf_nanguard.cli import replay as command
 from hf_nanguard.cli.main import main
-from hf_nanguard.core.autopsy.bundle.reader import write_bundle
+from hf_nanguard.core.autopsy.bundle.writer import write_bundle
 from hf_nanguard.core.autopsy.trace.origin import Origin
 from hf_nanguard.core.autopsy.verdict import Blame, Remedy, Verdict, format_verdict
 from hf_nanguard.core.vocabulary import Cause
@@ -102,8 +102,26 @@ def test_another_origin_is_told(suspect, found, tmp_path, capsys):
     assert told.startswith("Not as recorded: ")
     assert f"module was 'model.layers.9', is {found[1].origin.module!r}" in told
     assert "cause was 'unknown', is 'uninitialised_weight'" in told
-    assert "samples was [0], is [1]" in told
     assert "source" not in told
+
+
+def test_another_sample_that_suffices_is_the_same_verdict(suspect, found, tmp_path, capsys):
+    blame = Blame("samples", [0], rows=[7], texts={0: "recorded text"})
+    path = write(suspect, tmp_path, replace(found[1], blame=blame))
+    code, out, _ = run(path, capsys=capsys)
+    assert code == 0
+    assert out.rstrip().endswith("The same verdict as recorded.")
+    assert "sample 1 of 2" in out
+    assert "recorded text" not in out  # it is the text of another sample
+
+
+def test_a_run_folder_lists_its_bundles(suspect, found, tmp_path, capsys):
+    path = write(suspect, tmp_path / "run" / "nanguard" / "autopsy", found[1])
+    code, _, err = run(str(tmp_path / "run"), capsys=capsys)
+    assert code == 2
+    assert f"is not a bundle. Choose one of those below it: {path}." in err
+    code, _, err = run(str(tmp_path), capsys=capsys)  # too far above
+    assert "facts.json is missing" in err
 
 
 def test_a_batch_that_is_finite_now_is_told(suspect, found, tmp_path, capsys):
@@ -190,6 +208,8 @@ def test_inputs_that_cannot_be_run_are_told_in_a_sentence(suspect, found, tmp_pa
     assert (code, out) == (2, "")
     assert "could not be run (IndexError" in err
     assert err.count("\n") == 1
+    with pytest.raises(ArgumentError, match="could not be run"):
+        replay(path)
 
 
 def test_a_slow_replay_shows_what_it_does(found, capsys, monkeypatch):

@@ -23,7 +23,7 @@ from ..rerun.runner import Runner
 from ..settings import Policy
 from ..vocabulary import Action, Signal
 from .blame import find_blame
-from .bundle.reader import write_bundle
+from .bundle.writer import write_bundle
 from .remedies.try_remedies import try_remedies
 from .suspect_batch import SuspectBatch
 from .trace.origin import Origin
