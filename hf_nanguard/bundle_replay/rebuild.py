@@ -1,7 +1,6 @@
 """A bad micro-batch rebuilt from its bundle: model, loss and inputs as they were, ready to be run again."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from ..core.rng import RngState
 from ..errors import ArgumentError
 from ..hf.trainer.trainer_runner import HeldInputs, TrainerRunner
 from .loss_factory import LossFunction, call_factory, make_model_loss
-from .rebuilt_model import build_model, find_adapters, match_adapters, offline
+from .rebuilt_model import build_model, find_adapters, match_adapters
 from .rebuilt_trainer import build_share, build_trainer, set_up_training
 from .rebuilt_weights import fill_model, load_weights
 from .untrusted_facts import Facts, foreign_code, needs_factory, take
@@ -78,7 +77,7 @@ def examine_bundle(
 ) -> Verdict:
     """Rebuilds the micro-batch of a bundle and examines it: [`replay`] with a device and a function that shows progress."""
     suspect = rebuild(bundle, checkpoint, factory, device)
-    with offline(), quiet_hosts(), foreign_code(f"The bundle {str(bundle.path)!r} could not be run"):
+    with foreign_code(f"The bundle {str(bundle.path)!r} could not be run"):
         return examine(suspect, Budget(REMEDY_SECONDS, say), remedies=remedies)
 
 
@@ -107,7 +106,7 @@ def rebuild(
     home = find_device(device, told.get("device"))
     folders = [checkpoint] if isinstance(checkpoint, (str, Path)) else list(checkpoint or ())
     failure = f"The bundle's model or trainer could not be built with transformers {transformers.__version__}"
-    with offline(), quiet_hosts(), foreign_code(failure):
+    with foreign_code(failure):
         model, loss_fn = (None, None) if factory is None else call_factory(factory, bundle)
         if loss_fn is None and kind not in ("trainer", "callback"):
             raise needs_factory("The bundle comes from a hand-written training loop, whose loss is not in it")
@@ -174,14 +173,3 @@ def find_device(asked: str | None, recorded: Any) -> torch.device:
             raise ArgumentError(f"--device must be a device of this machine, got {name!r}. Use cpu.") from error
         return torch.device("cpu")
     return device
-
-
-@contextmanager
-def quiet_hosts() -> Iterator[None]:
-    """Keeps banners of the host libraries off the screen."""
-    level = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers.utils.logging.set_verbosity(level)

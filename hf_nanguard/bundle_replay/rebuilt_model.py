@@ -7,12 +7,9 @@ or unpickled, and a model that would not fit into memory is refused before it is
 import math
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub.constants
 import torch
 import transformers
 from torch import nn
@@ -46,17 +43,6 @@ LORA_IGNORED = (
     "peft_type", "peft_version", "auto_mapping", "inference_mode", "init_lora_weights", "megatron_core", "loftq_config",
     "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config",
 )  # fmt: skip
-
-
-@contextmanager
-def offline() -> Iterator[None]:
-    """Keeps the Hugging Face libraries off the network, whatever the environment says."""
-    before = huggingface_hub.constants.HF_HUB_OFFLINE
-    huggingface_hub.constants.HF_HUB_OFFLINE = True
-    try:
-        yield
-    finally:
-        huggingface_hub.constants.HF_HUB_OFFLINE = before
 
 
 def build_model(facts: Facts, checkpoints: list[Path]) -> tuple[nn.Module, set[int]]:

@@ -4,6 +4,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import huggingface_hub.constants
+from transformers.utils import logging
+
 from ..errors import ArgumentError
 
 Kind = TypeVar("Kind")
@@ -39,7 +42,11 @@ def needs_factory(reason: str) -> ArgumentError:
 
 @contextmanager
 def foreign_code(failure: str) -> Iterator[None]:
-    """Turns any error of host libraries and of the user's code, on values that anybody may have written, into one sentence."""
+    """Runs host libraries and the user's code on values that anybody may have written: off the network whatever the
+    environment says, without banners, and with any error as one sentence that begins with `failure`."""
+    offline, verbosity = huggingface_hub.constants.HF_HUB_OFFLINE, logging.get_verbosity()
+    huggingface_hub.constants.HF_HUB_OFFLINE = True
+    logging.set_verbosity_error()
     try:
         yield
     except ArgumentError:
@@ -47,3 +54,6 @@ def foreign_code(failure: str) -> Iterator[None]:
     except Exception as error:
         first = (str(error).strip().splitlines() or ["no message"])[0][:200]
         raise needs_factory(f"{failure} ({type(error).__name__}: {first})") from error
+    finally:
+        huggingface_hub.constants.HF_HUB_OFFLINE = offline
+        logging.set_verbosity(verbosity)

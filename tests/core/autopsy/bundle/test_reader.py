@@ -172,7 +172,7 @@ def test_files_that_are_not_what_they_should_be(path, tmp_path, name, how):
         message = "not a regular file"
     elif how == "cut":
         file.write_bytes(kept[: len(kept) // 2])
-        message = "not strict JSON" if name == "facts.json" else "broken or cut short"
+        message = "not strict JSON" if name == "facts.json" else "damaged or cut short"
     elif how == "huge":
         with file.open("wb") as hollow:
             hollow.truncate(2**40)
@@ -229,9 +229,9 @@ def test_facts_that_are_not_facts(path, content, message):
         ({"weights__aliases": {"embed.weight": "norm.weight"}}, "contradicts weights.safetensors"),
         ({"weights__aliases": {"a": "b", "b": "a"}}, "contradicts weights.safetensors"),
         ({"weights__aliases": {"a": 3}}, "no valid 'aliases'"),
-        ({"tree": {"tensor": "inputs.none"}}, "which is not there"),
-        ({"tree": [1, 2]}, "no known kind"),
-        ({"tree": {"dict": {"a": {"object": "os.system"}}}}, "unknown or broken kind 'object'"),
+        ({"tree": {"tensor": "inputs.none"}}, "which does not exist"),
+        ({"tree": [1, 2]}, "unknown kind"),
+        ({"tree": {"dict": {"a": {"object": "os.system"}}}}, "invalid part of kind 'object'"),
         ({"rng__python": [3, [1, 2], None]}, "random state of Python"),
         ({"rng__numpy": ["MT19937", -1, 0, 0.0]}, "random state of NumPy"),
         ({"rng__device_type": "os.path"}, "device type"),
@@ -276,7 +276,7 @@ def test_other_files_are_never_opened(path):
 
 def test_pickles_under_the_right_name_are_refused(path):
     (path / "inputs.safetensors").write_bytes(pickle.dumps(Bomb()))
-    refuse(path, "header of more than|broken")
+    refuse(path, "header of more than|damaged")
     (path / "facts.json").write_bytes(pickle.dumps(Bomb()))
     refuse(path, "not strict JSON")
 
