@@ -100,39 +100,46 @@ def rebuild(
     if bundle.inputs_are == "none":
         why = bundle.left_out.get("inputs", "they were left out")
         raise ArgumentError(f"The bundle {str(bundle.path)!r} cannot be replayed because it has no inputs: {why}.")
-    facts, kind = bundle.facts, bundle.facts.get("kind")
-    described = facts if kind == "callback" else facts.get("model")
+    kind = bundle.facts.get("kind")
+    described = bundle.facts if kind == "callback" else bundle.facts.get("model")
     told: Facts = described if isinstance(described, dict) else {}
     home = find_device(device, told.get("device"))
-    folders = [checkpoint] if isinstance(checkpoint, (str, Path)) else list(checkpoint or ())
-    failure = f"The bundle's model or trainer could not be built with transformers {transformers.__version__}"
-    with foreign_code(failure):
+    with foreign_code(f"The bundle's model or trainer could not be built with transformers {transformers.__version__}"):
         model, loss_fn = (None, None) if factory is None else call_factory(factory, bundle)
+        known = None  # a model of the user's own has all its weights
         if loss_fn is None and kind not in ("trainer", "callback"):
             raise needs_factory("The bundle comes from a hand-written training loop, whose loss is not in it")
-        known: set[int] | None = None  # of a model of the user's own everything is known
         if model is None:
-            if "class" not in told:
-                raise needs_factory("The bundle does not describe its model")
+            folders = [checkpoint] if isinstance(checkpoint, (str, Path)) else list(checkpoint or ())
             model, known = build_model(told, [Path(folder) for folder in folders])
-        trainer = None
-        if loss_fn is None and kind == "callback":
-            loss_fn = make_model_loss(bundle.inputs, take(told, "mixed_precision", str), home)
-        elif loss_fn is None:
-            trainer = build_trainer(model, facts, bundle.inputs, home)
-        if known is None:
-            load_weights(model, bundle.read_weights(), strict=False)
-        else:
-            match_adapters(model, find_adapters(told))
-            fill_model(model, bundle, told, known)
+        if loss_fn is None and kind == "trainer":
+            return hold_trainer(bundle, model, told, known, home)
+        loss_fn = loss_fn or make_model_loss(bundle.inputs, take(told, "mixed_precision", str), home)
+        fill(model, bundle, told, known)
         inputs = map_tensors(bundle.inputs, lambda tensor: tensor.to(home))
-        if loss_fn is not None:
-            return hold(bundle, build_loop(model.to(home), loss_fn), inputs, 1.0)
-        assert trainer is not None
-        set_up_training(trainer, facts)
-        wrapped = trainer.accelerator.prepare_model(model)
-        share = build_share(facts, inputs, home)
-        return hold(bundle, TrainerRunner(trainer, wrapped, Ranks(home)), HeldInputs.of(inputs), share)
+        return hold(bundle, build_loop(model.to(home), loss_fn), inputs, 1.0)
+
+
+def fill(model: nn.Module, bundle: Bundle, told: Facts, known: set[int] | None) -> None:
+    """Loads the bundle's weights into a rebuilt model, or those that fit into a model of the user's own."""
+    if known is None:
+        load_weights(model, bundle.read_weights(), strict=False)
+    else:
+        match_adapters(model, find_adapters(told))
+        fill_model(model, bundle, told, known)
+
+
+def hold_trainer(
+    bundle: Bundle, model: nn.Module, told: Facts, known: set[int] | None, device: torch.device
+) -> SuspectBatch:
+    """Returns the micro-batch with a rebuilt trainer."""
+    trainer: Any = build_trainer(model, bundle.facts, bundle.inputs, device)
+    fill(trainer.model, bundle, told, known)
+    set_up_training(trainer, bundle.facts)
+    runner = TrainerRunner(trainer, trainer.accelerator.prepare_model(trainer.model), Ranks(trainer.args.device))
+    inputs = map_tensors(bundle.inputs, lambda tensor: tensor.to(trainer.args.device))
+    share = build_share(bundle.facts, inputs, trainer.args.device)
+    return hold(bundle, runner, HeldInputs.of(inputs), share)
 
 
 def build_loop(model: nn.Module, loss_fn: LossFunction) -> LoopRunner:

@@ -57,7 +57,9 @@ def build_model(facts: Facts, checkpoints: list[Path]) -> tuple[nn.Module, set[i
     Returns:
         `tuple[nn.Module, set[int]]`: the model, and the ids of the parameters that have weights from a checkpoint.
     """
-    model_class = find_model_class(facts.get("class"), facts.get("module"))
+    if "class" not in facts:
+        raise needs_factory("The bundle does not describe its model")
+    model_class = find_model_class(facts["class"], facts.get("module"))
     config = build_config(facts, model_class)
     dtype = find_dtype(facts.get("dtype"))
     adapters = [folder for folder in map(check_folder, checkpoints) if (folder / ADAPTER).is_file()]

@@ -20,7 +20,7 @@ from .packing import unpack_inputs, unpack_rng
 from .tensor_file import load_tensors
 from .writer import WEIGHTS
 
-MAX_READ_BYTES = 64 * 2**30
+MAX_READ_BYTES = 64 * 2**30  # of one file
 MAX_LEVELS = 100
 MAX_LISTED = 5
 
@@ -52,8 +52,6 @@ class Bundle:
             Whether there is a file of weights; with `weights_are="none"` it contains only the parameter to blame.
         aliases (`dict[str, str]`):
             Further names of tied weights.
-        max_bytes (`int`):
-            How large each of its files may be.
     """
 
     path: Path
@@ -69,7 +67,6 @@ class Bundle:
     left_out: dict[str, str] = field(default_factory=dict)
     has_weights: bool = False
     aliases: dict[str, str] = field(default_factory=dict)
-    max_bytes: int = MAX_READ_BYTES
 
     def read_weights(self) -> dict[str, Tensor]:
         """Returns the weights, tied ones under each of their names; empty if there are none.
@@ -80,7 +77,7 @@ class Bundle:
         weights: dict[str, Tensor] = {}
         try:
             if self.has_weights:
-                weights = load_tensors(_find_file(self.path, "weights.safetensors", self.max_bytes))
+                weights = load_tensors(_find_file(self.path, "weights.safetensors"))
             for alias, name in self.aliases.items():
                 if name not in weights or alias in weights:
                     raise ValueError(f"{alias[:80]!r} is tied to {name[:80]!r}, which contradicts weights.safetensors")
@@ -89,14 +86,12 @@ class Bundle:
             _refuse(self.path, err)
 
 
-def read_bundle(path: str | Path, *, max_bytes: int = MAX_READ_BYTES) -> Bundle:
+def read_bundle(path: str | Path) -> Bundle:
     """Reads a bundle; weights are read later, by `Bundle.read_weights`.
 
     Args:
         path (`str` or `Path`):
             The folder.
-        max_bytes (`int`, *optional*, defaults to 64 GiB):
-            How large each of its files may be.
 
     Returns:
         `Bundle`: what is inside.
@@ -118,13 +113,13 @@ def read_bundle(path: str | Path, *, max_bytes: int = MAX_READ_BYTES) -> Bundle:
     if not os.path.lexists(folder / "facts.json") and (below := find_bundles(folder)):
         raise ArgumentError(f"{str(path)!r} is not a bundle. Choose one of those below it: {', '.join(below)}.")
     try:
-        document = _read_facts(_find_file(folder, "facts.json", MAX_FACTS))
+        document = _read_facts(_find_file(folder, "facts.json"))
         weights = _take(document, "weights", dict)
         weights_are = _take(weights, "are", str)
         inputs_are = _take(_take(document, "inputs", dict), "are", str)
         if weights_are not in WEIGHTS or inputs_are not in ("all", "samples", "none"):
             raise ValueError("facts.json names an unknown kind of inputs or weights")
-        tensors = load_tensors(_find_file(folder, "inputs.safetensors", max_bytes))
+        tensors = load_tensors(_find_file(folder, "inputs.safetensors"))
         rng, unusable = unpack_rng(_take(document, "rng", dict), tensors)
         return Bundle(
             path=folder,
@@ -140,7 +135,6 @@ def read_bundle(path: str | Path, *, max_bytes: int = MAX_READ_BYTES) -> Bundle:
             left_out=_take_texts(document, "left_out") | unusable,
             has_weights=_take(weights, "saved", bool),
             aliases=_take_texts(weights, "aliases"),
-            max_bytes=max_bytes,
         )
     except (ValueError, OSError) as err:
         _refuse(folder, err)
@@ -157,7 +151,7 @@ def _refuse(folder: Path, err: Exception) -> NoReturn:
     raise ArgumentError(f"The bundle {str(folder)!r} cannot be read: {err}. Write or copy it again.") from err
 
 
-def _find_file(folder: Path, name: str, max_bytes: int) -> Path:
+def _find_file(folder: Path, name: str) -> Path:
     """Returns the path of a regular file in the folder that is not too large."""
     path = folder / name
     try:
@@ -169,6 +163,7 @@ def _find_file(folder: Path, name: str, max_bytes: int) -> Path:
         raise ValueError(f"{name} is a link that leads out of the folder")
     if not stat.S_ISREG(info.st_mode):
         raise ValueError(f"{name} is not a regular file")
+    max_bytes = MAX_FACTS if name == "facts.json" else MAX_READ_BYTES
     if info.st_size > max_bytes:
         raise ValueError(f"{name} has {format_bytes(info.st_size)}, more than the allowed {format_bytes(max_bytes)}")
     return path
