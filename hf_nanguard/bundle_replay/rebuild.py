@@ -23,7 +23,7 @@ from ..errors import ArgumentError
 from ..hf.trainer.trainer_runner import HeldInputs, TrainerRunner
 from .loss_factory import LossFunction, call_factory, make_model_loss
 from .rebuilt_model import build_model, find_adapters, match_adapters
-from .rebuilt_trainer import build_share, build_trainer, set_up_training
+from .rebuilt_trainer import build_share, build_trainer, check_trainer, set_up_training
 from .rebuilt_weights import fill_model, load_weights
 from .untrusted_facts import Facts, foreign_code, needs_factory, take
 
@@ -102,39 +102,40 @@ def rebuild(
         raise ArgumentError(f"The bundle {str(bundle.path)!r} cannot be replayed because it has no inputs: {why}.")
     kind = bundle.facts.get("kind")
     described = bundle.facts if kind == "callback" else bundle.facts.get("model")
-    told: Facts = described if isinstance(described, dict) else {}
-    home = find_device(device, told.get("device"))
+    recorded: Facts = described if isinstance(described, dict) else {}
+    home = find_device(device, recorded.get("device"))
     with foreign_code(f"The bundle's model or trainer could not be built with transformers {transformers.__version__}"):
         model, loss_fn = (None, None) if factory is None else call_factory(factory, bundle)
         known = None  # a model of the user's own has all its weights
         if loss_fn is None and kind not in ("trainer", "callback"):
             raise needs_factory("The bundle comes from a hand-written training loop, whose loss is not in it")
+        name = check_trainer(bundle.facts, bundle.inputs) if loss_fn is None and kind == "trainer" else None
         if model is None:
             folders = [checkpoint] if isinstance(checkpoint, (str, Path)) else list(checkpoint or ())
-            model, known = build_model(told, [Path(folder) for folder in folders])
-        if loss_fn is None and kind == "trainer":
-            return hold_trainer(bundle, model, told, known, home)
-        loss_fn = loss_fn or make_model_loss(bundle.inputs, take(told, "mixed_precision", str), home)
-        fill(model, bundle, told, known)
+            model, known = build_model(recorded, [Path(folder) for folder in folders])
+        if name is not None:
+            return hold_trainer(bundle, name, model, recorded, known, home)
+        loss_fn = loss_fn or make_model_loss(bundle.inputs, take(recorded, "mixed_precision", str), home)
+        fill(model, bundle, recorded, known)
         inputs = map_tensors(bundle.inputs, lambda tensor: tensor.to(home))
         return hold(bundle, build_loop(model.to(home), loss_fn), inputs, 1.0)
 
 
-def fill(model: nn.Module, bundle: Bundle, told: Facts, known: set[int] | None) -> None:
+def fill(model: nn.Module, bundle: Bundle, recorded: Facts, known: set[int] | None) -> None:
     """Loads the bundle's weights into a rebuilt model, or those that fit into a model of the user's own."""
     if known is None:
         load_weights(model, bundle.read_weights(), strict=False)
     else:
-        match_adapters(model, find_adapters(told))
-        fill_model(model, bundle, told, known)
+        match_adapters(model, find_adapters(recorded))
+        fill_model(model, bundle, recorded, known)
 
 
 def hold_trainer(
-    bundle: Bundle, model: nn.Module, told: Facts, known: set[int] | None, device: torch.device
+    bundle: Bundle, name: str, model: nn.Module, recorded: Facts, known: set[int] | None, device: torch.device
 ) -> SuspectBatch:
     """Returns the micro-batch with a rebuilt trainer."""
-    trainer: Any = build_trainer(model, bundle.facts, bundle.inputs, device)
-    fill(trainer.model, bundle, told, known)
+    trainer: Any = build_trainer(name, model, bundle.facts, device)
+    fill(trainer.model, bundle, recorded, known)
     set_up_training(trainer, bundle.facts)
     runner = TrainerRunner(trainer, trainer.accelerator.prepare_model(trainer.model), Ranks(trainer.args.device))
     inputs = map_tensors(bundle.inputs, lambda tensor: tensor.to(trainer.args.device))

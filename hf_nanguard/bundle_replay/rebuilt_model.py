@@ -77,7 +77,7 @@ def build_model(facts: Facts, checkpoints: list[Path]) -> tuple[nn.Module, set[i
     else:
         model = compat_model.build_empty(model_class, config, dtype)
         model.tie_weights()
-    model = add_adapters(model, {name: told for name, told in find_adapters(facts).items() if name != "ref"})
+    model = add_adapters(model, {name: recorded for name, recorded in find_adapters(facts).items() if name != "ref"})
     for folder in adapters:
         known |= load_adapter(model, folder, take(facts, "active_adapter", str) or "default")
     return model, known
@@ -99,16 +99,16 @@ def find_model_class(name: Any, module: Any) -> type[PreTrainedModel]:
 
 def build_config(facts: Facts, model_class: type[PreTrainedModel]) -> PreTrainedConfig:
     """Returns the model's config without entries that could download or run anything."""
-    told: Facts = take(facts, "config", dict) or {}
+    recorded: Facts = take(facts, "config", dict) or {}
     config_class: Any = model_class.config_class
-    if told.get("model_type") != config_class.model_type:
+    if recorded.get("model_type") != config_class.model_type:
         raise needs_factory(
             f"The bundle's config must be of model_type {config_class.model_type!r}, as {model_class.__name__} needs it, got "
-            f"model_type {told.get('model_type')!r}"
+            f"model_type {recorded.get('model_type')!r}"
         )
-    if told.get("quantization_config") is not None:
+    if recorded.get("quantization_config") is not None:
         raise needs_factory("The bundle's model was quantized, and quantized weights cannot be built from a config")
-    config = config_class.from_dict(clean_config(told))
+    config = config_class.from_dict(clean_config(recorded))
     for name, allowed in ((compat_model.ATTENTION, ATTENTIONS), (compat_model.EXPERTS, EXPERTS)):
         parts = facts.get("attention" if name == compat_model.ATTENTION else "experts") or {}
         parts = parts if isinstance(parts, dict) else {"": parts}
@@ -122,21 +122,21 @@ def build_config(facts: Facts, model_class: type[PreTrainedModel]) -> PreTrained
     return config
 
 
-def clean_config(told: Any, name: str = "config") -> Any:
+def clean_config(recorded: Any, name: str = "config") -> Any:
     """Returns config values without those that could download or run anything; refuses impossible sizes."""
-    if isinstance(told, dict):
+    if isinstance(recorded, dict):
         return {
             key: False if key in SWITCHED_OFF and not isinstance(item, (dict, list)) else clean_config(item, key)
-            for key, item in told.items()
+            for key, item in recorded.items()
             if key not in DROPPED and not (key == "quantization_config" and item is None)
         }
-    if isinstance(told, list):
-        return [clean_config(item, name) for item in told]
-    if isinstance(told, str):
-        return NUMBERS.get(told, told)
-    if isinstance(told, int) and (abs(told) > LARGEST or (LAYERS.search(name) and told > MOST_LAYERS)):
-        raise needs_factory(f"The bundle's config has {name}={told}, which is impossible")
-    return told
+    if isinstance(recorded, list):
+        return [clean_config(item, name) for item in recorded]
+    if isinstance(recorded, str):
+        return NUMBERS.get(recorded, recorded)
+    if isinstance(recorded, int) and (abs(recorded) > LARGEST or (LAYERS.search(name) and recorded > MOST_LAYERS)):
+        raise needs_factory(f"The bundle's config has {name}={recorded}, which is impossible")
+    return recorded
 
 
 def check_size(
@@ -168,13 +168,13 @@ def find_free_memory() -> int:
 
 def find_adapters(facts: Facts) -> dict[str, Any]:
     """Returns the recorded configs of the model's adapters by name."""
-    return {name: told for name, told in (take(facts, "adapters", dict) or {}).items() if name.isidentifier()}
+    return {name: recorded for name, recorded in (take(facts, "adapters", dict) or {}).items() if name.isidentifier()}
 
 
 def add_adapters(model: Any, adapters: dict[str, Any]) -> Any:
     """Returns the model with the adapters it does not have yet."""
-    for name, told in adapters.items():
-        config = build_adapter(told)
+    for name, recorded in adapters.items():
+        config = build_adapter(recorded)
         if not hasattr(model, "peft_config"):
             from peft import get_peft_model
 
@@ -192,16 +192,16 @@ def match_adapters(model: Any, adapters: dict[str, Any]) -> None:
         add_adapters(model, adapters)
 
 
-def build_adapter(told: Any) -> Any:
+def build_adapter(recorded: Any) -> Any:
     """Returns the config of a LoRA adapter."""
     try:
         from peft import LoraConfig
     except ModuleNotFoundError as error:
         raise ArgumentError("The bundle's model has an adapter, which needs peft. Run pip install peft.") from error
-    if not isinstance(told, dict) or told.get("peft_type") != "LORA":
-        kind = told.get("peft_type") if isinstance(told, dict) else told
+    if not isinstance(recorded, dict) or recorded.get("peft_type") != "LORA":
+        kind = recorded.get("peft_type") if isinstance(recorded, dict) else recorded
         raise needs_factory(f"The bundle's adapter must be of type LORA, got {kind!r}")
-    for name, value in told.items():
+    for name, value in recorded.items():
         if value and name not in LORA and name not in LORA_IGNORED:
             raise needs_factory(f"The bundle's adapter has {name}={value!r}, which cannot be rebuilt")
-    return LoraConfig(**{name: clean_config(told[name], name) for name in LORA if told.get(name) is not None})
+    return LoraConfig(**{name: clean_config(recorded[name], name) for name in LORA if recorded.get(name) is not None})

@@ -51,24 +51,23 @@ OFF = (
 CHECKPOINTING = ("use_reentrant", "every_n_layers", "preserve_rng_state")
 
 
-def build_trainer(model: nn.Module, facts: Facts, inputs: Any, device: torch.device) -> Trainer:
-    """Returns a trainer of the recorded class around the model.
-
-    Raises:
-        ArgumentError: The bundle names another class, or its loss needs more than the bundle contains.
-    """
-    told: Facts = take(facts, "trainer", dict) or {}
-    name, own_loss = told.get("host"), take_names(told, "own_loss")
+def check_trainer(facts: Facts, inputs: Any) -> str:
+    """Returns the name of the trainer in the table, if the bundle contains everything that its loss needs."""
+    recorded: Facts = take(facts, "trainer", dict) or {}
+    name, own_loss = recorded.get("host"), take_names(recorded, "own_loss")
     if not isinstance(name, str) or name not in TRAINERS:
         raise needs_factory(f"The bundle's trainer must be one of {', '.join(TRAINERS)}, got {name!r}")
     if own_loss:
-        raise needs_factory(
-            f"The bundle's loss is the user's own code ({', '.join(own_loss)} of {told.get('class')!r})"
-        )
-    if told.get("reference") and not (
-        isinstance(inputs, Mapping) and any(str(key).startswith("ref_") for key in inputs)
-    ):
+        methods = f"{', '.join(own_loss)} of {recorded.get('class')!r}"
+        raise needs_factory(f"The bundle's loss is the user's own code ({methods})")
+    has_reference = isinstance(inputs, Mapping) and any(str(key).startswith("ref_") for key in inputs)
+    if recorded.get("reference") and not has_reference:
         raise needs_factory(f"The loss of {name} needs its reference model, which is not in the bundle")
+    return name
+
+
+def build_trainer(name: str, model: nn.Module, facts: Facts, device: torch.device) -> Trainer:
+    """Returns a trainer of the table around the model."""
     package, arguments_name = TRAINERS[name]
     try:
         host = import_module(package)
@@ -97,14 +96,14 @@ def build_arguments(
     arguments_class: type[TrainingArguments], facts: Facts, device: torch.device, folder: str
 ) -> TrainingArguments:
     """Returns the recorded arguments that a loss depends on, with all others set for a run that never begins."""
-    told: Facts = take(facts, "arguments", dict) or {}
+    recorded: Facts = take(facts, "arguments", dict) or {}
     model: Facts = take(facts, "model", dict) or {}
     common = {f.name for f in fields(TrainingArguments)}
     known = {f.name for f in fields(arguments_class)}
     allowed = {name for name in known - common if not name.startswith(OFF)} | set(RUN_ARGUMENTS)
-    values = {name: NUMBERS.get(value, value) if isinstance(value, str) else value for name, value in told.items()}
+    values = {name: NUMBERS.get(value, value) if isinstance(value, str) else value for name, value in recorded.items()}
     kwargs: dict[str, Any] = {name: value for name, value in values.items() if name in allowed and is_simple(value)}
-    checkpointing = take(told, "gradient_checkpointing_kwargs", dict) or {}
+    checkpointing = take(recorded, "gradient_checkpointing_kwargs", dict) or {}
     kwargs |= {
         "output_dir": folder, "report_to": "none", "save_strategy": "no", "eval_strategy": "no", "logging_strategy": "no",
         "disable_tqdm": True, "max_steps": 1, "use_cpu": device.type == "cpu", "dataloader_pin_memory": False,
@@ -160,9 +159,9 @@ def set_up_training(trainer: Trainer, facts: Facts) -> None:
 
 def build_share(facts: Facts, inputs: Any, device: torch.device) -> LossWeight:
     """Returns how the micro-batch was weighed. Losses multiply by the number of processes, which is one here."""
-    told: Facts = take(facts, "share", dict) or {}
+    recorded: Facts = take(facts, "share", dict) or {}
     size = max(take(facts, "world_size", int) or 1, 1)
-    items, steps = told.get("num_items"), told.get("steps")
+    items, steps = recorded.get("num_items"), recorded.get("steps")
     averaged = (take(facts, "arguments", dict) or {}).get("average_tokens_across_devices")
     count = None
     if isinstance(items, (int, float)):

@@ -208,7 +208,7 @@ def recorded_remedies(verdict: dict[str, Any]) -> tuple[Remedy, ...]:
     """Returns the remedies that were tried in the run."""
     from ..core.autopsy.verdict import Remedy
 
-    told = verdict.get("remedies")
-    items = [as_dict(item) for item in (told if isinstance(told, list) else [])]
+    remedies = verdict.get("remedies")
+    items = [as_dict(item) for item in (remedies if isinstance(remedies, list) else [])]
     results = [(item, item["works"] if isinstance(item.get("works"), bool) else None) for item in items]
     return tuple(Remedy(str(item.get("name"))[:80], item.get("tried") is True, works) for item, works in results)
