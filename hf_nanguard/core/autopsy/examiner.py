@@ -20,7 +20,7 @@ from ..rerun.micro_batch import MicroBatch
 from ..rerun.runner import Runner
 from ..settings import Policy
 from ..vocabulary import Action, Signal
-from .bundle.reader import write_bundle
+from .bundle.writer import write_bundle
 from .evidence.blame import find_blame
 from .evidence.suspect_batch import SuspectBatch
 from .evidence.verdict import Blame, Verdict, format_verdict

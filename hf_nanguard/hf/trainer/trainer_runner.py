@@ -24,6 +24,7 @@ from ..compat.trainer import (
 )
 from .held_inputs import HeldInputs, LossWeight, Replayer
 from .isolation import untouched, untouched_modules
+from .trainer_facts import describe_trainer
 
 
 def decode_sample(tokenizer: Any, inputs: Mapping, sample: int) -> str | None:
@@ -181,6 +182,5 @@ class TrainerRunner(Runner):
         return decode_sample(self.trainer.processing_class, inputs, sample) if isinstance(inputs, Mapping) else None
 
     def facts(self, weight: LossWeight) -> dict[str, Any]:
-        from .trainer_facts import describe_trainer
-
-        return describe_trainer(self.trainer, weight)
+        weights = {"steps": weight.steps, "num_items": weight.num_items, "completion_items": weight.completion_items}
+        return describe_trainer(self.trainer, weights)
