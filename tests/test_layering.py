@@ -12,14 +12,15 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hf_nanguard"
 MAY_IMPORT = {
     "errors": set(),
-    "core": {"errors"},
-    "report": {"errors", "core"},
-    "hf": {"errors", "core", "report"},
-    "takeover": {"errors", "core", "report", "hf", "cli"},
-    "bundle_replay": {"errors", "core", "report", "hf"},
-    "verification": {"errors", "core", "report", "hf"},
-    "examples": {"errors", "core", "report", "hf"},
-    "cli": {"errors", "core", "report", "hf", "takeover", "bundle_replay", "verification", "examples"},
+    "plain_text": set(),
+    "core": {"errors", "plain_text"},
+    "report": {"errors", "plain_text", "core"},
+    "hf": {"errors", "plain_text", "core", "report"},
+    "takeover": {"errors", "plain_text", "core", "report", "hf", "cli"},
+    "bundle_replay": {"errors", "plain_text", "core", "report", "hf"},
+    "verification": {"errors", "plain_text", "core", "report", "hf"},
+    "examples": {"errors", "plain_text", "core", "report", "hf"},
+    "cli": {"errors", "plain_text", "core", "report", "hf", "takeover", "bundle_replay", "verification", "examples"},
     "run": {"cli"},
 }
 HOSTS = {"transformers", "accelerate", "trl", "peft", "datasets"}
