@@ -96,4 +96,4 @@ def show(console: Console, scenarios: Sequence[Scenario]) -> None:
     console.print(table)
     for number, scenario in enumerate(scenarios, 1):
         for kind, path in scenario.evidence.items():
-            print_plain(console, f"{kind} of {number}: {path}")
+            print_plain(console, f"{kind} of failure {number}: {path}")

@@ -43,9 +43,9 @@ def add_parser(subparsers: Any) -> None:
         "run",
         help="run an existing training script with the guard",
         usage="nanguard run [options] [--] script.py ... | -m module ... | command ...",
-        description="Runs a script, a module or a Python command in this process, without changes to it. Every\n"
-        "transformers.Trainer and TRL trainer is guarded that it, or a process it starts, builds. All words after\n"
-        "the script are passed to the script.",
+        description="Runs a script, a module or a Python command, unchanged, in this process. Guards every\n"
+        "transformers.Trainer and TRL trainer that it builds, also in processes that it starts. All words after the\n"
+        "script are passed to it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

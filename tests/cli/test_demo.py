@@ -106,7 +106,7 @@ def test_the_overflow_is_announced_before_it_comes(finished):
     assert "weights: 21 of 21 tensors NaN" in stock
     assert "weights: finite" in guarded
     told, foretold, came = map(
-        int, re.search(r"predicted at step (\d+) for step (\d+), .* it came at step (\d+)", guarded).groups()
+        int, re.search(r"predicted at step (\d+) for step (\d+), .* it happened at step (\d+)", guarded).groups()
     )
     assert told + 10 <= came
     assert abs(foretold - came) <= (came - told) / 2
@@ -117,7 +117,7 @@ def test_the_overflow_is_announced_before_it_comes(finished):
 
 def test_it_ends_with_where_the_evidence_is(finished):
     output, _, folder = finished
-    named = re.findall(r"^(?:events|autopsies) of \d: (.*)$", output, flags=re.MULTILINE)
+    named = re.findall(r"^(?:events|autopsies) of failure \d: (.*)$", output, flags=re.MULTILINE)
     assert len(named) >= 5
     assert all(Path(path).exists() and Path(path).is_relative_to(folder) for path in named)
 

@@ -212,7 +212,7 @@ def run_overflow(runner: ScenarioRunner) -> Scenario:
     if forecast is not None and broken is not None:
         module, step = forecast["culprit"]["module"], forecast["values"]["overflow_step"]
         prediction = [
-            f"predicted at step {forecast['step']} for step {step}, in {module}; it came at step {broken['step']}"
+            f"predicted at step {forecast['step']} for step {step}, in {module}; it happened at step {broken['step']}"
         ]
     return Scenario(
         "a float16 overflow",
