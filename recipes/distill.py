@@ -29,7 +29,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from hf_nanguard import (
     ArgumentError,
@@ -138,8 +145,8 @@ class Material:
 
     build_student: Callable[[], nn.Module]
     teacher: nn.Module
-    student_tokenizer: Any
-    teacher_tokenizer: Any
+    student_tokenizer: PreTrainedTokenizerBase
+    teacher_tokenizer: PreTrainedTokenizerBase
     texts: list[str]
     validation: list[str]
 
@@ -189,12 +196,12 @@ class PairCollator:
             Longer texts are truncated to this number of tokens.
     """
 
-    def __init__(self, student: Any, teacher: Any, max_length: int):
+    def __init__(self, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, max_length: int):
         self.student = student
         self.teacher = teacher
         self.max_length = max_length
 
-    def _encode(self, tokenizer: Any, texts: list[str]) -> Any:
+    def _encode(self, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Any:
         return tokenizer(
             texts, return_tensors="pt", padding=True, padding_side="right", truncation=True, max_length=self.max_length,
             return_offsets_mapping=True,
@@ -332,18 +339,13 @@ def run(argv: Sequence[str] | None = None) -> list[Outcome]:
 
     def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
         trainer_class: Any = guarded(DistillationTrainer) if guard else DistillationTrainer
+        train, test = ([{"text": text} for text in texts] for texts in (material.texts, material.validation))
         return trainer_class(
-            material.build_student().to(getattr(torch, script.model_dtype)),
-            args,
+            material.build_student().to(getattr(torch, script.model_dtype)), args, train_dataset=train, eval_dataset=test,
             data_collator=PairCollator(material.student_tokenizer, material.teacher_tokenizer, script.max_length),
-            train_dataset=[{"text": text} for text in material.texts],
-            eval_dataset=[{"text": text} for text in material.validation],
-            processing_class=material.student_tokenizer,
-            callbacks=[EpochLine()],
-            script=script,
-            teacher=material.teacher,
+            processing_class=material.student_tokenizer, callbacks=[EpochLine()], script=script, teacher=material.teacher,
             shared=(torch.tensor(ours), torch.tensor(theirs)),
-        )
+        )  # fmt: skip
 
     return compare_runs(build_trainer, args, PLANTED[script.plant], measure, script.compare)
 

@@ -26,6 +26,7 @@ from ..report.run_files import Tail, events_path
 FAILURES = (ArithmeticError, IndexError, RuntimeError, ValueError)
 
 Figures = dict[str, float | str]  # measurements of a run by name
+EventRow = dict[str, Any]  # a line of events.jsonl
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Outcome:
     bad_weights: dict[str, str] = field(default_factory=dict)
     num_weights: int = 0
     figures: Figures = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)
+    events: list[EventRow] = field(default_factory=list)
 
     @property
     def is_sound(self) -> bool:
@@ -180,7 +181,7 @@ def format_losses(losses: Sequence[float]) -> str:
     return " ".join(shown if len(shown) < 6 else [*shown[:2], "...", *shown[-3:]]) or "none logged"
 
 
-def format_event(event: dict[str, Any]) -> str:
+def format_event(event: EventRow) -> str:
     """Returns an event in one line: step, signal, action, cause, culprit, and remedies that work."""
     culprit = event["culprit"] or {}
     names = ("term", "module", "parameter", "source", "rows", "reward_function")
@@ -194,12 +195,12 @@ def format_event(event: dict[str, Any]) -> str:
     return "; ".join(part for part in parts if part)
 
 
-def find_first(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def find_first(events: Sequence[EventRow]) -> EventRow:
     """Returns the first event in which the guard acted, or the first of all if it only observed."""
     return next((event for event in events if event["action"] != "observed"), events[0])
 
 
-def count_events(events: Sequence[dict[str, Any]]) -> Counter[str]:
+def count_events(events: Sequence[EventRow]) -> Counter[str]:
     """Returns how often each signal met each action."""
     return Counter(f"{event['signal']} {event['action']}" for event in events)
 

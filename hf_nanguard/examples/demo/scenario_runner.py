@@ -11,7 +11,7 @@ from transformers import PrinterCallback, Trainer
 
 from ...core.finite import find_nonfinite
 from ...errors import NonFiniteError
-from ..compare import Outcome, find_evidence, watch_run
+from ..compare import EventRow, Outcome, find_evidence, watch_run
 from .small_sft import StepReporter
 
 CLOCK = 2.0  # seconds by which the clock of a file system may be coarse
@@ -67,7 +67,7 @@ class Run:
         """Its event file and autopsy folder."""
         return find_evidence(self.outcome)
 
-    def find_event(self, *signals: str) -> dict[str, Any] | None:
+    def find_event(self, *signals: str) -> EventRow | None:
         """Returns the first event with one of these signals."""
         return next((event for event in self.outcome.events if event["signal"] in signals), None)
 

@@ -10,7 +10,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from ...hf.guarded_trainer import guarded
 from ...hf.trainer.arguments import GuardArguments
-from ..compare import format_number
+from ..compare import EventRow, format_number
 from ..planted_failures import AnswerTrainer, blank_scores
 from ..tasks import sums as arithmetic
 from .scenario_runner import Run, Scenario, ScenarioRunner
@@ -31,7 +31,7 @@ SILENT_STEPS, SAVE_STEPS = 40, 10
 GROWING_STEPS, DOUBLING_STEPS = 90, 6
 
 
-def _format_culprit(event: dict[str, Any] | None, *names: str) -> list[str]:
+def _format_culprit(event: EventRow | None, *names: str) -> list[str]:
     """Returns a line with these fields of an event, its values and its culprit; no line without an event."""
     if event is None:
         return []
@@ -54,10 +54,7 @@ def run_bad_row(runner: ScenarioRunner) -> Scenario:
     )
 
     def run(title: str, name: str, rows: list, guard: GuardArguments | None = None) -> Run:
-        build = partial(build_trainer, rows, seed=seed, guard=guard)
-        return runner.run(
-            title, name, len(rows) // BATCH_SIZE, lambda folder, reporter: build(folder, reporter=reporter)
-        )
+        return runner.run(title, name, len(rows) // BATCH_SIZE, partial(build_trainer, rows, seed, guard))
 
     fine = run("stock, healthy data", "healthy", healthy)
     stock = run("stock, one bad row", "poisoned", poisoned)
@@ -111,17 +108,13 @@ def run_bad_sampling(runner: ScenarioRunner) -> Scenario:
     stock = runner.run("stock GRPO", "grpo-stock", SAMPLING_STEPS, partial(build, False), "reward")
     guarded_run = runner.run("guarded GRPO", "grpo-guarded", SAMPLING_STEPS, partial(build, True), "reward")
     rewards = [row["reward"] for row in guarded_run.trainer.state.log_history if row.get("reward") is not None]
-    event = guarded_run.find_event("logits_nonfinite")
+    events = [event for event in guarded_run.outcome.events if event["signal"] == "logits_nonfinite"][:1]
     return Scenario(
         "GRPO that samples from NaN",
         [stock.end],
         [
             f"{guarded_run.end}, mean reward {sum(rewards[:5]) / 5:.2f} -> {sum(rewards[-5:]) / 5:.2f}",
-            *(
-                []
-                if event is None
-                else [f"event: {event['signal']}, {event['action']}; that completion is not trained on"]
-            ),
+            *(f"event: {event['signal']}, {event['action']}; that completion is not trained on" for event in events),
         ],
         guarded_run.evidence,
     )
@@ -149,12 +142,13 @@ def run_silent_nan(runner: ScenarioRunner) -> Scenario:
 
     def build(guard: GuardArguments | None, folder: Path, reporter: StepReporter) -> Any:
         options: dict[str, Any] = {"save_strategy": "steps", "save_steps": SAVE_STEPS, "save_only_model": True}
-        trainer = build_trainer(rows, folder, runner.seed, guard, reporter, **options)
+        trainer = build_trainer(rows, runner.seed, guard, folder, reporter, **options)
         trainer.add_callback(SpoilMoment(word, bad_step))
         return trainer
 
     stock = runner.run("stock", "silent-stock", SILENT_STEPS, partial(build, None))
     guarded_run = runner.run("guarded", "silent-guarded", SILENT_STEPS, partial(build, GuardArguments()))
+    event = guarded_run.find_event("param_nonfinite", "optimizer_nonfinite")
     return Scenario(
         "a silent NaN in Adam",
         [
@@ -164,9 +158,7 @@ def run_silent_nan(runner: ScenarioRunner) -> Scenario:
         ],
         [
             guarded_run.end,
-            *_format_culprit(
-                guarded_run.find_event("param_nonfinite", "optimizer_nonfinite"), "cause", "parameter", "rows"
-            ),
+            *_format_culprit(event, "cause", "parameter", "rows"),
             guarded_run.saved,
         ],
         guarded_run.evidence,
@@ -193,19 +185,14 @@ def run_overflow(runner: ScenarioRunner) -> Scenario:
         "float16 number is 65,504."
     )
     rows = build_rows(build_tokenizer(), GROWING_STEPS * BATCH_SIZE, runner.seed)
-    guard = GuardArguments(nanguard_activation_steps=2, nanguard_max_bad_steps=3)
 
-    def build(settings: GuardArguments | None, folder: Path, reporter: StepReporter) -> Any:
-        options: dict[str, Any] = {
-            "trainer_class": GrowingTrainer,
-            "dtype": torch.float16,
-            "optim": "sgd",
-            "learning_rate": 1e-2,
-        }
-        return build_trainer(rows, folder, runner.seed, settings, reporter, **options)
+    def run(name: str, guard: GuardArguments | None) -> Run:
+        options: dict[str, Any] = {"dtype": torch.float16, "optim": "sgd", "learning_rate": 1e-2}
+        build = partial(build_trainer, rows, runner.seed, guard, trainer_class=GrowingTrainer, **options)
+        return runner.run(f"{name} float16", f"overflow-{name}", GROWING_STEPS, build)
 
-    stock = runner.run("stock float16", "overflow-stock", GROWING_STEPS, partial(build, None))
-    guarded_run = runner.run("guarded float16", "overflow-guarded", GROWING_STEPS, partial(build, guard))
+    stock = run("stock", None)
+    guarded_run = run("guarded", GuardArguments(nanguard_activation_steps=2, nanguard_max_bad_steps=3))
     forecast = guarded_run.find_event("activation_headroom")
     broken = guarded_run.find_event("loss_nonfinite", "grad_nonfinite")
     prediction = []

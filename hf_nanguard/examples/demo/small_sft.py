@@ -92,9 +92,9 @@ class StepReporter(TrainerCallback):
 
 def build_trainer(
     rows: list[Row],
-    folder: Path,
     seed: int,
     guard: GuardArguments | None,
+    folder: Path,
     reporter: StepReporter,
     trainer_class: type = AnswerTrainer,
     dtype: torch.dtype = torch.float32,
@@ -103,10 +103,12 @@ def build_trainer(
     """Returns a trainer for one epoch over `rows` in their order.
 
     Args:
-        rows (`list`), folder (`Path`), seed (`int`), reporter (`StepReporter`):
-            The data, the output folder, the seed, and a callback.
+        rows (`list`), seed (`int`):
+            The data and the seed.
         guard (`GuardArguments`, *optional*):
             The guard's settings; `None` for a stock trainer.
+        folder (`Path`), reporter (`StepReporter`):
+            The output folder and a callback.
         trainer_class (`type`), dtype (`torch.dtype`):
             The stock class, and the type of the weights.
         options (`Any`):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...core.event import strict
 from ...errors import NonFiniteError
@@ -60,7 +61,7 @@ class Recipe(ABC):
     def gather_parts(self, arguments: RecipeArguments) -> dict[str, Any]:
         """Returns the arguments of a trainer's constructor; the built-in model is given as a function that builds it."""
         if arguments.embedded_model:
-            tokenizer = arithmetic.build_tokenizer()
+            tokenizer: PreTrainedTokenizerBase = arithmetic.build_tokenizer()
             own = {"model": lambda: fit_model(self.build_model(arguments.training.seed), arguments)}
         else:
             check_model(arguments)
@@ -110,19 +111,18 @@ class Recipe(ABC):
             failure.plant(trainer)
             return trainer
 
-        def measure(trainer: Any) -> Figures:
-            return self.measure_planted(trainer, arguments)
-
-        outcomes = compare_runs(build_trainer, arguments.training, failure.sentence, measure)
+        outcomes = compare_runs(
+            build_trainer, arguments.training, failure.sentence, lambda trainer: self.measure(trainer, arguments)
+        )
         runs = [outcome.as_dict() for outcome in outcomes]
         return {"is_sound": outcomes[-1].is_sound, "planted": failure.sentence, "runs": runs}
 
     @abstractmethod
-    def build_model(self, seed: int) -> Any:
+    def build_model(self, seed: int) -> PreTrainedModel:
         """Returns the built-in model."""
 
     @abstractmethod
-    def build_task(self, tokenizer: Any, arguments: RecipeArguments) -> dict[str, Any]:
+    def build_task(self, tokenizer: PreTrainedTokenizerBase, arguments: RecipeArguments) -> dict[str, Any]:
         """Returns the data of the built-in task, as arguments of a trainer."""
 
     @abstractmethod
@@ -131,21 +131,17 @@ class Recipe(ABC):
 
     @abstractmethod
     def measure(self, trainer: Any, arguments: RecipeArguments) -> Figures:
-        """Returns figures of a trained trainer by name."""
+        """Returns figures of a trained trainer by name; with `--compare`, those that field reports of the failure show."""
 
     @abstractmethod
     def format_figures(self, figures: Figures, arguments: RecipeArguments) -> str:
         """Returns the figures in one line, which may be empty."""
 
     @abstractmethod
-    def measure_planted(self, trainer: Any, arguments: RecipeArguments) -> Figures:
-        """Returns figures of a trainer in which a failure was planted."""
-
-    @abstractmethod
     def find_failure(self, arguments: RecipeArguments) -> Failure:
         """Returns the failure that `--compare` plants."""
 
 
-def find_form(tokenizer: Any) -> str:
+def find_form(tokenizer: PreTrainedTokenizerBase) -> str:
     """Returns the form of prompts: conversational if the tokenizer has a chat template."""
     return "conversational" if tokenizer.chat_template else "plain"

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOTrainer, rewards
 from trl.scripts.grpo import GRPOScriptArguments
 
@@ -49,10 +50,10 @@ class GRPORecipe(Recipe):
     )  # fmt: skip
     trainer_class = GuardedGRPOTrainer
 
-    def build_model(self, seed: int) -> Any:
+    def build_model(self, seed: int) -> PreTrainedModel:
         return arithmetic.build_beginner(seed, "conversational")
 
-    def build_task(self, tokenizer: Any, arguments: RecipeArguments) -> dict[str, Any]:
+    def build_task(self, tokenizer: PreTrainedTokenizerBase, arguments: RecipeArguments) -> dict[str, Any]:
         script: Any = arguments.script
         find_rewards(script)  # an unknown name is reported before missing data
         for flag, named in {
@@ -78,14 +79,11 @@ class GRPORecipe(Recipe):
         return {"train_dataset": train, "eval_dataset": test, "reward_funcs": named}
 
     def measure(self, trainer: Any, arguments: RecipeArguments) -> Figures:
-        return measure_rewards(trainer)
+        return measure_rewards(trainer, "reward, " if arguments.flags.compare else "")
 
     def format_figures(self, figures: Figures, arguments: RecipeArguments) -> str:
         text = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
         return f"mean reward: {text}" if text else ""
-
-    def measure_planted(self, trainer: Any, arguments: RecipeArguments) -> Figures:
-        return measure_rewards(trainer, "reward, ")
 
     def find_failure(self, arguments: RecipeArguments) -> Failure:
         """Returns a generation in which the scores of one completion are NaN."""
@@ -102,7 +100,7 @@ class GRPORecipe(Recipe):
 RECIPE = GRPORecipe()
 
 
-def build_reward(tokenizer: Any) -> Callable[..., list[float]]:
+def build_reward(tokenizer: PreTrainedTokenizerBase) -> Callable[..., list[float]]:
     """Returns the reward of the sums for a model that may answer in a sentence: its last number counts."""
 
     def reward_sum(completions: list, completion_ids: list[list[int]], answer: list[str], **kwargs: Any) -> list[float]:

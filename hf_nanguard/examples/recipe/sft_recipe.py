@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import ScriptArguments
 
 from ...hf.guarded_sft import GuardedSFTConfig, GuardedSFTTrainer
@@ -31,10 +32,10 @@ class SFTRecipe(Recipe):
     )  # fmt: skip
     trainer_class = GuardedSFTTrainer
 
-    def build_model(self, seed: int) -> Any:
+    def build_model(self, seed: int) -> PreTrainedModel:
         return arithmetic.build_model(seed)
 
-    def build_task(self, tokenizer: Any, arguments: RecipeArguments) -> dict[str, Any]:
+    def build_task(self, tokenizer: PreTrainedTokenizerBase, arguments: RecipeArguments) -> dict[str, Any]:
         seed = arguments.training.seed
         return {"train_dataset": arithmetic.build_examples(NUM_ROWS, seed, form=find_form(tokenizer))}
 
@@ -45,28 +46,25 @@ class SFTRecipe(Recipe):
         return {"train_dataset": train, "eval_dataset": test}
 
     def measure(self, trainer: Any, arguments: RecipeArguments) -> Figures:
-        """Returns the share of sums answered correctly, and the share answered by a number at all."""
-        in_parts = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-        if not arguments.embedded_data or in_parts:
-            return {}
+        """Returns the share of sums answered correctly, and the share answered by a number at all; with `--compare` also
+        the last logged gradient norm."""
+        norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+        last: Figures = {"last gradient norm": norms[-1]} if norms and arguments.flags.compare else {}
+        is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        if not arguments.embedded_data or is_sharded:
+            return last
         model = trainer.accelerator.unwrap_model(trainer.model)
         rows = arithmetic.build_prompts(NUM_ASKED, trainer.args.seed + 1, form=find_form(trainer.processing_class))
         answers = arithmetic.ask(model, trainer.processing_class, rows)
         num_right = sum(answer == right for answer, right in zip(answers, rows["answer"], strict=True))
         num_numbers = sum(answer.isdecimal() for answer in answers)
-        return {"accuracy": num_right / NUM_ASKED, "answer rate": num_numbers / NUM_ASKED}
+        return {**last, "accuracy": num_right / NUM_ASKED, "answer rate": num_numbers / NUM_ASKED}
 
     def format_figures(self, figures: Figures, arguments: RecipeArguments) -> str:
         if not arguments.embedded_data:
             return ""
         text = ", ".join(f"{name} {value:.2f}" for name, value in figures.items())
         return f"{text} on {NUM_ASKED} sums" if text else "accuracy: not measured because the model is sharded"
-
-    def measure_planted(self, trainer: Any, arguments: RecipeArguments) -> Figures:
-        """Returns what a field report of this failure shows: the logged norm, and whether the model learned."""
-        norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
-        last: Figures = {"last gradient norm": norms[-1]} if norms else {}
-        return {**last, **self.measure(trainer, arguments)}
 
     def find_failure(self, arguments: RecipeArguments) -> Failure:
         """Returns a loss that is a mean over each answer, on data in which one answer is missing."""

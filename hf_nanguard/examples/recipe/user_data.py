@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl import get_dataset, get_peft_config, get_quantization_config
 
 from ...errors import ArgumentError
@@ -29,7 +29,7 @@ def check_model(arguments: RecipeArguments) -> None:
         ) from error
 
 
-def load_tokenizer(arguments: RecipeArguments) -> Any:
+def load_tokenizer(arguments: RecipeArguments) -> PreTrainedTokenizerBase:
     """Returns the tokenizer of the model."""
     name = arguments.model.model_name_or_path
     try:
@@ -119,7 +119,7 @@ def set_model_options(arguments: RecipeArguments) -> None:
     arguments.training.model_init_kwargs = {**_name_source(arguments), **flags, **given}
 
 
-def fit_model(model: Any, arguments: RecipeArguments) -> Any:
+def fit_model(model: PreTrainedModel, arguments: RecipeArguments) -> PreTrainedModel:
     """Returns the built-in model with the attention and the dtype of the flags."""
     options = arguments.model
     if options.attn_implementation is not None:

@@ -8,14 +8,15 @@ probability of tokens that the student lacks is ignored.
 """
 
 from collections.abc import Sequence
-from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]
 STARTS_WORD = ("Ġ", "▁")  # byte-level and SentencePiece tokenizers mark a token that begins a word
 CONTINUES_WORD = "##"  # WordPiece marks a token that does not
 
 
-def name_tokens(tokenizer: Any) -> dict[str, int]:
+def name_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
     """Returns token ids by text, which has a leading space if the token begins a word, without special tokens."""
     vocabulary = tokenizer.get_vocab()
     special = set(tokenizer.all_special_ids)
@@ -31,7 +32,7 @@ def name_tokens(tokenizer: Any) -> dict[str, int]:
     return {name(token): index for token, index in vocabulary.items() if index not in special}
 
 
-def share_vocabulary(student: Any, teacher: Any) -> tuple[list[int], list[int]]:
+def share_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Returns the ids of the tokens that both tokenizers have, in the same order.
 
     Args:
