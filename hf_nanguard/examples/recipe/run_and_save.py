@@ -15,7 +15,7 @@ from ...plain_text import printable
 from .recipe_parser import RecipeArguments
 
 # Raised by host libraries for bad arguments and data: values, missing packages, files, columns of another type, the hub.
-COMPLAINTS = (
+INPUT_ERRORS = (
     AttributeError, HTTPError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError, ZeroDivisionError,
 )  # fmt: skip
 
@@ -36,7 +36,7 @@ def build(trainer_class: type, **parts: Any) -> Any:
         trainer = trainer_class(model=model() if callable(model) else model, **parts)
     except NanGuardError:
         raise
-    except COMPLAINTS as error:
+    except INPUT_ERRORS as error:
         raise convert_error(trainer_class, error) from error
     if isinstance(trainer.train_dataset, Sized) and not len(trainer.train_dataset):
         raise ArgumentError(
@@ -55,13 +55,13 @@ class StepWatch(TrainerCallback):
 
     def __init__(self) -> None:
         self.pressed = False
-        self.complaints: tuple[type[Exception], ...] = COMPLAINTS
+        self.input_errors: tuple[type[Exception], ...] = INPUT_ERRORS
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.complaints = self.complaints and (ValueError,)
+        self.input_errors = self.input_errors and (ValueError,)
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.complaints = ()
+        self.input_errors = ()
         self.raise_if_pressed()
 
     def raise_if_pressed(self) -> None:
@@ -98,8 +98,8 @@ def train_and_save(trainer: Any, arguments: RecipeArguments) -> None:
             trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         except NanGuardError:
             raise
-        except COMPLAINTS as error:
-            if not isinstance(error, watch.complaints):
+        except INPUT_ERRORS as error:
+            if not isinstance(error, watch.input_errors):
                 raise
             raise convert_error(type(trainer), error) from error
         if not trainer.state.global_step:
