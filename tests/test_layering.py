@@ -16,7 +16,7 @@ MAY_IMPORT = {
     "core": {"errors", "plain_text"},
     "report": {"errors", "plain_text", "core"},
     "hf": {"errors", "plain_text", "core", "report"},
-    "takeover": {"errors", "plain_text", "core", "report", "hf", "cli"},
+    "takeover": {"errors", "plain_text", "core", "report", "hf"},
     "bundle_replay": {"errors", "plain_text", "core", "report", "hf"},
     "verification": {"errors", "plain_text", "core", "report", "hf"},
     "examples": {"errors", "plain_text", "core", "report", "hf"},

@@ -228,8 +228,8 @@ def test_frames_of_the_guard_are_left_out_and_that_is_said(full, tmp_path, capsy
     sys.modules.pop("weighted")
     error = capsys.readouterr().err
     assert "ZeroDivisionError: in the loss" in error
-    assert (os.path.join("hf_nanguard", "hf", "mixin.py") in error) == full
-    assert ("frames of the guard are not shown above" in error) == (not full)
+    assert (os.path.join("hf_nanguard", "hf", "trainer", "mixin.py") in error) == full
+    assert ("frames of the guard hidden above" in error) == (not full)
     assert told_by(error)[-1].startswith("nanguard: 1 event in ")
 
 
@@ -271,7 +271,7 @@ def test_a_child_needs_no_settings_file(tmp_path, monkeypatch, capfd):
         tmp_path, f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}], check=True, cwd='/')"
     )
     assert main(["run", script]) == 0
-    assert capfd.readouterr().out == "Arrival observe\n"
+    assert capfd.readouterr().out == "ImportHook observe\n"
     assert os.environ["NANGUARD_CONFIG"] == "guard.yaml"
 
 
@@ -291,7 +291,7 @@ subprocess.run([sys.executable, "-c", {child!r}], check=True)
 """,
     )
     assert main(["run", "--nanguard_mode", "observe", script]) == 0
-    assert capfd.readouterr().out == "Arrival True True observe\n"
+    assert capfd.readouterr().out == "ImportHook True True observe\n"
 
 
 FREE = f"""

@@ -102,8 +102,7 @@ def test_a_halt_is_told_and_ends_with_1(tmp_path, capsys):
 
 def test_the_embedded_model_has_the_dtype_and_the_attention_that_were_asked_for(tmp_path):
     words = ["--dtype", "bfloat16", "--attn_implementation", "eager", "--output_dir", str(tmp_path)]
-    plan = parse(words, RECIPE.kind)
-    model = RECIPE.gather_parts(plan)["model"]()
+    model = RECIPE.gather_parts(parse(words, RECIPE.kind))["model"]()
     assert model.dtype == torch.bfloat16
     assert model.config._attn_implementation == "eager"
 
@@ -134,8 +133,8 @@ def test_stock_and_guarded_on_a_missing_answer(tmp_path, capsys):
     assert float(guarded["accuracy"]) > 0.3
     assert float(guarded["answer rate"]) > 0.9
     assert guarded["events"] == "1 loss_nonfinite skipped"
-    assert "step 30" in guarded["first blamed"]
-    assert "div_by_zero" in guarded["first blamed"]
+    assert "step 30" in guarded["first culprit"]
+    assert "div_by_zero" in guarded["first culprit"]
 
 
 @pytest.mark.parametrize("lora", [False, True])
