@@ -22,7 +22,7 @@ from hf_nanguard.core.monitors.weight_updates import MovementMonitor
 from hf_nanguard.core.monitors.weights import SoundnessMonitor
 from hf_nanguard.core.ranks import Ranks
 from hf_nanguard.hf.monitors.attention_monitor import AttentionMonitor
-from tests.counting import counting
+from hf_nanguard.testing import OperationCounter
 
 SIZES = {"2m": (128, 4, 4096), "27m": (512, 8, 8192)}
 FAR = 10**9
@@ -91,9 +91,9 @@ def main() -> None:
             best[name] = min(best[name], time.perf_counter() - began)
     counts = {}
     for name, loop in loops.items():
-        with counting() as count:
+        with OperationCounter() as count:
             loop.step(options.steps)
-        counts[name] = (count.reads, count.num_ops)
+        counts[name] = (count.num_reads, count.num_ops)
     print(f"{'step':18} {'ms':>9} {'x stock':>8} {'reads':>6} {'operations':>11}")
     for name in loops:
         reads, ops = (mine - stock for mine, stock in zip(counts[name], counts["stock"], strict=True))

@@ -23,7 +23,7 @@ from hf_nanguard.core.rerun.runner import Runner
 from hf_nanguard.core.step.guard import Guard
 from hf_nanguard.hf.data.checked_collator import CheckedCollator
 from hf_nanguard.hf.trainer.trainer_guard import TrainerGuard
-from tests.counting import counting
+from hf_nanguard.testing import OperationCounter
 
 SIZES = {"2m": (128, 4, 4096), "27m": (512, 8, 8192)}
 
@@ -105,9 +105,9 @@ def main() -> None:
     for name, cls in (("stock", Trainer), ("guarded", GuardedTrainer)):
         for steps in (3, 5):
             trainer, _ = build(cls, options.size, steps, options.accumulation)
-            with counting() as count:
+            with OperationCounter() as count:
                 trainer.train()
-            counts[name, steps] = (count.reads, count.num_ops)
+            counts[name, steps] = (count.num_reads, count.num_ops)
     for name in ("stock", "guarded"):
         reads, ops = ((counts[name, 5][i] - counts[name, 3][i]) / 2 for i in (0, 1))
         print(f"{name:8} host reads a step {reads:6.1f}   operations a step {ops:8.1f}")

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from hf_nanguard import NanGuardCallback, guarded
 from hf_nanguard.core.finite import find_nonfinite
-from tests.counting import counting
+from hf_nanguard.testing import OperationCounter
 
 BAD_ROW, STEPS, VOCAB = 21, 16, 64
 FAULTS = ("none", "loss", "gradient")
@@ -157,9 +157,14 @@ def count(contender: Contender) -> tuple[float, float]:
     totals = []
     for steps in (3, 5):
         trainer = build(contender, "none", steps)
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), contender.around(), counting() as counted:
+        with (
+            redirect_stdout(io.StringIO()),
+            redirect_stderr(io.StringIO()),
+            contender.around(),
+            OperationCounter() as counted,
+        ):
             trainer.train()
-        totals.append((counted.reads, counted.num_ops))
+        totals.append((counted.num_reads, counted.num_ops))
     reads, ops = ((after - before) / 2 for before, after in zip(*totals, strict=True))
     return reads, ops
 

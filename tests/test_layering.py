@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "core": {"errors"},
     "report": {"errors", "core"},
     "hf": {"errors", "core", "report"},
+    "testing": set(),
     "takeover": {"errors", "core", "report", "hf", "cli"},
     "bundle_replay": {"errors", "core", "report", "hf"},
     "verification": {"errors", "core", "report", "hf"},

@@ -9,7 +9,7 @@ from hf_nanguard import ArgumentError, NanGuardError
 from hf_nanguard.core.robust_window import RobustWindow
 from hf_nanguard.core.settings import CHOICES, HEALTHY, Decision, Escalation, Policy, StepAction, check_settings, decide
 from hf_nanguard.core.vocabulary import Signal
-from tests.faults import INF, NAN
+from hf_nanguard.testing import INF, NAN
 
 BAD = {
     "mode": ["on", "", None, True, 1],

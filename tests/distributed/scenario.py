@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tests.faults import Fault
+from hf_nanguard.testing import Fault
 
 LLAMA, MEAN, NORM, SFT, GRPO = "llama", "mean", "norm", "sft", "grpo"
 MIXIN, ATTACH, CALLBACK = "mixin", "attach", "callback"

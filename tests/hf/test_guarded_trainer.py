@@ -30,8 +30,8 @@ from hf_nanguard import (
     attach,
     guarded,
 )
+from hf_nanguard.testing import Fault, plant
 
-from ..faults import Fault, plant
 from ..models import text_rows, tiny_llama, tiny_tokenizer, token_dataset
 from ..reference import assert_same, tensors_of, without
 from ..trainers import KINDS, build, common_arguments, events_of, reward_length, stock_class

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from hf_nanguard import GuardArguments, NonFiniteError, guarded
+from hf_nanguard.testing import INF, NAN, Fault, plant
 
-from ..faults import INF, NAN, Fault, plant
 from ..models import token_dataset
 from ..reference import assert_same, losses_of, tensors_of, without
 from ..trainers import KINDS, build, events_of, stock_class
@@ -27,7 +27,7 @@ def _train(tmp_path, *faults, kind="plain", guard_settings=None, name="guarded",
     trainer = build(kind, tmp_path / name, extra=extra, **overrides)
     planted = plant(trainer, *faults)
     trainer.train()
-    assert set(planted.struck) == set(faults)
+    assert set(planted.triggered) == set(faults)
     return trainer
 
 

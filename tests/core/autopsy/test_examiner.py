@@ -13,7 +13,7 @@ from hf_nanguard.core.autopsy.examiner import Budget
 from hf_nanguard.core.rerun.runner import LoopRunner
 from hf_nanguard.core.settings import Policy
 from hf_nanguard.core.step.guard import Guard
-from tests.faults import NAN
+from hf_nanguard.testing import NAN
 
 POISON = 9.0
 

@@ -8,8 +8,7 @@ from torch import nn
 from transformers import Adafactor
 
 from hf_nanguard.core.rerun.skip import ScalerState, can_skip_on_device, clear_gradients, step_unless
-from tests.core.counting import Counting
-from tests.faults import INF, NAN
+from hf_nanguard.testing import INF, NAN, OperationCounter
 
 OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, foreach=False),
@@ -145,7 +144,7 @@ def test_the_flag_is_never_read_on_the_host(name):
     fill(parameters, 0)
     optimizer.step()
     bad = torch.tensor(True)
-    with Counting() as counted:
+    with OperationCounter() as counted:
         step_unless(optimizer, bad)
     assert counted.reads == []
 

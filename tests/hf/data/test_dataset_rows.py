@@ -12,8 +12,8 @@ from torch.utils.data import IterableDataset
 
 from hf_nanguard import GuardArguments, GuardedGRPOTrainer, GuardedTrainer, guarded
 from hf_nanguard.hf.data.dataset_rows import RowRecord
+from hf_nanguard.testing import Fault, plant
 
-from ...faults import Fault, plant
 from ...models import text_rows, tiny_llama, tiny_tokenizer, token_dataset, token_rows
 from ...trainers import build, common_arguments, events_of, reward_length
 
