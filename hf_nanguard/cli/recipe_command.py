@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the recipe and returns its exit code."""
     name = arguments.recipe
     try:
-        recipe = import_module(f"..hf.bundled.{name}", __package__).RECIPE
+        recipe = import_module(f"..examples.recipe.{name}_recipe", __package__).RECIPE
     except ModuleNotFoundError as error:
         raise ArgumentError(f"nanguard {name} needs {error.name}. Run pip install 'hf-nanguard[trl]'.") from error
     if "--help_all" in arguments.words:

@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"nanguard verify must run in one process, got WORLD_SIZE={os.environ['WORLD_SIZE']}. Start it without a launcher."
         )
     try:
-        recipe = import_module(f"..hf.bundled.{arguments.task}", __package__).RECIPE
+        recipe = import_module(f"..examples.recipe.{arguments.task}_recipe", __package__).RECIPE
     except ModuleNotFoundError as error:
         raise ArgumentError(f"nanguard verify needs {error.name}. Run pip install 'hf-nanguard[trl]'.") from error
     from ..examples.demo.small_sft import quiet_hosts

@@ -16,7 +16,7 @@ from hf_nanguard.testing import INF, NAN, Fault, plant
 
 from ..models import token_dataset
 from ..reference import assert_same, losses_of, tensors_of, without
-from ..trainers import KINDS, build, events_of, stock_class
+from ..trainers import KINDS, build, events_besides_spikes, events_of, stock_class
 
 LAYER = "model.layers.0.self_attn.k_proj.weight"
 
@@ -371,13 +371,15 @@ def test_healthy_runs_raise_no_event(case, tmp_path):
         with torch.no_grad():
             trainer.model.lm_head.weight.mul_(500)
     trainer.train()
-    assert events_of(trainer) == []
+    assert events_besides_spikes(trainer) == []
 
 
 def test_grpo_with_a_zero_loss_and_a_live_gradient_is_healthy(tmp_path):
-    trainer = build("grpo", tmp_path)
+    """On-policy, with completions of one length, the loss is the mean advantage: zero up to rounding."""
+    trainer = build("grpo", tmp_path, generation_kwargs={"min_new_tokens": 4})
     trainer.train()
-    assert 0.0 in [round(loss, 7) for loss in losses_of(trainer)]
+    assert max(map(abs, losses_of(trainer))) < 1e-6
+    assert max(row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row) > 1e-3
     assert events_of(trainer) == []
 
 

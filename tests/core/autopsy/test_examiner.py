@@ -288,8 +288,9 @@ def test_an_update_that_ruined_a_weight_is_named():
 
 
 def test_events_stay_strict_json(tmp_path):
-    for event in Loop({2: [3]}, folder=tmp_path).events:
-        json.dumps(event, allow_nan=False)
+    [event] = Loop({2: [3]}, folder=tmp_path).events
+    assert event["values"]["loss"] == "nan"
+    assert json.loads(json.dumps(event, allow_nan=False)) == event
 
 
 @pytest.fixture(autouse=True)
