@@ -111,8 +111,7 @@ def is_finite(trainer):
 def check_learned(trainer, case, steps):
     """Asserts that the run came to its end, learned, and reported what was planted and nothing else.
 
-    The reward triples in 60 steps, whatever the seed and the CPU (3.2 to 4.1 times in 24 runs); the mean of five steps of
-    128 completions scatters by a few percent.
+    In 24 runs of 60 steps, with three seeds and two sets of kernels, the reward rose to 3.5 to 5.8 times its first value.
     """
     first, last = rise(trainer)
     assert trainer.state.global_step == steps
