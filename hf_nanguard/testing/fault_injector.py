@@ -52,6 +52,11 @@ class Fault:
     field: str = "pixel_values"
     once: bool = False
 
+    @property
+    def number(self) -> float:
+        """`value`, or NaN if that is `None`, which only a label fault can be."""
+        return NAN if self.value is None else self.value
+
 
 class _BadGradient(torch.autograd.Function):
     """Returns zero, and a gradient whose first entry is bad."""
@@ -145,9 +150,9 @@ class PlantedFaults:
         self.triggered.extend(f for f in now if f not in self.triggered and f.kind not in ("input", "label"))
         for fault in now:
             if fault.kind == "weight":
-                self._named(fault.parameter).data.view(-1)[0] = fault.value
+                self._named(fault.parameter).data.view(-1)[0] = fault.number
             if fault.kind == "moment":
-                self.trainer.optimizer.state[self._named(fault.parameter)]["exp_avg"].view(-1)[0] = fault.value
+                self.trainer.optimizer.state[self._named(fault.parameter)]["exp_avg"].view(-1)[0] = fault.number
             if fault.kind == "error":
                 raise RuntimeError("planted error")
         loss = self._compute_loss(model, inputs, *args, **kwargs)
@@ -155,12 +160,12 @@ class PlantedFaults:
             if fault.kind == "missing":
                 return None
             if fault.kind == "loss":
-                loss = loss * fault.value
+                loss = loss * fault.number
             if fault.kind == "gradient" and fault.parameter is not None:
-                loss = add_bad_gradient(loss, self._named(fault.parameter), fault.value)
+                loss = add_bad_gradient(loss, self._named(fault.parameter), fault.number)
             if fault.kind == "gradient" and fault.parameter is None:
                 loss = loss * 1.0
-                loss.register_hook(lambda gradient, value=fault.value: gradient * value)
+                loss.register_hook(lambda gradient, value=fault.number: gradient * value)
         return loss
 
     def _named(self, name: str | None) -> Tensor:

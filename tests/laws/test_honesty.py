@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from hf_nanguard import GuardArguments, NonFiniteError, guarded
 from hf_nanguard.testing import INF, NAN, Fault, plant
 
-from ..models import token_dataset
+from ..architectures import BY_NAME
+from ..models import tiny_t5, token_dataset
 from ..reference import assert_same, losses_of, tensors_of, without
 from ..trainers import KINDS, build, events_besides_spikes, events_of, stock_class
 
@@ -395,18 +396,14 @@ def test_grpo_with_equal_rewards_goes_on_as_stock(tmp_path):
 
 
 def test_minus_inf_masks_are_healthy(tmp_path):
-    from transformers import T5Config, T5ForConditionalGeneration, TrainingArguments
+    from transformers import TrainingArguments
 
     from hf_nanguard import GuardedTrainer
 
     from ..trainers import common_arguments
 
-    torch.manual_seed(0)
-    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
     rows = token_dataset(24).map(lambda row: {"attention_mask": [1] * 5 + [0] * 3})
-    trainer = GuardedTrainer(
-        T5ForConditionalGeneration(config), TrainingArguments(**common_arguments(tmp_path)), train_dataset=rows
-    )
+    trainer = GuardedTrainer(tiny_t5(), TrainingArguments(**common_arguments(tmp_path)), train_dataset=rows)
     trainer.train()
     assert events_of(trainer) == []
 
@@ -421,19 +418,14 @@ def test_a_nan_moment_ends_the_run_with_the_parameter_named(tmp_path):
 
 
 def _vision(tmp_path, trainer_class):
-    from transformers import TrainingArguments, ViTConfig, ViTForImageClassification
+    from transformers import TrainingArguments
 
     from ..trainers import common_arguments
 
-    torch.manual_seed(0)
-    config = ViTConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=8, patch_size=4,
-        num_labels=3,
-    )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
-    rows = [{"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": i % 3} for i in range(24)]
+    rows = [{"pixel_values": torch.randn(3, 16, 16, generator=generator), "labels": i % 3} for i in range(24)]
     args = TrainingArguments(**common_arguments(tmp_path, train_sampling_strategy="sequential"))
-    return trainer_class(ViTForImageClassification(config), args, train_dataset=rows)
+    return trainer_class(BY_NAME["vit"].build(), args, train_dataset=rows)
 
 
 @pytest.mark.parametrize(("kind", "value"), [("input", NAN), ("input", INF), ("label", 3)])

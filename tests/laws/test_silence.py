@@ -10,12 +10,11 @@ from transformers import Trainer, TrainingArguments
 
 from hf_nanguard import GuardArguments, guarded
 
-from ..architectures import ARCHITECTURES
+from ..architectures import BY_NAME
 from ..models import tiny_llama, token_dataset
 from ..trainers import KINDS, build, common_arguments, events_besides_spikes, events_of
 
 WATCHFUL = {"activation_steps": 10, "attention_steps": 10, "weight_check_steps": 10}
-BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 
 
 def watchful() -> GuardArguments:

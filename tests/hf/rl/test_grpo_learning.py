@@ -122,7 +122,7 @@ def check_learned(trainer, case, steps):
     assert logged & set(BOUNDED.values()) == ({BOUNDED[case]} if case in BOUNDED else set())
 
 
-FAST = ("inf_reward_unscaled", "ratio", "logits")
+FAST = ("inf_reward_unscaled", "logits")
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in FAST else pytest.mark.slow) for case in CASES])
