@@ -112,6 +112,11 @@ class PlantedFaults:
         if any(fault.kind in ("input", "label") for fault in self.faults):
             trainer.data_collator = self.collate
 
+    @property
+    def batches(self) -> dict[tuple[int, int], Tensor]:
+        """The main input of every batch that the loss got, by step and micro-step."""
+        return {(step, micro_step): main for main, step, micro_step in self._places.values()}
+
     def collate(self, examples: list) -> Any:
         """The trainer's collator, with the faults of inputs and labels."""
         batch = self._collator(examples)
