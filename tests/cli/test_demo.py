@@ -150,7 +150,7 @@ def press_ctrl_c(process):
 @pytest.mark.parametrize(
     ("options", "line"), [(["--steps", "300"], "stock, healthy data"), (["--steps", "6"], "guarded float16")]
 )
-def test_ctrl_c_ends_a_run(options, line, tmp_path):
+def test_ctrl_c_ends_a_run(options, line, interruptible, tmp_path):
     command = [*COMMAND, *options, "--output-dir", str(tmp_path)]
     with subprocess.Popen(
         command,

@@ -312,7 +312,7 @@ time.sleep(60)
 """
 
 
-def test_a_process_of_its_own_and_ctrl_c(tmp_path):
+def test_a_process_of_its_own_and_ctrl_c(interruptible, tmp_path):
     """A script is free to set its environment before it imports anything; Ctrl-C ends it with 130, events whole."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NANGUARD_ON_SPIKE": "skip"}
     environment.pop("HF_HUB_OFFLINE")

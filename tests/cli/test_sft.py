@@ -223,7 +223,7 @@ def test_ctrl_c_twice_does_not_claim_that_files_are_whole(tmp_path, capsys, monk
     assert "whole" not in error
 
 
-def test_ctrl_c(tmp_path):
+def test_ctrl_c(interruptible, tmp_path):
     """Pressed in the middle of training: exit code 130, no traceback, and every file is whole."""
     words = ["sft", "--max_steps", "100000", "--logging_steps", "1", "--save_steps", "20", "--save_total_limit", "2"]
     command = [sys.executable, "-m", "hf_nanguard.cli.main", *words, "--output_dir", str(tmp_path / "out")]

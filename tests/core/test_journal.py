@@ -10,7 +10,7 @@ from hf_nanguard.core.event import Culprit, Event
 from hf_nanguard.core.journal import Journal
 from hf_nanguard.core.ranks import Ranks
 from hf_nanguard.core.vocabulary import Action, Signal
-from tests.faults import NAN
+from hf_nanguard.testing import NAN
 
 
 def _event(signal=Signal.GRAD_NONFINITE, action=Action.DROPPED, message="a gradient went bad", step=3, **fields):

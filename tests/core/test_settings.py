@@ -9,7 +9,7 @@ import pytest
 
 from hf_nanguard import ArgumentError, NanGuardError
 from hf_nanguard.core.settings import SETTINGS, Policy, check_settings
-from tests.faults import INF, NAN
+from hf_nanguard.testing import INF, NAN
 
 BAD = {
     "mode": ["on", "", None, True, 1],

@@ -8,7 +8,7 @@ from rich.console import Console
 from transformers import Trainer, TrainingArguments
 
 from hf_nanguard.examples.compare import Outcome, compare_runs, describe, find_first, print_comparison, watch_run
-from tests.faults import NAN
+from hf_nanguard.testing import NAN
 from tests.reference import losses_of
 from tests.trainers import build
 

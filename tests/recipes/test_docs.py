@@ -233,8 +233,7 @@ def test_every_signal_in_use_has_advice():
 
 
 def test_every_remedy_is_told_and_belongs_to_a_cause():
-    folder = ROOT / "hf_nanguard" / "core" / "autopsy"
-    code = "".join((folder / name).read_text(encoding="utf-8") for name in ("remedy.py", "bound.py", "update.py"))
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "hf_nanguard" / "core").rglob("*.py"))
     tried = set(re.findall(r"(?:Idea|_Trial)\(\s*\"(\w+)\"", code)) - {"unchanged"}
     tried |= set(re.findall(r"Cause\.\w+: \(\s*\"(\w+)\"", code))
     tried |= IDEAS.keys()

@@ -15,8 +15,8 @@ from transformers import Trainer, TrainingArguments
 from hf_nanguard import GuardArguments, GuardedTrainer, GuardedTrainerMixin, GuardedTrainingArguments, guarded
 from hf_nanguard.hf.compat.training_loop import LOOP, find_own_loop, find_own_super
 from hf_nanguard.takeover.takeover import Takeover
+from hf_nanguard.testing import Fault, plant
 
-from ..faults import Fault, plant
 from ..models import tiny_llama, token_dataset
 from ..trainers import build, common_arguments, stock_class
 

@@ -11,8 +11,8 @@ from hf_nanguard.core.journal import Journal
 from hf_nanguard.core.monitors.activations import ActivationMonitor
 from hf_nanguard.core.monitors.overflow_forecast import Trend
 from hf_nanguard.core.ranks import Ranks
+from hf_nanguard.testing import OperationCounter
 from tests.architectures import ARCHITECTURES, BY_NAME
-from tests.counting import counting
 
 WIDTH = 8
 
@@ -121,12 +121,12 @@ def test_a_step_that_is_not_due_costs_nothing():
     monitor, _ = _watch(model, every_n_steps=5, early=())
     model(torch.arange(6)).neg().backward()  # from now on gradients are there to be added to
     ids = torch.arange(6)
-    with counting() as stock:
+    with OperationCounter() as stock:
         model(ids).neg().backward()
-    with counting() as watched:
+    with OperationCounter() as watched:
         _run(monitor, model, step=3, ids=ids)
-    assert watched.ops == stock.ops
-    assert watched.reads == stock.reads
+    assert watched.op_counts == stock.op_counts
+    assert watched.num_reads == stock.num_reads
     assert monitor.seen == {}
 
 
@@ -135,12 +135,12 @@ def test_a_step_that_is_not_due_costs_nothing():
 def test_a_due_step_costs_three_operations_an_output_and_one_read(num_micro, depth):
     model = Stack(depth)
     monitor, _ = _watch(model)
-    with counting() as stock:
+    with OperationCounter() as stock:
         for micro in range(num_micro):
             model(torch.arange(6) + micro).neg().backward()
-    with counting() as watched:
+    with OperationCounter() as watched:
         _run(monitor, model, num_micro=num_micro)
-    assert watched.reads - stock.reads == 1
+    assert watched.num_reads - stock.num_reads == 1
     assert watched.num_ops - stock.num_ops <= 3 * (depth + 2) * num_micro + 25
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -191,10 +191,10 @@ def test_gradient_checkpointing_is_seen_once(reentrant):
     monitor, _ = _watch(plain := Stack())
     _run(monitor, plain, num_micro=2)
     checked, _ = _watch(model := Stack(checkpoint=reentrant))
-    with counting() as count:
+    with OperationCounter() as count:
         _run(checked, model, num_micro=2)
     assert checked.seen == monitor.seen
-    assert count.ops["aten.aminmax.default"] == 2 * 5
+    assert count.op_counts["aten.aminmax.default"] == 2 * 5
 
 
 @pytest.mark.parametrize("reentrant", [None, True, False])

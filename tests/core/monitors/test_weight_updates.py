@@ -12,8 +12,7 @@ from hf_nanguard.core.journal import Journal
 from hf_nanguard.core.monitors.update_sample import SAMPLE, read_sample, take_sample
 from hf_nanguard.core.monitors.weight_updates import UpdateMonitor
 from hf_nanguard.core.ranks import Ranks
-from tests.core.counting import Counting
-from tests.faults import INF
+from hf_nanguard.testing import INF, OperationCounter
 
 BF16 = torch.bfloat16
 OPTIMIZERS: dict[str, Callable] = {
@@ -261,15 +260,15 @@ def test_steps_without_a_usable_gradient_are_not_judged(gradient):
 def test_one_read_a_look_and_nothing_in_between():
     model, optimizer, monitor, _ = make("adamw", BF16, 1e-3, every_n_steps=50)
     train(model, optimizer, 2, monitor)
-    with Counting() as counted:
+    with OperationCounter() as counted:
         monitor.before_update(3)
         monitor.after_update(3)
     assert counted.ops == []
-    with Counting() as counted:
+    with OperationCounter() as counted:
         monitor.before_update(49)
     assert counted.reads == []
     optimizer.step()
-    with Counting() as counted:
+    with OperationCounter() as counted:
         monitor.after_update(49)
     assert len(counted.reads) == 1
     assert monitor.metrics()["nanguard/update_share"] > 0.0
@@ -279,7 +278,7 @@ def test_one_read_a_look_and_nothing_in_between():
 def test_a_learning_rate_on_the_device_takes_no_read_of_its_own():
     model, optimizer, monitor, _ = make("tensor", BF16, 1e-3)
     train(model, optimizer, 2, monitor)
-    with Counting() as counted:
+    with OperationCounter() as counted:
         monitor.before_update(3)
         monitor.after_update(3)
     assert len(counted.reads) == 1

@@ -13,8 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from hf_nanguard.core.journal import Journal
 from hf_nanguard.core.monitors.weights import WeightMonitor, check_state, find_bad_weights, format_finding
 from hf_nanguard.core.ranks import Ranks
-from tests.core.counting import Counting
-from tests.faults import INF, NAN
+from hf_nanguard.testing import INF, NAN, OperationCounter
 
 OPTIMIZERS: dict[str, Callable] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
@@ -203,15 +202,15 @@ def test_one_read_and_a_handful_of_ops(name):
     model, optimizer = make(name)
     train(model, optimizer, 2)
     monitor, _ = watch(model, optimizer, every_n_steps=10)
-    with Counting() as counted:
+    with OperationCounter() as counted:
         assert monitor.after_update(5) is None
     assert counted.ops == []
-    with Counting() as counted:
+    with OperationCounter() as counted:
         assert monitor.after_update(9) is None
     assert len(counted.reads) == 1
     assert counted.ops.count("aten._foreach_norm.Scalar") == 2  # what must be finite, and buffers
     assert len(counted.ops) <= 8
-    with Counting() as counted:
+    with OperationCounter() as counted:
         assert monitor.check_before_save(3) is None
     assert len(counted.reads) == 1
 

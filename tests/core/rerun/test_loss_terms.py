@@ -13,9 +13,8 @@ from hf_nanguard.core.rerun.loss_terms import cut_term
 from hf_nanguard.core.settings import Policy
 from hf_nanguard.core.step.counters import Counter
 from hf_nanguard.core.step.guard import Guard
-from tests.core.counting import Counting
+from hf_nanguard.testing import INF, NAN, OperationCounter, add_bad_gradient
 from tests.core.loop import Batch, Loop, assert_same, make_batch
-from tests.faults import INF, NAN, _BadGradient
 
 QUIET = Policy(autopsy=False)
 
@@ -37,7 +36,7 @@ class Terms(Loop):
         out = self.model(batch.x)
         term = self.weigh if self.guard is None else self.guard.term
         if batch.fault == "model":
-            out = out + _BadGradient.apply(self.model.first.weight, NAN)
+            out = add_bad_gradient(out, self.model.first.weight)
         loss = term("main", nn.functional.mse_loss(out, batch.y), 1.0)
         if batch.fault != "absent":
             aux = FAULTS.get(str(batch.fault), lambda out: out.square().mean())(out)
@@ -102,7 +101,7 @@ def test_a_healthy_term_costs_few_operations_and_no_read(on_nonfinite, ops):
         if not named:
             loop.guard.term = loop.weigh
         loop.step(groups_of()[0])
-        with Counting() as counts[named]:
+        with OperationCounter() as counts[named]:
             loop.step(groups_of()[1])
     assert counts[True].reads == counts[False].reads
     extra = len(counts[True].ops) - len(counts[False].ops)
@@ -167,7 +166,7 @@ def test_a_fault_outside_the_terms_names_none():
     loop = Terms().guarded(QUIET)
     plain = loop.loss
     loop.loss = lambda batch: (
-        plain(batch) + (_BadGradient.apply(loop.model.first.weight, NAN) if batch.fault == "gradient" else 0.0)
+        add_bad_gradient(plain(batch), loop.model.first.weight) if batch.fault == "gradient" else plain(batch)
     )
     loop.run(groups)
     assert loop.told() == [(1, 0, "grad_nonfinite", "dropped")]

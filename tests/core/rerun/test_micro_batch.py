@@ -8,8 +8,7 @@ import torch
 from hf_nanguard.core.rerun.micro_batch import AccumulationGroup, BatchAction, Finding, MicroBatch
 from hf_nanguard.core.rng import RngState
 from hf_nanguard.core.vocabulary import Signal
-from tests.core.counting import Counting
-from tests.faults import INF, NAN
+from hf_nanguard.testing import INF, NAN, OperationCounter
 
 
 def micro(index=0, **fields):
@@ -50,7 +49,7 @@ def test_the_payload_is_held_by_reference():
 def test_watching_keeps_the_largest_magnitude_on_the_device(planted, largest):
     group = AccumulationGroup()
     tensor = torch.tensor([[1.0, planted]], requires_grad=True)
-    with Counting() as counted:
+    with OperationCounter() as counted:
         group.watch("encoder", tensor, 5.0)
     [(name, kept, bound)] = group.watched
     assert (name, bound) == ("encoder", 5.0)

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import Adafactor
 
 from hf_nanguard.core.rerun.skip import ScalerState, clear_gradients, forget_unscale
-from tests.faults import NAN
+from hf_nanguard.testing import NAN
 
 OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, foreach=False),

@@ -23,7 +23,7 @@ from hf_nanguard.core.step.decision import Decision, Escalation, StepAction, dec
 from hf_nanguard.core.step.redo import Redo
 from hf_nanguard.core.step.step_reading import StepReading
 from hf_nanguard.core.vocabulary import Cause, Signal
-from tests.faults import INF, NAN, _BadGradient
+from hf_nanguard.testing import INF, NAN, add_bad_gradient
 
 STEP = 5
 
@@ -81,7 +81,7 @@ class Bench:
             return loss * self.value
         if callable(fault):
             return fault(loss, self.model)
-        return loss + _BadGradient.apply(dict(self.model.named_parameters())[fault], self.value)
+        return add_bad_gradient(loss, dict(self.model.named_parameters())[fault], self.value)
 
     def contain(self, clipped=False):
         norm_dev = torch.as_tensor(NAN) if clipped else self.runner.measure()

@@ -6,7 +6,7 @@ from hf_nanguard.core.robust_window import RobustWindow
 from hf_nanguard.core.settings import Policy
 from hf_nanguard.core.step.decision import HEALTHY, Decision, Escalation, StepAction, decide
 from hf_nanguard.core.vocabulary import Signal
-from tests.faults import INF, NAN
+from hf_nanguard.testing import INF, NAN
 
 
 def seen(value=1.0, count=60):

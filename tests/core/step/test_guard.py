@@ -12,9 +12,8 @@ from torch import nn
 from hf_nanguard import ArgumentError, NonFiniteError
 from hf_nanguard.core.settings import Policy
 from hf_nanguard.core.step.guard import Guard
-from tests.core.counting import Counting
+from hf_nanguard.testing import INF, NAN, OperationCounter
 from tests.core.loop import OPTIMIZERS, Loop, Net, assert_same, make_batch, make_groups
-from tests.faults import INF, NAN
 
 KINDS = ("loss", "gradient", "input")
 
@@ -123,7 +122,7 @@ def test_a_healthy_step_reads_the_host_once_and_runs_each_batch_once():
     loop = Loop("fused").guarded()
     groups = make_groups(3, 3)
     loop.run(groups[:2])
-    with Counting() as counted:
+    with OperationCounter() as counted:
         loop.run(groups[2:])
     assert len(counted.reads) == 1
     assert [batch.runs for group in groups for batch in group] == [1] * 9
@@ -389,7 +388,7 @@ def test_watching_shares_the_one_read():
         loop.guard.watch("encoder", batch.x)
         return loop.loss(batch)
 
-    with Counting() as counted:
+    with OperationCounter() as counted:
         loop.guard.step(loss, make_groups(1, 2)[0])
     assert len(counted.reads) == 1
 

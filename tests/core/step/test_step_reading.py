@@ -9,7 +9,7 @@ from hf_nanguard.core.step.bad_gradients import Census, judge
 from hf_nanguard.core.step.decision import Decision, StepAction
 from hf_nanguard.core.step.step_reading import BadMicroBatch, StepOutcome, StepReading
 from hf_nanguard.core.vocabulary import Action, Cause, Signal
-from tests.faults import INF, NAN
+from hf_nanguard.testing import INF, NAN
 
 NAMES = ["embed", "up", "down", "head"]
 

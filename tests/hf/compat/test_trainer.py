@@ -23,7 +23,7 @@ from hf_nanguard.hf.compat import online_trainer as compat_reinforcement
 from hf_nanguard.hf.compat import trainer as compat
 
 from ...architectures import BY_NAME
-from ...models import text_rows, tiny_llama, tiny_tokenizer, token_dataset
+from ...models import text_rows, tiny_llama, tiny_t5, tiny_tokenizer, token_dataset
 from ...reference import tensors_of
 from ...trainers import build, common_arguments, reward_length, stock_class
 
@@ -327,12 +327,11 @@ def test_a_forgotten_step_is_not_part_of_a_mean(tmp_path):
 
 
 def test_causal_losses_shift_their_labels_and_others_do_not(trainer, tmp_path):
-    from transformers import T5Config, T5ForConditionalGeneration, TrainingArguments
+    from transformers import TrainingArguments
 
     assert compat.loss_shifts_labels(trainer)
-    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
     args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
-    other = Trainer(T5ForConditionalGeneration(config), args, train_dataset=token_dataset(4))
+    other = Trainer(tiny_t5(), args, train_dataset=token_dataset(4))
     assert not compat.loss_shifts_labels(other)
 
 

@@ -10,8 +10,7 @@ from transformers import BatchEncoding
 from hf_nanguard.core.vocabulary import Cause, Signal
 from hf_nanguard.hf.data.batch_limits import Limits
 from hf_nanguard.hf.data.checked_collator import NOTE, BatchNote, CheckedCollator, check_batch, name_rows
-from tests.core.counting import Counting
-from tests.faults import INF, NAN
+from hf_nanguard.testing import INF, NAN, OperationCounter
 
 LM = Limits(num_labels=20, token_labels=True, shifted=True, num_ids=20)
 SEQ2SEQ = Limits(num_labels=20, token_labels=True, shifted=False, num_ids=20)
@@ -354,7 +353,7 @@ def test_what_is_no_tensor_is_left_alone():
 
 def test_no_torch_operator_runs_on_a_healthy_batch():
     batch = lm_batch(pixel_values=torch.rand(3, 2), token_type_ids=torch.zeros(3, 4, dtype=torch.long))
-    with Counting() as counted:
+    with OperationCounter() as counted:
         assert check_batch(batch, LM, "drop") == []
     assert counted.ops == []
 

@@ -28,8 +28,7 @@ from hf_nanguard.hf.generation import sampling_record as watching
 from hf_nanguard.hf.generation.guard_generation import guard_generation, place_guards
 from hf_nanguard.hf.generation.logits_processors import NumericalStabilityLogitsProcessor, SafeTemperatureLogitsWarper
 from hf_nanguard.hf.generation.sampling_record import RequestNotes
-from tests.counting import counting
-from tests.faults import INF, NAN
+from hf_nanguard.testing import INF, NAN, OperationCounter
 from tests.models import VOCAB, tiny_llama
 
 PAD, EOS, POISON, NEW = 0, 2, 61, 6
@@ -402,13 +401,16 @@ def test_a_sick_model_in_assisted_decoding_is_found():
 @pytest.mark.parametrize("sick", [False, True])
 def test_no_host_read_is_added(kwargs, sick, blind):
     model, ids = llama(), prompts()
-    with counting() as stock:
+    with OperationCounter() as stock:
         run(model, ids, eos_token_id=None, **kwargs)
     if sick:
         Plant(model, {step: {1: [5]} for step in range(NEW)})
-    with counting() as guarded, guard_generation(model, verbose=False):  # on a CPU the log shows values of sick rows
+    with (
+        OperationCounter() as guarded,
+        guard_generation(model, verbose=False),
+    ):  # on a CPU the log shows values of sick rows
         run(model, ids, eos_token_id=None, **kwargs)
-    assert guarded.reads <= stock.reads
+    assert guarded.num_reads <= stock.num_reads
     if not blind and not sick:
         assert guarded.num_ops - stock.num_ops <= 2 * NEW, "more than one reduction for each of two guards a token"
 
@@ -705,10 +707,10 @@ def test_the_vllm_processor_repairs(vllm, ids, blind, monkeypatch):
     assert processor.update_state(None) is None
     assert cls.validate_params(None) is None
     scores = torch.tensor([[1.0, NAN, 0.0, -INF], [NAN] * 4, [1.0, 2.0, 3.0, -INF]])
-    with counting() as count:
+    with OperationCounter() as count:
         fixed = processor.apply(scores.clone())
     assert fixed.tolist() == [[1.0, -INF, 0.0, -INF], [-INF, -INF, 0.0, -INF], [1.0, 2.0, 3.0, -INF]]
-    assert count.reads == 0
+    assert count.num_reads == 0
     assert processor.tally.read() == (1, 1)
 
 

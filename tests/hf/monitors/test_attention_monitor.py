@@ -15,9 +15,9 @@ from transformers import AttentionInterface, Trainer, TrainerCallback
 from hf_nanguard.core.journal import Journal
 from hf_nanguard.core.ranks import Ranks
 from hf_nanguard.hf.monitors.attention_monitor import AttentionMonitor
+from hf_nanguard.testing import OperationCounter
 
 from ...architectures import BY_NAME, DECODER, VOCAB
-from ...counting import counting
 from ...models import tiny_llama
 from ...reference import assert_same, losses_of, tensors_of
 from ...trainers import build
@@ -544,7 +544,7 @@ class _Count(TrainerCallback):
         self.counts = {}
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.context = counting()
+        self.context = OperationCounter()
         self.counts[state.global_step] = self.context.__enter__()
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -562,10 +562,10 @@ def test_steps_that_are_not_due_cost_nothing_and_others_one_read(tmp_path):
     stock = _count(tmp_path / "stock")
     ours = _count(tmp_path / "ours", Drive(period=3))
     for step in (0, 1, 3, 4):
-        assert ours[step].ops == stock[step].ops
+        assert ours[step].op_counts == stock[step].op_counts
         assert ours[step].hidden_reads == stock[step].hidden_reads
     for step in (2, 5):
-        assert ours[step].reads == stock[step].reads + 1
+        assert ours[step].num_reads == stock[step].num_reads + 1
         assert ours[step].num_ops - stock[step].num_ops <= 2 * 60 + 30  # two layers and the head, views included
 
 

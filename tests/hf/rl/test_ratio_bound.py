@@ -17,8 +17,8 @@ from hf_nanguard.core.rerun.micro_batch import AccumulationGroup
 from hf_nanguard.errors import ArgumentError
 from hf_nanguard.hf.rl.ratio_bound import RatioBound
 from hf_nanguard.hf.rl.ratio_overflow import RatioOverflow
+from hf_nanguard.testing import OperationCounter
 
-from ...counting import counting
 from ...models import text_rows, tiny_llama, tiny_tokenizer
 from ...reference import tensors_of
 from ...trainers import build, common_arguments, reward_length
@@ -451,16 +451,16 @@ def test_it_reads_nothing_and_costs_what_it_says(beta, bias, old, most, pair):
     for trainer in pair:
         set_up(trainer, beta=beta, bias=bias)
         run(trainer, policy, inputs)
-        with counting() as count:
+        with OperationCounter() as count:
             run(trainer, policy, inputs)
         counts.append(count)
-    assert counts[1].reads == counts[0].reads
-    extra = {op: n - counts[0].ops[op] for op, n in counts[1].ops.items() if n != counts[0].ops[op]}
+    assert counts[1].num_reads == counts[0].num_reads
+    extra = {op: n - counts[0].op_counts[op] for op, n in counts[1].op_counts.items() if n != counts[0].op_counts[op]}
     free = sum(extra.get(f"aten.{op}.default", 0) for op in ("detach", "view", "alias"))
     assert min(most, 1) <= counts[1].num_ops - counts[0].num_ops - free <= most, extra
-    with counting() as count:
+    with OperationCounter() as count:
         assert num_bounded(pair[1].ratio_bound) == (0.0 if old else None)
-    assert count.reads == (1 if old else 0)
+    assert count.num_reads == (1 if old else 0)
 
 
 def test_held_inputs_are_left_alone_and_can_be_run_again(pair):

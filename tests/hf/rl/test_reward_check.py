@@ -32,8 +32,8 @@ from hf_nanguard.hf.rl.reward_values import (
     zero_bad_advantages,
 )
 from hf_nanguard.plain_text import printable
+from hf_nanguard.testing import OperationCounter
 
-from ...counting import counting
 from ...models import text_rows, tiny_llama, tiny_tokenizer
 from ...reference import assert_same, losses_of, tensors_of
 from ...trainers import build, common_arguments
@@ -585,16 +585,20 @@ def test_scores_of_models_are_read_once_and_only_on_demand(trainer):
     give(trainer, *[tiny_judge(NAN) for _ in range(2)])
     inputs = {"input_ids": torch.ones(4, 3, dtype=torch.long), "attention_mask": torch.ones(4, 3, dtype=torch.long)}
     judge = tiny_judge()
-    with torch.inference_mode(), counting() as alone:
+    with torch.inference_mode(), OperationCounter() as alone:
         judge(**inputs)
         judge(**inputs)
-    with torch.inference_mode(), counting() as checked, checked_rewards(trainer, {0}, ["p"] * 4, ["c"] * 4) as check:
+    with (
+        torch.inference_mode(),
+        OperationCounter() as checked,
+        checked_rewards(trainer, {0}, ["p"] * 4, ["c"] * 4) as check,
+    ):
         columns = [model(**inputs).logits[:, 0] for model in trainer.reward_funcs]
-    assert checked.reads == alone.reads
+    assert checked.num_reads == alone.num_reads
     assert all(column[0] == UNUSABLE and column[AT] == BAD_REWARD for column in columns)
-    with counting() as count:
+    with OperationCounter() as count:
         assert [(bad.completion, bad.kind, bad.prompt) for bad in check.bad] == [(AT, "nan", "p")] * 2
-    assert count.reads == 1
+    assert count.num_reads == 1
 
 
 @pytest.mark.parametrize(("num_processes", "raises"), [(1, False), (2, True)])
@@ -640,12 +644,12 @@ def test_a_marked_row_is_marked_and_no_other(rows):
 
 def test_striking_reads_nothing():
     rewards = torch.tensor([[1.0, INF], [1.0, 2.0]])
-    with counting() as count:
+    with OperationCounter() as count:
         mark_unscorable(rewards)
-    assert count.reads == 0
-    with counting() as count:
+    assert count.num_reads == 0
+    with OperationCounter() as count:
         zero_bad_advantages({"advantages": torch.zeros(4)})
-    assert count.reads == 1
+    assert count.num_reads == 1
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF, FLOAT32_MAX, -FLOAT32_MAX, 1e30])

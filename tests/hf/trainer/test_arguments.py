@@ -21,8 +21,8 @@ from hf_nanguard import (
 )
 from hf_nanguard.core.settings import SETTINGS, Policy
 from hf_nanguard.hf.trainer.arguments import find_guard_arguments
+from hf_nanguard.testing import INF, NAN, Fault, plant
 
-from ...faults import INF, NAN, Fault, plant
 from ...models import text_rows, tiny_llama, tiny_tokenizer, token_dataset
 from ...trainers import build, common_arguments, events_of, reward_length
 
@@ -335,7 +335,7 @@ def test_plain_configs_of_the_host_are_guarded_by_the_defaults(tmp_path):
         assert trainer.nanguard.policy == Policy()
         planted = plant(trainer, Fault("loss", 1, 1))
         trainer.train()
-        assert len(planted.struck) == 1
+        assert len(planted.triggered) == 1
     assert [(event["step"], event["micro_step"], event["action"]) for event in events_of(trainer)] == [
         (1, 1, "dropped")
     ] * 3  # fmt: skip

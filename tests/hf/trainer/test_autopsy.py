@@ -11,8 +11,8 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_nanguard import GuardArguments, NanGuardCallback, NonFiniteError, guarded
 from hf_nanguard.hf.trainer.trainer_runner import decode_sample
+from hf_nanguard.testing import Fault, plant
 
-from ...faults import Fault, plant
 from ...models import text_rows, tiny_llama, tiny_tokenizer, token_rows
 from ...reference import assert_same, losses_of, tensors_of
 from ...trainers import KINDS, build, common_arguments, events_of
