@@ -85,11 +85,11 @@ FOLDERS: dict[str, tuple[str, str]] = {
     ),
     "cli": (
         "one command a file, nothing heavy at the head",
-        "core core.autopsy core.autopsy.evidence core.autopsy.bundle report takeover bundle_replay verification examples "
-        "examples.demo examples.recipe",
+        "core core.autopsy core.autopsy.evidence core.autopsy.bundle report hf.trainer takeover bundle_replay verification "
+        "examples examples.demo examples.recipe",
     ),
 }
-EVERYWHERE = {"errors", "plain_text"}
+EVERYWHERE = {"errors", "plain_text", "__version__"}
 HOSTS = {"transformers", "accelerate", "trl", "peft", "datasets"}
 HOST_FOLDERS = ("hf", "takeover", "bundle_replay", "verification", "examples", "testing")
 TRL_FILES = ("hf/guarded_sft.py", "hf/guarded_grpo.py", "hf/compat/online_trainer.py")

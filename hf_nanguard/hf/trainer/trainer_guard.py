@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate.utils import DistributedType
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...core.event import Culprit, Event
 from ...core.finite import read_host
 from ...core.ranks import Ranks
+from ...core.rerun.micro_batch import AccumulationGroup
 from ...core.step.guard import Guard
 from ...core.step.step_reading import StepOutcome
 from ...core.vocabulary import Action, Signal
@@ -31,12 +32,32 @@ from .evaluation import Evaluation
 from .guarded_class import HostMethods
 from .halting import Halting
 from .held_inputs import LossWeight
-from .online_data import OnlineData
 from .run_record import RunRecord
 from .step_recorder import Phase, StepRecord, StepRecorder
 from .trainer_runner import TrainerRunner
 
 logger = logging.getLogger("hf_nanguard")
+
+
+class OnlineData(Protocol):
+    """The data of an online trainer (GRPO, RLOO): sampled and scored while the run goes on.
+
+    Handed over once by [`TrainerGuard.use_online`].
+    """
+
+    def add_readings(self, group: AccumulationGroup) -> None:
+        """Adds scalars to what is read at the end of the step, right before it is settled."""
+
+    def step_signal(self, grad_norm: float | None) -> StepSignal | None:
+        """Returns what the step that was just settled could learn from, `None` if that is not known.
+
+        Args:
+            grad_norm (`float`, *optional*):
+                The gradient norm of the step before clipping.
+        """
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the metrics of a log row, counted since the last call."""
 
 
 class TrainerGuard:
