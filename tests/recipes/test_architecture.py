@@ -4,10 +4,12 @@ import ast
 import re
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import hf_nanguard
 from hf_nanguard import NonFiniteError
 from hf_nanguard.testing import Fault, plant
 
@@ -22,11 +24,11 @@ from .markdown import (
     find_snippets,
     find_tables,
     named_in,
+    read_page,
 )
-from .markdown import read_page as read
 
-PACKAGE = ROOT / "hf_nanguard"
-PAGE, GUIDE = read("docs/architecture.md"), read("CONTRIBUTING.md")
+PACKAGE = Path(hf_nanguard.__file__).parent  # as it is in the code objects of calls
+PAGE, GUIDE = read_page("docs/architecture.md"), read_page("CONTRIBUTING.md")
 HOP = r"`([\w/]+\.py): ([\w.]+)`"
 WALKS = {title: re.findall(rf"^\d+\. {HOP}", body, re.MULTILINE) for title, body in find_sections(PAGE, 3).items()}
 HEALTHY, BAD, REFUSED, GRPO = WALKS
@@ -186,7 +188,7 @@ def test_examples_in_the_guide_are_lines_of_the_code():
 
 
 def test_commands_of_the_guide_are_targets_of_make():
-    targets = set(re.findall(r"^([a-z][\w-]*):", read("Makefile"), flags=re.MULTILINE))
+    targets = set(re.findall(r"^([a-z][\w-]*):", read_page("Makefile"), flags=re.MULTILINE))
     stated = set(re.findall(r"`make (\w+)`", GUIDE))
     assert stated <= targets
     assert {"demo", "test", "quick", "unit", "lint", "slow", "variants"} <= stated
