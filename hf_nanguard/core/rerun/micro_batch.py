@@ -165,15 +165,19 @@ class AccumulationGroup:
 
     @property
     def notes(self) -> list[Tensor]:
-        """What is read together with the losses: watched tensors, then terms."""
-        return [*(largest for _, largest, _ in self.watched), *(term.value_dev for _, term in self.terms)]
+        """What is read together with the losses: watched tensors, terms, then other readings."""
+        watched = [largest for _, largest, _ in self.watched]
+        return [*watched, *(term.value_dev for _, term in self.terms), *(value for value, _ in self.readings)]
 
     def take_notes(self, values: list[float]) -> list[float]:
-        """Passes the values of the terms, as read, to their micro-batches and returns those of the watched tensors."""
-        for (index, term), value in zip(self.terms, values[len(self.watched) :], strict=True):
+        """Passes the values, as read, to terms and other readings and returns those of the watched tensors."""
+        num_watched, num_first = len(self.watched), len(self.watched) + len(self.terms)
+        for (index, term), value in zip(self.terms, values[num_watched:num_first], strict=True):
             if index < len(self.micro_batches):
                 self.micro_batches[index].terms.append(replace(term, value=value))
-        return values[: len(self.watched)]
+        for (_, on_read), value in zip(self.readings, values[num_first:], strict=True):
+            on_read(value)
+        return values[:num_watched]
 
     @property
     def has_bad_term(self) -> bool:
