@@ -1,13 +1,18 @@
 """The public event: one line of `events.jsonl`, strict JSON, versioned."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeAlias
 
 from .vocabulary import Action, Cause, Signal
 
 SCHEMA = 1
+# What events, bundles and checkpoints hold, as it is built.
+JsonValue: TypeAlias = "bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
+# An object as a JSON file gives it back; its values are checked where they are used.
+JsonObject: TypeAlias = dict[str, Any]
 
 
 def strict(value: Any) -> Any:
@@ -72,14 +77,14 @@ class Event:
     message: str
     micro_step: int | None = None
     rank: int = 0
-    values: dict[str, Any] = field(default_factory=dict)
+    values: Mapping[str, JsonValue] = field(default_factory=dict)
     culprit: Culprit | None = None
     cause: Cause | None = None
-    remedies: tuple[dict[str, Any], ...] = ()
+    remedies: tuple[JsonObject, ...] = ()
     bundle: str | None = None
     time: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Returns the event as the public schema has it, ready for a strict JSON writer."""
         return strict(
             {

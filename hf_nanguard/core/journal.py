@@ -2,15 +2,14 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
-from .event import Event
+from .event import Event, JsonObject
 from .ranks import Ranks
 from .vocabulary import Action, Signal
 
 logger = logging.getLogger("hf_nanguard")
 
-EventSink = Callable[[dict[str, Any]], None]
+EventSink = Callable[[JsonObject], None]
 
 
 class Journal:
@@ -44,7 +43,7 @@ class Journal:
                 for event in dicts:
                     self._write(event)
 
-    def _write(self, event: dict[str, Any]) -> None:
+    def _write(self, event: JsonObject) -> None:
         if self.on_event is not None:
             self.on_event(event)
         signal = Signal(event["signal"])

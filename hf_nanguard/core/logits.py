@@ -9,14 +9,17 @@ over its whole row, so the row is ended, not repaired.
 
 import ctypes
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 NEVER = 2**31 - 1
 FOLD_EVERY = 64
-VIEWS: dict[torch.dtype, Any] = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
+VIEWS: dict[torch.dtype, type[ctypes.c_float] | type[ctypes.c_double]] = {
+    torch.float32: ctypes.c_float,
+    torch.float64: ctypes.c_double,
+}
 
 
 class RowMaxima(NamedTuple):
@@ -86,7 +89,7 @@ def can_look(values: Tensor) -> bool:
 def view(values: Tensor) -> list[float]:
     """Returns the values of a CPU tensor straight from its memory: no torch operation, no synchronization."""
     values = (values if values.dtype in VIEWS else values.float()).contiguous()
-    memory: Any = (VIEWS[values.dtype] * values.numel()).from_address(values.data_ptr())
+    memory = (VIEWS[values.dtype] * values.numel()).from_address(values.data_ptr())
     return memory[:]
 
 

@@ -5,10 +5,12 @@ and at the start of a run. An online trainer asks once per generation whether an
 """
 
 import json
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -35,7 +37,7 @@ class Ranks:
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
 
-    def gather(self, fact: Any) -> list[Any]:
+    def gather(self, fact: T) -> list[T]:
         """Returns the JSON-able `fact` of every rank, in rank order. Every rank must call it."""
         if self.size == 1:
             return [fact]

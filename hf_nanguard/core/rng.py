@@ -20,8 +20,8 @@ class RngState:
     cpu: Tensor
     device: Tensor | None
     device_type: str
-    python: Any
-    numpy: Any
+    python: tuple[Any, ...]
+    numpy: object
 
     @classmethod
     def capture(cls, device_type: str = "cpu") -> "RngState":

@@ -9,7 +9,6 @@ healthy run a spike. It does not see slow drifts.
 import math
 from collections import deque
 from statistics import median
-from typing import Any
 
 MAD_TO_SIGMA = 1.4826
 MAX_LOG = 700.0  # beyond 709 the exponential is infinite
@@ -56,11 +55,11 @@ class RobustWindow:
         threshold = self.threshold()
         return threshold is not None and value > threshold
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, list[float]]:
         """Returns what `load_state_dict` needs."""
         return {"values": list(self.values)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
         """Restores the window of a checkpoint; values that are not finite are left out."""
         self.values.clear()
         for value in state["values"]:

@@ -7,6 +7,7 @@ standard library, so that the command line can read the settings without importi
 
 import sys
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
@@ -19,7 +20,7 @@ HINTS = {"rewind": " Rewinding needs snapshots, which this version does not have
 
 
 def setting(
-    default: Any,
+    default: object,
     help: str,
     choices: tuple[str, ...] = (),
     at_least: int | None = None,
@@ -29,7 +30,7 @@ def setting(
     """Declares a setting as a dataclass field. The annotation of the field gives the type.
 
     Args:
-        default (`Any`):
+        default (`object`):
             The default value.
         help (`str`):
             What the setting does, for docstrings, `--help` and docs/arguments.md.
@@ -186,13 +187,13 @@ class Setting:
             Its name in [`Policy`], without `nanguard_`.
         annotation (`Any`):
             Its type, or a union of its type and `None`.
-        default (`Any`), help (`str`), choices (`tuple[str, ...]`), at_least, above, at_most:
+        default (`object`), help (`str`), choices (`tuple[str, ...]`), at_least, above, at_most:
             As in [`setting`].
     """
 
     name: str
     annotation: Any
-    default: Any
+    default: object
     help: str
     choices: tuple[str, ...]
     at_least: int | None
@@ -220,7 +221,7 @@ class Setting:
         bounds = {"at least": self.at_least, "above": self.above, "at most": self.at_most}
         return ", ".join(f"{word} {value:g}" for word, value in bounds.items() if value not in (None, LARGEST))
 
-    def read(self, value: object, spelling: str) -> Any:
+    def read(self, value: object, spelling: str) -> object:
         """Returns a value from a command line, an environment variable or YAML in the type of the setting, checked."""
         converted = self.convert(value)
         self.check(converted, spelling)
@@ -277,11 +278,11 @@ class Setting:
 SETTINGS = {f.name: Setting(f.name, f.type, f.default, **f.metadata) for f in fields(Policy)}
 
 
-def check_settings(settings: dict[str, Any], prefix: str = "") -> None:
+def check_settings(settings: Mapping[str, object], prefix: str = "") -> None:
     """Checks settings by name and raises an [`ArgumentError`] that names the first bad one and what is allowed.
 
     Args:
-        settings (`dict[str, Any]`):
+        settings (`Mapping[str, object]`):
             Names (without `prefix`) and values.
         prefix (`str`, *optional*, defaults to `""`):
             What the user's spelling of the names begins with.

@@ -7,7 +7,6 @@ integers or in 8-bit floats. In buffers infinities are healthy (masks, the empty
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +52,7 @@ def name_saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def list_watched(
-    named: list[tuple[str, Tensor]], optimizer: Any, buffers: Iterable[tuple[str, Tensor]]
+    named: list[tuple[str, Tensor]], optimizer: torch.optim.Optimizer | None, buffers: Iterable[tuple[str, Tensor]]
 ) -> Iterator[Watched]:
     """Yields what is looked at: parameters, then optimizer state, then buffers."""
     names = {parameter: name for name, parameter in named}
@@ -72,7 +71,7 @@ def list_watched(
         yield from _take_apart(buffer, name, may_be_inf=True)
 
 
-def _find_tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+def _find_tensors(value: object, path: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors in the state of a parameter: LBFGS keeps lists of them, others dictionaries."""
     if isinstance(value, Tensor):
         yield path, value

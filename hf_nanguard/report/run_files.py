@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class JsonlWriter:
         self._begun = False
         self._failed = False
 
-    def __call__(self, item: dict[str, Any]) -> None:
+    def __call__(self, item: Mapping[str, object]) -> None:
         """Writes one object. Non-finite floats must be strings (`core.event.strict`)."""
         line = json.dumps(item, allow_nan=False, default=str) + "\n"
         try:

@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ...plain_text import format_error
 from ..event import Event, Remedy
 from ..journal import Journal
 from ..optimizer.update import examine_update, try_update_remedies
-from ..rerun.micro_batch import MicroBatch
+from ..rerun.micro_batch import MicroBatch, Payload, Weight
 from ..rerun.runner import Runner
 from ..settings import Policy
 from ..vocabulary import Action, Signal
@@ -48,7 +47,7 @@ class Budget:
     def __init__(self, seconds: float, report: Callable[[str], None] | None = None):
         self.seconds = seconds
         self.report = report or (lambda stage: None)
-        self.begun = self.reported = time.monotonic()
+        self.start = self.reported = time.monotonic()
         self.deadline = float("inf")
         self.stage = ""
 
@@ -72,13 +71,13 @@ class Budget:
         now = time.monotonic()
         if now - self.reported > PATIENCE:
             self.reported = now
-            self.report(f"{self.stage} ({now - self.begun:.0f} s)")
+            self.report(f"{self.stage} ({now - self.start:.0f} s)")
         return now < self.deadline
 
-    def conclude(self, suspect: SuspectBatch, origin: Origin | None, **found: Any) -> Verdict:
-        """Returns the verdict with what it took to get there."""
-        seconds = round(time.monotonic() - self.begun, 3)
-        return Verdict(origin, num_samples=suspect.num_samples, num_runs=suspect.num_runs, seconds=seconds, **found)
+    def conclude(self, suspect: SuspectBatch, verdict: Verdict) -> Verdict:
+        """Returns the verdict with the number of samples and what the autopsy took."""
+        seconds = round(time.monotonic() - self.start, 3)
+        return replace(verdict, num_samples=suspect.num_samples, num_runs=suspect.num_runs, seconds=seconds)
 
 
 def examine(suspect: SuspectBatch, budget: Budget, remedies: bool = True) -> Verdict:
@@ -93,7 +92,7 @@ def examine(suspect: SuspectBatch, budget: Budget, remedies: bool = True) -> Ver
             Whether to try remedies.
     """
     origin = budget.find_origin(suspect)
-    return budget.conclude(suspect, None) if origin is None else explain(suspect, origin, budget, remedies)
+    return budget.conclude(suspect, Verdict(None)) if origin is None else explain(suspect, origin, budget, remedies)
 
 
 def explain(suspect: SuspectBatch, origin: Origin, budget: Budget, remedies: bool = True, text: bool = True) -> Verdict:
@@ -107,15 +106,14 @@ def explain(suspect: SuspectBatch, origin: Origin, budget: Budget, remedies: boo
     if remedies and reproducible is not False:
         budget.enter("trying remedies")
         tried += try_remedies(suspect, origin, blame, budget.allowed)
-    return budget.conclude(suspect, origin, blame=blame, reproducible=reproducible, remedies=tried)
+    return budget.conclude(suspect, Verdict(origin, blame, reproducible, tried))
 
 
 def trace_update(suspect: SuspectBatch, origin: Origin) -> tuple[Origin, tuple[Remedy, ...]]:
     """Goes one step further back if a parameter was not finite: to the optimizer update that wrote it."""
     optimizer = suspect.runner.optimizer
     named = [(n, p) for n, p in suspect.model.named_parameters() if n == origin.parameter]
-    update = examine_update(optimizer, named) if optimizer is not None and named else None
-    if update is None:
+    if optimizer is None or not named or (update := examine_update(optimizer, named)) is None:
         return origin, ()
     return replace(origin, phase="optimizer", cause=update.cause), try_update_remedies(optimizer, update, named[0][1])
 
@@ -159,7 +157,9 @@ class Examiner:
         """Whether another micro-batch may be traced."""
         return self.policy.autopsy and self.num_traces < TRACES_PER_AUTOPSY * self.policy.max_autopsies
 
-    def examine(self, runner: Runner, micro: MicroBatch, weight: Any, step: int) -> Verdict | None:
+    def examine(
+        self, runner: Runner[Payload, Weight], micro: MicroBatch[Payload], weight: Weight, step: int
+    ) -> Verdict | None:
         """Examines a bad micro-batch; `None` if no more are examined, or if the examination failed.
 
         A fault that was examined before is only located again. Gradients, buffers and random state are left as the last
@@ -189,8 +189,10 @@ class Examiner:
         known = self.known.get(origin.signature)
         if known is not None or full or suspect.runner.lockstep:  # locates it, without another examination
             blame = find_blame(suspect, origin, lambda: False)
-            kept = {} if known is None else {"remedies": known.remedies, "bundle": known.bundle}
-            verdict = budget.conclude(suspect, origin, blame=blame, **kept)
+            verdict = Verdict(origin, blame)
+            if known is not None:
+                verdict = replace(verdict, remedies=known.remedies, bundle=known.bundle)
+            verdict = budget.conclude(suspect, verdict)
         else:
             verdict = explain(suspect, origin, budget, text=self.policy.bundle_text)
             verdict = self._write_bundle(suspect, verdict, step)
@@ -202,9 +204,9 @@ class Examiner:
     def _report_finite(self, suspect: SuspectBatch, budget: Budget, step: int, full: bool) -> Verdict:
         """Handles a fault that the trace did not reproduce; logs each of the two outcomes once."""
         if full or suspect.runner.lockstep:
-            return budget.conclude(suspect, None)
+            return budget.conclude(suspect, Verdict(None))
         again = not suspect.run(compiled=True).healthy  # as the loop runs it, which cannot be traced
-        verdict = budget.conclude(suspect, None, reproducible=again)
+        verdict = budget.conclude(suspect, Verdict(None, reproducible=again))
         if self._is_first(f"finite under the trace, {again}"):
             self._log(verdict, step, suspect.micro)
         return verdict

@@ -12,7 +12,6 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,7 @@ DTYPES = {torch.finfo(dtype).max: dtype for dtype in CAUSES}
 COLUMNS = 7  # minus lowest, highest, whether NaN, RMS, share of zeros, share near the limit, minus the dtype's limit
 
 
-def find_tensor(output: Any) -> Tensor | None:
+def find_tensor(output: object) -> Tensor | None:
     """Returns the first float tensor with at least one dimension in the output of a module, `None` without any."""
     return next((part for tensor in find_tensors(output) if _has_kernels(part := local(tensor))), None)
 
@@ -124,7 +123,7 @@ class OutputProbe:
         for handle in self._handles:
             handle.remove()
 
-    def _measure(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _measure(self, name: str, module: nn.Module, args: object, output: object) -> None:
         if torch.compiler.is_compiling() or not self.model.training:
             return
         self.order[name] = None

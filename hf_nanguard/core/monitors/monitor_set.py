@@ -6,13 +6,13 @@ ranks the error is raised instead, because other ranks may already wait for the 
 
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from ...plain_text import format_error
-from ..event import Event
+from ..event import Event, JsonObject
 from ..journal import Journal
 from ..settings import Policy
 from ..vocabulary import Action, Signal
@@ -69,7 +69,7 @@ class MonitorSet:
         self.monitors: tuple[Monitor, ...] = ()
         self.step: int | None = None  # the step under way
         self.awaits_update = False
-        self.loaded: dict[str, Any] = {}  # the state of a checkpoint that was loaded before the monitors were built
+        self.loaded: JsonObject = {}  # the state of a checkpoint that was loaded before the monitors were built
 
     def begin(self, monitors: tuple[Monitor, ...]) -> None:
         """Replaces the monitors and restores their state from the checkpoint that was loaded, if any."""
@@ -127,11 +127,11 @@ class MonitorSet:
         """Returns the metrics of the next row of the log."""
         return {name: value for row in self._each(lambda monitor: monitor.metrics()) for name, value in row.items()}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Returns the state of all monitors by class name, as JSON values."""
         return dict(self._each(lambda monitor: (type(monitor).__name__, monitor.state_dict())))
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Restores what [`MonitorSet.state_dict`] returned, now or as soon as the monitors are built."""
         self.loaded = dict(state)
         if self.monitors:

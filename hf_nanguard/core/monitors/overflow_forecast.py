@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from statistics import median
-from typing import Any
 
+from ..event import JsonObject
 from ..robust_window import MAD_TO_SIGMA
 
 WINDOW = 16
@@ -187,11 +187,11 @@ class Headroom:
         steps = [self.trends[name].next_check(every_n_steps) for name in modules]
         return min((step for step in steps if step is not None), default=None)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Returns the trends of all modules, as JSON values."""
         return {name: asdict(trend) for name, trend in self.trends.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Restores what [`Headroom.state_dict`] returned."""
         self.trends = {}
         for name, saved in state.items():

@@ -8,10 +8,11 @@ not see single heads (a layer is the mean of its heads) nor what happens between
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..event import JsonObject
 
 SAMPLES = 2  # of a micro-batch
 POSITIONS = 8  # of a sample, evenly spread
@@ -231,13 +232,13 @@ class CollapseDetector:
     def _initial(self, module: str) -> float:
         return (min if self.rule.rises else max)(self.first[module])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Returns the state to save in a checkpoint, as JSON values."""
         first = {module: list(early) for module, early in self.first.items()}
         collapsed = sorted(self.collapsed)
         return {"first": first, "in_a_row": dict(self.in_a_row), "collapsed": collapsed, "reported": self.reported}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Restores what [`CollapseDetector.state_dict`] returned."""
         self.first = {module: [float(value) for value in early] for module, early in state["first"].items()}
         self.in_a_row = {module: int(count) for module, count in state["in_a_row"].items()}

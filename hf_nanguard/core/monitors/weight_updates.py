@@ -9,13 +9,13 @@ recognised.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..event import Culprit
+from ..event import Culprit, JsonObject, JsonValue
 from ..optimizer.rounding import MOVES, keeps_remainder, try_rounding_remedies
 from ..vocabulary import Cause, Signal
 from .base import Monitor
@@ -82,11 +82,11 @@ class UpdateMonitor(Monitor):
         """Drops the sample of an update that did not happen."""
         self.sample = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Returns the counts to save in a checkpoint."""
         return asdict(self.state)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Restores what [`UpdateMonitor.state_dict`] returned."""
         self.state = UpdateState(**state)
 
@@ -165,12 +165,12 @@ class UpdateMonitor(Monitor):
         self,
         step: int,
         message: str,
-        values: dict[str, Any],
+        values: Mapping[str, JsonValue],
         cause: Cause | None = None,
-        remedies: tuple[dict[str, Any], ...] = (),
+        remedies: tuple[JsonObject, ...] = (),
     ) -> None:
         idle = self.state.idle or []
-        values |= {"num_idle_parameters": len(idle), "idle_parameters": idle[:SHOWN]}
+        values = {**values, "num_idle_parameters": len(idle), "idle_parameters": idle[:SHOWN]}
         self.emit(step, Signal.UPDATE_STALLED, message, values, Culprit("optimizer"), cause, remedies)
 
 

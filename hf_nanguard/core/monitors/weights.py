@@ -9,13 +9,12 @@ confirmed by a second, exact check, which names the tensor, its rows and the upd
 import math
 from collections.abc import Collection
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..event import Culprit, Event, strict
+from ..event import Culprit, Event, JsonObject, strict
 from ..finite import find_nonfinite, local, magnitudes, read_host
 from ..optimizer.update import UpdateFinding, examine_state, examine_update, try_update_remedies
 from ..state_tensors import Watched, is_plain, list_watched, name_saved_buffers
@@ -41,7 +40,7 @@ class StateFinding:
     is_shard: bool = False  # whether other ranks hold other parts of it
     is_buffer: bool = False
     update: UpdateFinding | None = None  # the update that made it non-finite, if the optimizer's state shows it
-    remedies: tuple[dict[str, Any], ...] = ()  # settings of the optimizer that were tried on a copy
+    remedies: tuple[JsonObject, ...] = ()  # settings of the optimizer that were tried on a copy
 
 
 def check_state(
@@ -162,7 +161,7 @@ def format_finding(finding: StateFinding, rank: int | None = None) -> str:
     return message + (f" ({others} more {'tensor is' if others == 1 else 'tensors are'} non-finite)" if others else "")
 
 
-def _format_advice(remedies: tuple[dict[str, Any], ...]) -> str:
+def _format_advice(remedies: tuple[JsonObject, ...]) -> str:
     """Returns a sentence about the best remedy, empty without any."""
     best = next((remedy for remedy in remedies if remedy["works"]), None)
     if best is not None:
@@ -226,7 +225,7 @@ class WeightMonitor(Monitor):
         self.ignored_buffers = {name for name, norm in zip(self.initial_norms, read, strict=True) if math.isnan(norm)}
         return check_state(self.model, self.optimizer, self.ignored_buffers)
 
-    def _make_event(self, step: int, rank: int, found: dict[str, Any], message: str, bad: dict[str, str]) -> Event:
+    def _make_event(self, step: int, rank: int, found: JsonObject, message: str, bad: dict[str, str]) -> Event:
         is_state, update = found["state"] is not None, found["update"]
         values = {key: found[key] for key in ("state", "kind", "num_bad", "num_entries", "rows")}
         values |= {"num_bad_tensors": len(bad), "bad_tensors": dict(list(bad.items())[:SHOWN_TENSORS])}

@@ -10,7 +10,6 @@ finite will make the next update bad, or keep its entries from ever moving again
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from ..event import Remedy
 from ..finite import find_nonfinite, local
 from ..state_tensors import is_plain
 from ..vocabulary import Cause
-from .copied_update import copy_entries, copy_settings, copy_state, find_group, step_copy
+from .copied_update import Settings, copy_entries, copy_settings, copy_state, find_group, step_copy
 
 SHOWN_ROWS = 8
 MAX_ENTRIES = 4096
@@ -61,7 +60,7 @@ class UpdateFinding:
     phase: str = "optimizer"
 
 
-def examine_update(optimizer: Any, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
+def examine_update(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
     """Finds out how an update made weights non-finite.
 
     Args:
@@ -83,7 +82,7 @@ def examine_update(optimizer: Any, named: Iterable[tuple[str, Tensor]]) -> Updat
     return None
 
 
-def examine_state(optimizer: Any, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
+def examine_state(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
     """Finds out what a bad optimizer state means for weights that are still finite.
 
     Args:
@@ -103,7 +102,7 @@ def examine_state(optimizer: Any, named: Iterable[tuple[str, Tensor]]) -> Update
 
 
 @torch.no_grad()
-def _examine(optimizer: Any, name: str, parameter: Tensor) -> UpdateFinding | None:
+def _examine(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor) -> UpdateFinding | None:
     group = find_group(optimizer, parameter)
     if group is None:
         return None
@@ -147,12 +146,12 @@ def _only_inf(state: dict[str, Tensor], key: str) -> bool:
     return key in SECOND_MOMENTS and not bool((torch.isnan(state[key]) | (state[key] < 0)).any())
 
 
-def _number(group: dict[str, Any], key: str) -> float | None:
+def _number(group: Settings, key: str) -> float | None:
     value = group.get(key)
     return float(value) if isinstance(value, (int, float, Tensor)) else None
 
 
-def _floats(optimizer: Any, parameter: Tensor) -> dict[str, Tensor]:
+def _floats(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Returns the float tensors that the optimizer keeps for a parameter, the part on this rank."""
     state = optimizer.state.get(parameter, {})
     return {
@@ -163,7 +162,9 @@ def _floats(optimizer: Any, parameter: Tensor) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _gather(optimizer: Any, group: dict[str, Any], parameter: Tensor) -> dict[tuple[Cause, str | None], Tensor]:
+def _gather(
+    optimizer: torch.optim.Optimizer, group: Settings, parameter: Tensor
+) -> dict[tuple[Cause, str | None], Tensor]:
     """Returns the entries that each possible cause explains."""
     weights = local(parameter)
     bad = ~torch.isfinite(weights)
@@ -197,7 +198,7 @@ def _gather(optimizer: Any, group: dict[str, Any], parameter: Tensor) -> dict[tu
 
 
 def _redo(
-    group: dict[str, Any], raw: dict[str, Any], state: dict[str, Tensor], weights: Tensor, gradient: Tensor | None
+    group: Settings, raw: Settings, state: dict[str, Tensor], weights: Tensor, gradient: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, str | None]:
     """Returns the change of the weights (in float64), what it was divided by in the optimizer's own arithmetic, and the
     moment that makes up the divisor; each `None` where the optimizer keeps no such thing."""
@@ -224,12 +225,14 @@ class _Trial:
 
     name: str
     note: str
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: Settings = field(default_factory=dict)
     wide: bool = False
     reset: bool = False
 
 
-def try_update_remedies(optimizer: Any, finding: UpdateFinding, parameter: Tensor) -> tuple[Remedy, ...]:
+def try_update_remedies(
+    optimizer: torch.optim.Optimizer, finding: UpdateFinding, parameter: Tensor
+) -> tuple[Remedy, ...]:
     """Repeats the update of the bad entries on a copy, by the same optimizer with other settings.
 
     The weights before the update are gone, so the copy starts at zero, with moments and gradient that lead to what the
@@ -274,7 +277,7 @@ def try_update_remedies(optimizer: Any, finding: UpdateFinding, parameter: Tenso
     return tuple(_try(update, trial) for trial in trials)
 
 
-def _find_trials(group: dict[str, Any], cause: Cause, dtype: torch.dtype) -> list[_Trial]:
+def _find_trials(group: Settings, cause: Cause, dtype: torch.dtype) -> list[_Trial]:
     if cause is Cause.OPTIMIZER_STATE:
         return [_Trial("reset_state", "state of these entries as 0", reset=True)]
     trials = []
@@ -298,7 +301,9 @@ def _try(update: Callable[[_Trial], float], trial: _Trial) -> Remedy:
     return Remedy(trial.name, True, math.isfinite(largest), f"{trial.note}; largest update {largest:.3g}")
 
 
-def _update_copy(optimizer: Any, group: dict[str, Any], parameter: Tensor, entries: Tensor, trial: _Trial) -> float:
+def _update_copy(
+    optimizer: torch.optim.Optimizer, group: Settings, parameter: Tensor, entries: Tensor, trial: _Trial
+) -> float:
     """Returns the largest change that the update of some entries makes."""
     settings = copy_settings(group) | trial.settings
     dtype = torch.float32 if trial.wide else parameter.dtype
@@ -312,7 +317,7 @@ def _update_copy(optimizer: Any, group: dict[str, Any], parameter: Tensor, entri
     return float(step_copy(optimizer, weights, gradient, state, settings).abs().max())
 
 
-def _undo_step(state: dict[str, Any], settings: dict[str, Any]) -> Tensor | None:
+def _undo_step(state: Settings, settings: Settings) -> Tensor | None:
     """Puts moments back by one step in place and returns the gradient that leads to them again, `None` without moments.
 
     That gradient is gone. For Adam it is estimated by the mean of all gradients: exact after one step, and close later."""

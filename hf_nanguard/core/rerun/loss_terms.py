@@ -9,6 +9,7 @@ term is lost.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,11 +62,11 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
 
 
-def cut_term(value: Tensor, parameters: list[Any]) -> Tensor:
+def cut_term(value: Tensor, parameters: Sequence[Tensor]) -> Tensor:
     """Returns a zero in place of a term.
 
     Args:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -11,6 +11,9 @@ from ..finite import magnitudes
 from ..rng import RngState
 from ..vocabulary import Cause, Signal
 from .loss_terms import Term
+
+Payload = TypeVar("Payload")  # what a loop needs to run a micro-batch again
+Weight = TypeVar("Weight")  # how a loop weights the loss of a micro-batch
 
 
 class BatchAction(StrEnum):
@@ -53,13 +56,13 @@ class Finding:
 
 
 @dataclass
-class MicroBatch:
+class MicroBatch(Generic[Payload]):
     """One forward and backward pass of the group.
 
     Args:
         index (`int`):
             Its position in the group.
-        payload (`Any`):
+        payload (`Payload`):
             What the loop needs to run it again, by reference.
         rng (`RngState`):
             The random state right before its forward.
@@ -76,7 +79,7 @@ class MicroBatch:
     """
 
     index: int
-    payload: Any
+    payload: Payload
     rng: RngState
     findings: tuple[Finding, ...] = ()
     row_numbers: list[int] | Tensor | None = None
@@ -124,11 +127,11 @@ class MicroBatch:
 
 
 @dataclass
-class AccumulationGroup:
+class AccumulationGroup(Generic[Payload, Weight]):
     """What one optimizer step is made of.
 
     Args:
-        weight (`Any`, *optional*):
+        weight (`Weight`):
             How the loop weighs the loss of each micro-batch, as its runner needs it.
         micro_batches (`list[MicroBatch]`, *optional*):
             In the order in which they ran.
@@ -140,8 +143,8 @@ class AccumulationGroup:
             Other scalars to read at the end of the step, each with a function that is called with its value.
     """
 
-    weight: Any = None
-    micro_batches: list[MicroBatch] = field(default_factory=list)
+    weight: Weight
+    micro_batches: list[MicroBatch[Payload]] = field(default_factory=list)
     watched: list[tuple[str, Tensor, float | None]] = field(default_factory=list)
     terms: list[tuple[int, Term]] = field(default_factory=list)
     readings: list[tuple[Tensor, Callable[[float], None]]] = field(default_factory=list)

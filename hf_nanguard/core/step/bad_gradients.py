@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
+from ..event import JsonValue
 from ..finite import find_nonfinite
 
 SHOWN = 12
@@ -37,7 +37,7 @@ class Census:
         """
         return next(reversed(self.bad)) if self.bad and (self.good or len(self.bad) == 1) else None
 
-    def as_values(self) -> dict[str, Any]:
+    def as_values(self) -> dict[str, JsonValue]:
         """Returns the census for the `values` of an event, cut to a readable length."""
         return {
             "num_bad_parameters": len(self.bad),

@@ -7,9 +7,11 @@ are left to it; what the policy wants to skip, repair or halt is; otherwise the 
 import logging
 import math
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TypedDict
 
-from ..event import Culprit, Event
+import torch
+
+from ..event import Culprit, Event, JsonObject, JsonValue
 from ..finite import find_nonfinite, local, read_host
 from ..journal import Journal
 from ..optimizer.update import examine_update, try_update_remedies
@@ -25,6 +27,16 @@ from .redo import Redo, RedoResult
 from .step_reading import StepOutcome, StepReading
 
 logger = logging.getLogger("hf_nanguard")
+
+
+class RankFacts(TypedDict):
+    """What one rank knows about a step whose norm is not finite."""
+
+    bad: dict[str, str]
+    loss_is_finite: bool
+    must_be_dropped: bool
+    halts: bool
+    why_not: str | None
 
 
 class Containment:
@@ -50,19 +62,18 @@ class Containment:
         group = reading.group
         gradients = runner.named_gradients()
         rng_after = RngState.capture(runner.device_type)
-        facts = self.ranks.gather(
-            {
-                "bad": find_nonfinite(gradients),
-                "loss_is_finite": reading.bad_loss is None and not group.has_bad_term,
-                "must_be_dropped": any(micro.must_be_dropped for micro in group.micro_batches) or reading.suspected,
-                "halts": any(micro.findings_to(BatchAction.HALT) for micro in group.micro_batches),
-                "why_not": runner.why_not(group),
-            }
-        )
+        mine: RankFacts = {
+            "bad": find_nonfinite(gradients),
+            "loss_is_finite": reading.bad_loss is None and not group.has_bad_term,
+            "must_be_dropped": any(micro.must_be_dropped for micro in group.micro_batches) or reading.suspected,
+            "halts": any(micro.findings_to(BatchAction.HALT) for micro in group.micro_batches),
+            "why_not": runner.why_not(group),
+        }
+        facts = self.ranks.gather(mine)
         known = any(fact["must_be_dropped"] for fact in facts)
         finite = all(fact["loss_is_finite"] for fact in facts)
         if runner.scaler is not None and finite and not known:
-            return self.leave_to_scaler(reading, runner)
+            return self.leave_to_scaler(reading, runner.scaler)
         census = judge([name for name, _ in gradients], {k: v for fact in facts for k, v in fact["bad"].items()})
         reading = replace(reading, census=census, rng_after=rng_after)
         self.counter.count_gradients(census.bad)
@@ -70,7 +81,7 @@ class Containment:
             return self.halt_on_input(reading, runner)
         if not reading.clipped and not known:
             self.log_gradients(reading)
-        mine = reading.bad_loss is not None or group.has_bad_term or (finite and self.ranks.rank == 0)
+        reports = reading.bad_loss is not None or group.has_bad_term or (finite and self.ranks.rank == 0)
         if not reading.clipped and not census.bad:
             return self.skip_norm_overflow(reading, runner)
         why_not = next((fact["why_not"] for fact in facts if fact["why_not"]), None)
@@ -79,7 +90,7 @@ class Containment:
             return self.drop_bad(reading, runner)
         if course is StepAction.REPAIR and finite:  # a non-finite loss leaves nothing usable in its gradients
             return self.repair(reading, runner)
-        return self.skip_whole(reading, runner, mine, course, why_not)
+        return self.skip_whole(reading, runner, reports, course, why_not)
 
     def log_gradients(self, reading: StepReading) -> None:
         """Logs which gradients are bad, on rank 0, if they differ from those logged last."""
@@ -90,11 +101,11 @@ class Containment:
 
     # ---- the whole step ----
 
-    def leave_to_scaler(self, reading: StepReading, runner: Runner) -> StepOutcome:
+    def leave_to_scaler(self, reading: StepReading, scaler: torch.amp.GradScaler) -> StepOutcome:
         """Lets a GradScaler skip the step: finite losses mean that its scale was too large, which it corrects itself."""
         self.counter.count_scaler_skip()
         self.count(reading, 0, reading.group.micro_batches)
-        scale = runner.scaler.get_scale()
+        scale = scaler.get_scale()
         if scale <= 1.0:
             message = (
                 f"gradients overflow at step {reading.step} although the loss scale has fallen to {scale:g}; the scale is "
@@ -212,15 +223,15 @@ class Containment:
         message = f"parameter {name} holds {KINDS[kind]} at step {reading.step}"
         if len(bad) > 1:
             message += f", as do {len(bad) - 1} other parameters"
-        values = {"num_bad_parameters": len(bad), "bad_parameters": dict(list(bad.items())[:12])}
+        values: dict[str, JsonValue] = {"num_bad_parameters": len(bad), "bad_parameters": dict(list(bad.items())[:12])}
         culprit, cause = Culprit(phase="parameter", parameter=name), Cause.PARAM_NONFINITE
-        remedies: tuple[dict[str, Any], ...] = ()
+        remedies: tuple[JsonObject, ...] = ()
         named = [(key, parameter) for key, parameter in runner.named_parameters() if key == name]
-        update = None if runner.optimizer is None else examine_update(runner.optimizer, named)
-        if update is not None:
+        optimizer = runner.optimizer
+        if optimizer is not None and (update := examine_update(optimizer, named)) is not None:
             message += f": {update.message}"
             culprit, cause = replace(culprit, phase="optimizer"), update.cause
-            remedies = tuple(asdict(tried) for tried in try_update_remedies(runner.optimizer, update, named[0][1]))
+            remedies = tuple(asdict(tried) for tried in try_update_remedies(optimizer, update, named[0][1]))
         self.journal.write_once(
             Event(
                 reading.step, Signal.PARAM_NONFINITE, Action.HALTED, message, None, 0, values, culprit, cause, remedies

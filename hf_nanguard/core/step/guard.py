@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import ArgumentError, NonFiniteError
 from ..autopsy.examiner import Examiner
+from ..event import JsonObject
 from ..journal import EventSink, Journal
 from ..monitors.monitor_set import MonitorSet, build_monitors
 from ..ranks import Ranks
@@ -42,6 +43,8 @@ from .decision import Escalation
 from .redo import Redo
 from .settle import Settlement
 from .step_reading import StepOutcome
+
+Batch = TypeVar("Batch")
 
 
 class Guard:
@@ -82,8 +85,8 @@ class Guard:
         optimizer: torch.optim.Optimizer | None = None,
         policy: Policy | None = None,
         *,
-        scheduler: Any = None,
-        scaler: Any = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         max_grad_norm: float | None = None,
         ranks: Ranks | None = None,
         on_event: EventSink | None = None,
@@ -103,7 +106,7 @@ class Guard:
         self.monitor_set = MonitorSet(self.journal)
         if model is not None and self.runner is not None:
             self.monitor_set.begin(build_monitors(self.policy, model, optimizer, self.journal))
-        self.group = AccumulationGroup()
+        self.group: AccumulationGroup = AccumulationGroup(None)
         self.steps_done = 0
         self.scheduler = scheduler
         self.max_grad_norm = max_grad_norm
@@ -120,7 +123,7 @@ class Guard:
 
     # ---- the hand-written loop ----
 
-    def step(self, loss_fn: Callable[[Any], Tensor], batches: Iterable[Any]) -> StepOutcome:
+    def step(self, loss_fn: Callable[[Batch], Tensor], batches: Iterable[Batch]) -> StepOutcome:
         """Runs one optimizer step over `batches` and contains it if it goes bad.
 
         Args:
@@ -185,11 +188,11 @@ class Guard:
         if bounds and outcome.norm is not None:
             torch.nn.utils.clip_grads_with_norm_(runner.parameters, min(bounds), outcome.norm)
 
-    def begin_group(self, weight: Any = None) -> AccumulationGroup:
+    def begin_group(self, weight: object = None) -> AccumulationGroup:
         """Begins a new group. [`Guard.watch`] and [`Guard.term`] add to it until the next one begins.
 
         Args:
-            weight (`Any`, *optional*):
+            weight (`object`, *optional*):
                 How the loop weighs the loss of each micro-batch, as its runner needs it.
         """
         self.group = AccumulationGroup(weight)
@@ -287,7 +290,7 @@ class Guard:
 
     # ---- state ----
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Returns what survives a checkpoint: counts, statistics and the place on the ladder."""
         return {
             "schema": 1,
@@ -297,7 +300,7 @@ class Guard:
             "monitors": self.monitor_set.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Restores what [`Guard.state_dict`] returned."""
         self.counter.load_state_dict(state["counter"])
         self.norms.load_state_dict(state["norms"])

@@ -76,7 +76,7 @@ class Settlement:
     def _carry_out(self, reading: StepReading, runner: Runner, zero_is_news: bool) -> StepOutcome:
         decision, finite = reading.decision, math.isfinite(reading.norm)
         if runner.scaler is not None and not finite and reading.bad_loss is None and not self.policy.acts:
-            return self.containment.leave_to_scaler(reading, runner)
+            return self.containment.leave_to_scaler(reading, runner.scaler)
         if decision.course is not StepAction.STEP and not finite:
             return self.containment.contain(reading, runner)
         if finite:

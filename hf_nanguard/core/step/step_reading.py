@@ -1,13 +1,13 @@
 """What became of a step, what was read of it, and which micro-batch is to blame, as values and as events."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from torch import Tensor
 
 from ..autopsy.evidence.verdict import Verdict
-from ..event import Culprit, Event
+from ..event import Culprit, Event, JsonValue
 from ..rerun.micro_batch import AccumulationGroup, BatchAction, Finding, MicroBatch
 from ..rng import RngState
 from ..vocabulary import Action, Cause, Signal
@@ -90,7 +90,7 @@ class StepReading:
     rng_after: RngState | None = None
 
     @property
-    def measured(self) -> dict[str, Any]:
+    def measured(self) -> dict[str, JsonValue]:
         """What was measured of the whole step, for events."""
         rate = {} if self.learning_rate is None else {"learning_rate": self.learning_rate}
         return {"grad_norm": self.norm, **rate}
@@ -133,7 +133,7 @@ class StepReading:
             for finding in micro.findings_to(*actions)
         ]
 
-    def as_values(self, place: int | None = None) -> dict[str, Any]:
+    def as_values(self, place: int | None = None) -> dict[str, JsonValue]:
         """Returns what was measured, for the event, with the terms of the micro-batch at a position, or of the last."""
         shown = self.bad_loss[1] if self.bad_loss is not None else (self.losses[-1] if self.losses else None)
         terms = self.group.micro_batches[-1 if place is None else place].term_values if self.group.terms else {}
@@ -147,7 +147,7 @@ class StepReading:
         signal: Signal | None = None,
         cause: Cause | None = None,
         blamed: "BadMicroBatch | None" = None,
-        **values: Any,
+        **values: JsonValue,
     ) -> Event:
         """Returns the event of the whole step, with the micro-batch to blame if it is known."""
         place = self.bad_place if blamed is None else blamed.micro.index
@@ -186,7 +186,7 @@ class BadMicroBatch:
     signal: Signal
     message: str
     culprit: Culprit
-    values: dict[str, Any] = field(default_factory=dict)
+    values: Mapping[str, JsonValue] = field(default_factory=dict)
     cause: Cause | None = None
     verdict: Verdict | None = None
     cure: frozenset[str] = frozenset()  # terms without which its gradients are finite

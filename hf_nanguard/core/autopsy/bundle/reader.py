@@ -9,11 +9,12 @@ import os
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, TypeVar
 
 from torch import Tensor
 
 from ....errors import ArgumentError
+from ...event import JsonObject
 from ...rng import RngState
 from .content import MAX_FACTS, SCHEMA, format_bytes
 from .packing import unpack_inputs, unpack_rng
@@ -23,6 +24,7 @@ from .writer import WEIGHTS
 MAX_READ_BYTES = 64 * 2**30  # of one file
 MAX_LEVELS = 100
 MAX_LISTED = 5
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +36,7 @@ class Bundle:
             Its folder.
         facts (`dict`):
             The facts that were given to `write_bundle`, as JSON values.
-        inputs (`Any`):
+        inputs (`object`):
             The nested inputs of the loss, as dictionaries, lists and tuples; `None` if they were left out.
         rng (`RngState`):
             The random state of the forward.
@@ -55,10 +57,10 @@ class Bundle:
     """
 
     path: Path
-    facts: dict[str, Any]
-    inputs: Any
+    facts: JsonObject
+    inputs: object
     rng: RngState
-    verdict: dict[str, Any] = field(default_factory=dict)
+    verdict: JsonObject = field(default_factory=dict)
     step: int = 0
     micro_step: int = 0
     inputs_are: str = "all"
@@ -169,7 +171,7 @@ def _find_file(folder: Path, name: str) -> Path:
     return path
 
 
-def _read_facts(path: Path) -> dict[str, Any]:
+def _read_facts(path: Path) -> JsonObject:
     try:
         document = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
     except RecursionError as err:
@@ -188,7 +190,7 @@ def _read_facts(path: Path) -> dict[str, Any]:
     return document
 
 
-def measure_depth(value: Any) -> int:
+def measure_depth(value: object) -> int:
     """Returns how deep JSON values are nested, without recursion."""
     depth, level = 0, [value]
     while level and depth <= MAX_LEVELS:
@@ -202,14 +204,14 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"the number {name}")
 
 
-def _take(document: dict[str, Any], key: str, kind: type) -> Any:
+def _take(document: JsonObject, key: str, kind: type[T]) -> T:
     value = document.get(key)
     if type(value) is not kind:
         raise ValueError(f"facts.json has no valid {key!r}")
     return value
 
 
-def _take_texts(document: dict[str, Any], key: str) -> dict[str, str]:
+def _take_texts(document: JsonObject, key: str) -> dict[str, str]:
     texts = _take(document, key, dict)
     if not all(isinstance(value, str) for value in texts.values()):
         raise ValueError(f"facts.json has no valid {key!r}")

@@ -8,8 +8,8 @@ from contextlib import suppress
 from glob import escape
 from itertools import count
 from pathlib import Path
-from typing import Any
 
+from ...event import JsonObject
 from ...settings import SETTINGS
 from ..evidence.suspect_batch import SuspectBatch
 from ..evidence.verdict import Verdict
@@ -23,7 +23,7 @@ SPARE_BYTES = 2**20  # for the file system itself
 
 
 def write_bundle(
-    folder: Path, suspect: SuspectBatch, verdict: Verdict, facts: dict[str, Any], *, weights: str = "none",
+    folder: Path, suspect: SuspectBatch, verdict: Verdict, facts: JsonObject, *, weights: str = "none",
     text: bool = True, max_bytes: int = MAX_BYTES,
 ) -> Path:  # fmt: skip
     """Writes a bundle completely or not at all.
@@ -108,7 +108,7 @@ def _is_running(process: int) -> bool:
     return True
 
 
-def _encode(facts: dict[str, Any]) -> bytes:
+def _encode(facts: JsonObject) -> bytes:
     """Returns facts as strict JSON; the type stands for a value that JSON does not support."""
     text = json.dumps(facts, allow_nan=False, indent=1, default=lambda value: f"[left out: {type(value).__name__}]")
     if len(text) > MAX_FACTS:

@@ -1,9 +1,8 @@
 """What an autopsy found, as plain values, and the block that is logged."""
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
-from ...event import Culprit, Remedy, strict
+from ...event import Culprit, JsonObject, JsonValue, Remedy, strict
 from ...vocabulary import Cause
 from ..trace.memory import SHOWN_POSITIONS
 from ..trace.origin import Origin
@@ -84,11 +83,11 @@ class Verdict:
             return Cause.TRANSIENT
         return Cause.UNKNOWN if self.origin is None else self.origin.cause
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Returns the verdict as strict JSON values."""
         return strict({**asdict(self), "cause": str(self.cause)})
 
-    def as_values(self) -> dict[str, Any]:
+    def as_values(self) -> dict[str, JsonValue]:
         """Returns what has no field in an event's culprit, for its `values`."""
         origin = self.origin
         details = {} if origin is None else {

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +36,7 @@ def autocast_as(
     """Makes every autocast that is entered inside, and those that are active already, cast to `wide` instead."""
     original = torch.autocast.__enter__
 
-    def enter(self: torch.autocast) -> Any:
+    def enter(self: torch.autocast) -> object:
         enabled, dtype = self._enabled, self.fast_dtype
         if enabled and dtype in narrow:
             remarks.append("autocast off" if wide is torch.float32 else f"autocast to {_name(wide)}")
@@ -77,7 +76,7 @@ def upcast_module(suspect: SuspectBatch, module: nn.Module, narrow: torch.dtype,
         return result
 
     @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         with torch.autocast(device, enabled=False):
             output = original(*map_tensors(args, cast), **map_tensors(kwargs, cast))
         return map_tensors(output, narrowed)
