@@ -48,23 +48,12 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change that may help, and whether it did when it was tried.
+    """A change that may help, and whether it did when it was tried on the bad batch or update."""
 
-    Args:
-        name (`str`):
-            A short name, e.g. `larger_eps`.
-        tried (`bool`):
-            Whether it was tried on the bad batch or update.
-        works (`bool`, *optional*):
-            Whether the result was finite; `None` if it was not tried.
-        note (`str`, *optional*):
-            The setting it stands for, what was measured, or why it was not tried.
-    """
-
-    name: str
+    name: str  # e.g. `larger_eps`
     tried: bool
-    works: bool | None = None
-    note: str | None = None
+    works: bool | None = None  # whether the result was finite; `None` if it was not tried
+    note: str | None = None  # the setting it means, what was measured, or why it was not tried
 
 
 @dataclass(frozen=True)

@@ -41,14 +41,9 @@ def read_host(values: Sequence[Tensor]) -> list[float]:
 
 
 def find_nonfinite(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Names the tensors that hold a non-finite value.
+    """Returns the kind, `"nan"` (any NaN inside) or `"inf"`, of each tensor that holds a non-finite value, in the given order.
 
-    Args:
-        named (`Iterable[tuple[str, Tensor]]`):
-            Names and tensors; only the part of each on this rank is looked at.
-
-    Returns:
-        `dict[str, str]`: name to `"nan"` (any NaN inside) or `"inf"`, in the given order; empty if all are finite.
+    Of each tensor only the part on this rank is checked.
     """
     pairs = [(name, tensor) for name, tensor in named if tensor.is_floating_point() or tensor.is_complex()]
     largest = read_host(magnitudes([tensor for _, tensor in pairs]))

@@ -13,14 +13,7 @@ EventSink = Callable[[JsonObject], None]
 
 
 class Journal:
-    """Writes events.
-
-    Args:
-        ranks (`Ranks`):
-            The processes that train together.
-        on_event (`Callable`, *optional*):
-            Called with every event as a dictionary of the public schema.
-    """
+    """Writes events; `on_event` is called with each of them as a dictionary of the public schema."""
 
     def __init__(self, ranks: Ranks, on_event: EventSink | None = None):
         self.ranks = ranks

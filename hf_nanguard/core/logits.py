@@ -96,13 +96,7 @@ def view(values: Tensor) -> list[float]:
 def bound_scores(scores: Tensor, clip_value: float, min_prob: float) -> tuple[Tensor, Tensor]:
     """Bounds repaired rows to `[max - 2 * clip_value, max]` and gives no unmasked token less than `min_prob`.
 
-    Args:
-        scores (`Tensor`):
-            As [`repair_scores`] returns them.
-        clip_value (`float`):
-            Half the largest allowed distance to the best token.
-        min_prob (`float`):
-            The smallest probability of an unmasked token, before all are normalised again.
+    The smallest probability holds before all are normalised again.
 
     Returns:
         `tuple[Tensor, Tensor]`: Normalised log-probabilities, -inf for masked tokens, and which rows had a token that was

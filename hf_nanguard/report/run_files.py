@@ -15,10 +15,6 @@ class JsonlWriter:
     """Appends objects to a file and creates the file and its folder with the first of them.
 
     A full or read-only disk must not end a run: objects that cannot be written are lost, and the first failure is logged.
-
-    Args:
-        path (`str` or `Path`):
-            The file.
     """
 
     def __init__(self, path: str | Path):
@@ -79,9 +75,7 @@ def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
 class Tail:
     """The objects that are appended to a file from now on, without those of earlier runs in the same folder.
 
-    Args:
-        path (`str` or `Path`):
-            The file, which need not exist yet.
+    The file need not exist yet.
     """
 
     def __init__(self, path: str | Path):

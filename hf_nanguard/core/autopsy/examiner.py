@@ -37,11 +37,8 @@ FOLDER = "autopsy"
 class Budget:
     """The time that one autopsy may take.
 
-    Args:
-        seconds (`float`):
-            How long replays may go on after the origin was found.
-        report (`Callable`, *optional*):
-            Called with the current stage, at most every two seconds, once that much time has passed.
+    Replays may continue for `seconds` after the origin was found. `report` is called with the current stage, at most every
+    `PATIENCE` seconds, once that much time has passed.
     """
 
     def __init__(self, seconds: float, report: Callable[[str], None] | None = None):
@@ -81,16 +78,7 @@ class Budget:
 
 
 def examine(suspect: SuspectBatch, budget: Budget, remedies: bool = True) -> Verdict:
-    """Examines a bad micro-batch.
-
-    Args:
-        suspect (`SuspectBatch`):
-            The micro-batch, ready to be run again.
-        budget (`Budget`):
-            How much time there is once the origin is known.
-        remedies (`bool`, *optional*, defaults to `True`):
-            Whether to try remedies.
-    """
+    """Examines a bad micro-batch and, if `remedies` is true, tries remedies."""
     origin = budget.find_origin(suspect)
     return budget.conclude(suspect, Verdict(None)) if origin is None else explain(suspect, origin, budget, remedies)
 
@@ -132,15 +120,8 @@ def read_texts(suspect: SuspectBatch, blame: Blame) -> dict[int, str]:
 class Examiner:
     """Decides which bad micro-batches are examined, and keeps the verdicts.
 
-    Args:
-        policy (`Policy`):
-            Whether to examine, how many faults, and for how long.
-        journal (`Journal`):
-            Where the event of a failed autopsy is written.
-        folder (`Path`, *optional*):
-            The run's `nanguard` folder; without one no bundle is written.
-
-    `spared` holds the non-finite parameters that some samples do not use, as an autopsy has shown.
+    `folder` is the run's `nanguard` folder; without one no bundle is written. `spared` holds the non-finite parameters that
+    some samples do not use, as an autopsy has shown.
     """
 
     def __init__(self, policy: Policy, journal: Journal, folder: Path | None = None):

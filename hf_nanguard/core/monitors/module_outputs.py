@@ -96,15 +96,9 @@ class OutputMeasure:
 
 
 class OutputProbe:
-    """Hooks that measure the outputs of modules in one step.
+    """Hooks that measure the outputs of modules in one step, while the model is in training mode.
 
-    Args:
-        model (`nn.Module`):
-            The model, whose mode tells training from evaluation.
-        modules (`Mapping[str, nn.Module]`):
-            The modules by name.
-        near (`Collection[str]`):
-            Names of the modules whose share near the dtype's limit is measured too.
+    For the modules in `near` the share near the limit of the dtype is measured, too.
     """
 
     def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], near: Collection[str]):

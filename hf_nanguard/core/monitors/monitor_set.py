@@ -31,17 +31,8 @@ def build_monitors(
 ) -> tuple[Monitor, ...]:
     """Builds the monitors that a policy asks for.
 
-    Args:
-        policy (`Policy`):
-            The settings.
-        model (`nn.Module`):
-            The model, without DDP wrapper.
-        optimizer (`torch.optim.Optimizer`, *optional*):
-            Its optimizer; `None` if weights and optimizer state cannot be read from here.
-        journal (`Journal`):
-            Where events are written.
-        compiled (`bool`, *optional*, defaults to `False`):
-            Whether the model runs under `torch.compile`.
+    The model must have no DDP wrapper. `optimizer` is `None` if weights and optimizer state cannot be read from here; `compiled`
+    says whether the model runs under `torch.compile`.
     """
     if policy.mode == "off":
         return ()
@@ -57,12 +48,7 @@ def build_monitors(
 
 
 class MonitorSet:
-    """Calls all monitors of a run at each stage of a step and keeps their state in checkpoints.
-
-    Args:
-        journal (`Journal`):
-            Where the failure of a monitor is reported.
-    """
+    """Calls all monitors of a run at each stage of a step and keeps their state in checkpoints."""
 
     def __init__(self, journal: Journal):
         self.journal = journal

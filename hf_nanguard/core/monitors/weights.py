@@ -48,26 +48,8 @@ def check_state(
 ) -> StateFinding | None:
     """Finds the first non-finite tensor of a model and its optimizer, with one host read while there is none.
 
-    Frozen parameters are not checked. In buffers, only NaN is bad.
-
-    Args:
-        model (`nn.Module`):
-            The model.
-        optimizer (`torch.optim.Optimizer`, *optional*):
-            The optimizer, or anything with its `param_groups` and `state`.
-        ignored_buffers (`Collection[str]`, *optional*):
-            Names of buffers that are not checked.
-
-    Returns:
-        `StateFinding | None`: the first bad parameter, else the first bad state or buffer, on this rank.
-
-    Example:
-
-    ```python
-    finding = check_state(model, optimizer)
-    if finding is not None:
-        raise SystemExit(format_finding(finding))
-    ```
+    Frozen parameters are not checked. In buffers, only NaN is bad. Returns the first bad parameter, else the first bad state or
+    buffer, on this rank.
     """
     named: dict[str, Tensor] = dict(model.named_parameters())
     buffers = ((name, buffer) for name, buffer in name_saved_buffers(model) if name not in ignored_buffers)
@@ -139,14 +121,7 @@ def _explain(finding: StateFinding, parameter: Tensor, optimizer: Optimizer) -> 
 
 
 def format_finding(finding: StateFinding, rank: int | None = None) -> str:
-    """Returns a clause that names tensor, kind, rows and cause.
-
-    Args:
-        finding (`StateFinding`):
-            The finding.
-        rank (`int`, *optional*):
-            The rank that holds the shard of a sharded tensor.
-    """
+    """Returns a clause that names tensor, kind, rows and cause; `rank` is the one that holds the shard of a sharded tensor."""
     own = f"{'buffer' if finding.is_buffer else 'parameter'} {finding.parameter}"
     what = own if finding.state is None else f"optimizer state {finding.state} of {finding.parameter}"
     kind = "NaN" if finding.kind == "nan" else "inf"

@@ -38,17 +38,10 @@ def copy_state(
     settings: Settings,
     change: Callable[[Tensor], Tensor] | None = None,
 ) -> Settings:
-    """Returns the optimizer state of some entries of a parameter.
+    """Returns the optimizer state of some entries of a parameter, given as positions in its flattened part on this rank.
 
-    Args:
-        optimizer (`torch.optim.Optimizer`), parameter (`Tensor`):
-            Whose state is copied.
-        entries (`Tensor`):
-            Positions in the flattened part of the parameter on this rank.
-        settings (`dict`):
-            The settings of the update: fused and capturable optimizers keep scalars on the device.
-        change (`Callable`, *optional*):
-            Applied to every tensor that has a number for each entry, e.g. a cast.
+    Fused and capturable optimizers (`settings`) keep scalars on the device. `change` is applied to every tensor that has a
+    number for each entry, e.g. a cast.
     """
     shape = local(parameter).shape
     on_device = settings.get("fused") or settings.get("capturable")

@@ -31,23 +31,12 @@ IDEAS = {
 
 @dataclass(frozen=True)
 class Sample:
-    """Entries of a parameter that an update should have changed.
-
-    Args:
-        parameter (`Tensor`):
-            The parameter.
-        entries (`Tensor`):
-            Their positions in its part on this rank.
-        gradient (`Tensor`):
-            Their gradients.
-        weight (`float`):
-            How many entries of the parameter each of them represents.
-    """
+    """Entries of a parameter that an update should have changed."""
 
     parameter: Tensor
-    entries: Tensor
-    gradient: Tensor
-    weight: float = 1.0
+    entries: Tensor  # their positions in its part on this rank
+    gradient: Tensor  # of these entries
+    weight: float = 1.0  # how many entries of the parameter each of them represents
 
 
 @torch.no_grad()
@@ -70,14 +59,7 @@ def keeps_remainder(optimizer: torch.optim.Optimizer, sample: Sample) -> bool:
 def try_rounding_remedies(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> tuple[Remedy, ...]:
     """Tries what would change entries whose updates are lost to rounding. Optimizer and parameters are only read.
 
-    Args:
-        optimizer (`torch.optim.Optimizer`):
-            The optimizer.
-        samples (`Sequence[Sample]`):
-            Entries with a gradient.
-
-    Returns:
-        `tuple[Remedy, ...]`: each with the share of entries it would move in a step.
+    The samples are entries with a gradient. Each remedy states the share of entries that it would move in a step.
     """
     live = [sample for sample in samples if len(sample.entries)]
     if not live or not all(_goes_by_entries(optimizer, sample.parameter) for sample in live):

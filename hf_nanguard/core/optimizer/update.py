@@ -30,47 +30,23 @@ SAFE_EPS = {torch.float16: 1e-4}  # 1e-8 is less than half of the smallest float
 
 @dataclass(frozen=True)
 class UpdateFinding:
-    """What an optimizer update did to a parameter. Plain values only.
-
-    Args:
-        parameter (`str`):
-            Its name.
-        cause (`Cause`):
-            `optimizer_state`, `adam_eps_underflow` or `lr_too_high`.
-        state (`str`, *optional*):
-            The tensor of the optimizer's state that is to blame.
-        num_bad (`int`):
-            How many entries are explained by it.
-        rows (`tuple[int, ...]`):
-            The first of their rows (of the part of the parameter on this rank).
-        learning_rate, eps (`float`, *optional*):
-            The settings of the update.
-        message (`str`):
-            One clause for the event message.
-    """
+    """What an optimizer update did to a parameter. Plain values only."""
 
     parameter: str
-    cause: Cause
-    state: str | None
-    num_bad: int
-    rows: tuple[int, ...]
+    cause: Cause  # `optimizer_state`, `adam_eps_underflow` or `lr_too_high`
+    state: str | None  # the tensor of the optimizer's state that is to blame
+    num_bad: int  # entries that it explains
+    rows: tuple[int, ...]  # the first of their rows, in the part of the parameter on this rank
     learning_rate: float | None
     eps: float | None
-    message: str
+    message: str  # one clause for the event message
     phase: str = "optimizer"
 
 
 def examine_update(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
-    """Finds out how an update made weights non-finite.
+    """Finds out how an update made weights non-finite; `None` if the optimizer, after the step, holds no evidence.
 
-    Args:
-        optimizer (`torch.optim.Optimizer`):
-            The optimizer after the step, or anything with its `param_groups` and `state`.
-        named (`Iterable[tuple[str, Tensor]]`):
-            Parameters by name; the first one that is bad and can be explained is reported.
-
-    Returns:
-        `UpdateFinding | None`: the finding, `None` if the optimizer holds no evidence.
+    The first parameter that is bad and can be explained is reported.
     """
     named = list(named)
     bad = find_nonfinite(named)
@@ -83,16 +59,9 @@ def examine_update(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, 
 
 
 def examine_state(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
-    """Finds out what a bad optimizer state means for weights that are still finite.
+    """Finds out what a bad optimizer state means for weights that are still finite; `None` if the state of all is finite.
 
-    Args:
-        optimizer (`torch.optim.Optimizer`):
-            As in [`examine_update`].
-        named (`Iterable[tuple[str, Tensor]]`):
-            Parameters by name; the first one that is finite and whose state is bad is reported.
-
-    Returns:
-        `UpdateFinding | None`: the finding, with cause `optimizer_state`; `None` if the state of all is finite.
+    The first parameter that is finite and whose state is bad is reported, with cause `optimizer_state`.
     """
     named = list(named)
     bad = find_nonfinite(named)
@@ -237,18 +206,7 @@ def try_update_remedies(
 
     The weights before the update are gone, so the copy starts at zero, with moments and gradient that lead to what the
     optimizer holds now. Nothing is tried if the copy stays finite with unchanged settings. Optimizer and parameter are only
-    read.
-
-    Args:
-        optimizer (`torch.optim.Optimizer`):
-            The optimizer.
-        finding (`UpdateFinding`):
-            What [`examine_update`] found.
-        parameter (`Tensor`):
-            The parameter it is about.
-
-    Returns:
-        `tuple[Remedy, ...]`: each with its outcome.
+    read. `finding` is what [`examine_update`] found about the parameter.
     """
     group = find_group(optimizer, parameter)
     if group is None:

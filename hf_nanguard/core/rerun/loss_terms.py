@@ -22,26 +22,13 @@ ON_NONFINITE = ("keep", "drop")
 
 @dataclass(frozen=True)
 class Term:
-    """One term of the loss of one micro-batch.
-
-    Args:
-        name (`str`):
-            What it is called.
-        value_dev (`Tensor`):
-            Its value without weight, detached, on its device.
-        drops (`bool`):
-            Whether the loss may go on without it.
-        learns (`bool`):
-            Whether it has a graph.
-        value (`float`, *optional*):
-            Its value once that has been read.
-    """
+    """One term of the loss of one micro-batch."""
 
     name: str
-    value_dev: Tensor
-    drops: bool = False
-    learns: bool = True
-    value: float | None = None
+    value_dev: Tensor  # its value without weight, detached, on its device
+    drops: bool = False  # whether the loss may continue without it
+    learns: bool = True  # whether it has a graph
+    value: float | None = None  # once it has been read
 
     @property
     def is_bad(self) -> bool:
@@ -67,13 +54,9 @@ class _Nothing(torch.autograd.Function):
 
 
 def cut_term(value: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """Returns a zero in place of a term.
+    """Returns a zero in place of a term; nothing goes back into the graph of the term.
 
-    Args:
-        value (`Tensor`):
-            The term; nothing goes back into its graph.
-        parameters (`list`):
-            Those that get a gradient of zero. Among several ranks that must be all of them: DDP waits for each, also for
-            one that only this term uses.
+    The parameters get a gradient of zero. With several ranks they must be all that are trained, because DDP waits for each,
+    also for one that only this term uses.
     """
     return _Nothing.apply(value.detach(), *parameters)

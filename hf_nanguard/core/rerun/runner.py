@@ -40,11 +40,7 @@ def same_on_all_ranks(norm: Tensor) -> Tensor:
 class Runner(ABC, Generic[Payload, Weight]):
     """Runs held micro-batches again.
 
-    Args:
-        model (`nn.Module`):
-            The model as the loop calls it, that is, with its DDP wrapper if it has one.
-        scaler (`torch.amp.GradScaler`, *optional*):
-            The loss scaler in use.
+    The model is the one that the loop calls, with its DDP wrapper if it has one.
     """
 
     def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler | None = None):
@@ -236,16 +232,7 @@ class Runner(ABC, Generic[Payload, Weight]):
 
 
 class LoopRunner(Runner[object, float]):
-    """The runner of a hand-written loop: a loss function, a model and an optimizer.
-
-    Args:
-        model (`nn.Module`):
-            The model in training.
-        optimizer (`torch.optim.Optimizer`):
-            Its optimizer.
-        scaler (`torch.amp.GradScaler`, *optional*):
-            The loss scaler.
-    """
+    """The runner of a hand-written loop: a loss function, a model and an optimizer."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None):
         super().__init__(model, scaler)

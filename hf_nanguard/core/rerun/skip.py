@@ -24,12 +24,7 @@ def forget_unscale(scaler: torch.amp.GradScaler) -> None:
 
 
 class ScalerState:
-    """The loss scale before a step, so that a skipped step neither grows nor halves it.
-
-    Args:
-        scaler (`torch.amp.GradScaler`):
-            The scaler in use.
-    """
+    """The loss scale before a step, so that a skipped step neither increases nor halves it."""
 
     def __init__(self, scaler: torch.amp.GradScaler):
         self.scaler = scaler

@@ -14,20 +14,11 @@ KINDS = {"nan": "NaN", "inf": "inf"}
 
 @dataclass(frozen=True)
 class Census:
-    """The gradients at one time, parameter by parameter.
+    """The gradients at one time, parameter by parameter, in model order."""
 
-    Args:
-        bad (`dict[str, str]`):
-            Bad parameters in model order, each `"nan"` or `"inf"`.
-        good (`list[str]`):
-            The parameters whose gradients are finite, in model order.
-        neighbours (`list[str]`):
-            Those of them right before or after a bad one.
-    """
-
-    bad: dict[str, str] = field(default_factory=dict)
+    bad: dict[str, str] = field(default_factory=dict)  # each "nan" or "inf"
     good: list[str] = field(default_factory=list)
-    neighbours: list[str] = field(default_factory=list)
+    neighbours: list[str] = field(default_factory=list)  # the good ones right before or after a bad one
 
     @property
     def suspect(self) -> str | None:

@@ -40,12 +40,7 @@ class RankFacts(TypedDict):
 
 
 class Containment:
-    """Carries out what was decided about bad steps.
-
-    Args:
-        policy (`Policy`), journal (`Journal`), counter (`Counter`), escalation (`Escalation`), redo (`Redo`):
-            Those of the guard.
-    """
+    """Carries out what was decided about bad steps."""
 
     def __init__(self, policy: Policy, journal: Journal, counter: Counter, escalation: Escalation, redo: Redo):
         self.policy = policy
@@ -246,15 +241,8 @@ class Containment:
     ) -> StepOutcome:
         """Leaves parameters, optimizer, schedule, buffers and random state as they were before the group.
 
-        Args:
-            reading (`StepReading`), runner (`Runner`):
-                The step.
-            signal (`Signal`, *optional*):
-                What the bad step counts as in a row of bad steps; `None` if it does not count.
-            message (`str`):
-                What was wrong.
-            halts (`bool`, *optional*, defaults to `False`):
-                Whether the policy ends the run because of it.
+        The step counts as a bad one with this signal, unless it is `None`; `halts` says whether the policy ends the run because
+        of it.
         """
         group = reading.group
         runner.undo(group)

@@ -34,18 +34,9 @@ HEALTHY = Decision(StepAction.STEP)
 def decide(losses: list[float], norm: float, policy: Policy, norms: RobustWindow) -> Decision:
     """Decides an optimizer step from what was read of it: finite first, then thresholds, then statistics.
 
-    The norm is the same on every rank, and everything but `STEP` depends on it alone, so all ranks decide alike. A
-    non-finite loss whose gradients are finite is news of this rank only and therefore never more than observed.
-
-    Args:
-        losses (`list[float]`):
-            The losses of the group's micro-batches on this rank.
-        norm (`float`):
-            The total norm of the gradients before clipping.
-        policy (`Policy`):
-            What to do.
-        norms (`RobustWindow`):
-            Norms of healthy steps so far.
+    The norm, measured before clipping, is the same on every rank, and everything but `STEP` depends on it alone, so all ranks
+    make the same decision. A non-finite loss with finite gradients is known to this rank only, so it is only observed.
+    `norms` holds the norms of healthy steps so far.
     """
     if not math.isfinite(norm):
         signal = Signal.GRAD_NONFINITE if all(map(math.isfinite, losses)) else Signal.LOSS_NONFINITE

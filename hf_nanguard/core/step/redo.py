@@ -26,36 +26,19 @@ from .step_reading import BadMicroBatch, StepOutcome, StepReading
 
 @dataclass(frozen=True)
 class RedoResult:
-    """What a redo has found and done.
+    """What a redo has found and done."""
 
-    Args:
-        blamed (`list[BadMicroBatch]`):
-            The micro-batches of this rank that were dropped, as far as this rank reports them.
-        spared (`list[BadMicroBatch]`):
-            Those of which only terms of the loss were dropped.
-        reports (`list[list[int]]`):
-            The positions of the bad micro-batches, by rank.
-        good (`list[MicroBatch]`), num_good (`list[int]`):
-            The micro-batches of this rank that were run again, and how many each rank has.
-        outcome (`StepOutcome`, *optional*):
-            The step without the bad ones; `None` if nothing is left or what is left is not finite either.
-    """
-
-    blamed: list[BadMicroBatch]
-    spared: list[BadMicroBatch]
-    reports: list[list[int]]
-    good: list[MicroBatch]
-    num_good: list[int]
+    blamed: list[BadMicroBatch]  # the dropped micro-batches of this rank, as far as this rank reports them
+    spared: list[BadMicroBatch]  # those of which only terms of the loss were dropped
+    reports: list[list[int]]  # the positions of the bad micro-batches, by rank
+    good: list[MicroBatch]  # the micro-batches of this rank that were run again
+    num_good: list[int]  # how many of them each rank has
+    # the step without the bad ones; `None` if nothing is left or what is left is not finite either
     outcome: StepOutcome | None
 
 
 class Redo:
-    """Runs held micro-batches again, and knows while it does.
-
-    Args:
-        journal (`Journal`), counter (`Counter`), examiner (`Examiner`):
-            Those of the guard.
-    """
+    """Runs held micro-batches again, and knows while it does."""
 
     def __init__(self, journal: Journal, counter: Counter, examiner: Examiner):
         self.journal = journal

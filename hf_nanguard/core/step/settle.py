@@ -25,13 +25,7 @@ from .step_reading import BadMicroBatch, StepOutcome, StepReading
 
 
 class Settlement:
-    """Reads a step, decides it and carries the decision out.
-
-    Args:
-        policy (`Policy`), journal (`Journal`), counter (`Counter`), escalation (`Escalation`), norms (`RobustWindow`),
-        redo (`Redo`):
-            Those of the guard.
-    """
+    """Reads a step, decides it and carries the decision out."""
 
     def __init__(
         self,
@@ -170,18 +164,7 @@ class Settlement:
 
 
 def emit_watched(journal: Journal, group: AccumulationGroup, watched: list[float], step: int) -> None:
-    """Writes an event for every watched tensor that is not finite or exceeds its bound.
-
-    Args:
-        journal (`Journal`):
-            Where events are written.
-        group (`AccumulationGroup`):
-            The group in which the tensors were watched.
-        watched (`list[float]`):
-            Their largest magnitudes, as read.
-        step (`int`):
-            The step.
-    """
+    """Writes an event for every watched tensor whose largest magnitude, as read, is not finite or exceeds its bound."""
     for (name, _, bound), largest in zip(group.watched, watched, strict=True):
         if math.isfinite(largest) and (bound is None or largest <= bound):
             continue
@@ -194,18 +177,7 @@ def emit_watched(journal: Journal, group: AccumulationGroup, watched: list[float
 
 
 def emit_bad_terms(journal: Journal, group: AccumulationGroup, losses: list[float], step: int) -> None:
-    """Writes an event for every non-finite term of a step with finite gradients, unless the event of its loss names it.
-
-    Args:
-        journal (`Journal`):
-            Where events are written.
-        group (`AccumulationGroup`):
-            The group, with its terms as read.
-        losses (`list[float]`):
-            Its losses; the event of a non-finite one names its terms.
-        step (`int`):
-            The step.
-    """
+    """Writes an event for every non-finite term of a step with finite gradients, unless the event of its loss names it."""
     for micro in group.micro_batches:
         is_named = micro.index < len(losses) and not math.isfinite(losses[micro.index])
         for name in micro.bad_terms:

@@ -52,42 +52,19 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class StepReading:
-    """What was read of a step.
-
-    Args:
-        step (`int`):
-            Its number.
-        group (`AccumulationGroup`):
-            Its micro-batches.
-        losses (`list[float]`):
-            Their losses on this rank.
-        norm (`float`), norm_dev (`Tensor`):
-            The norm of the gradients, on the host and on the device.
-        decision (`Decision`):
-            How the step continues.
-        rank (`int`):
-            This rank.
-        clipped (`bool`):
-            Whether the gradients were clipped already, so that they no longer show which one was bad.
-        census (`Census`):
-            The gradients, parameter by parameter, once they have been checked.
-        learning_rate (`float`, *optional*):
-            The learning rate of the step.
-        rng_after (`RngState`, *optional*):
-            The random state after the group had run, kept if its norm is not finite.
-    """
+    """What was read of a step."""
 
     step: int
     group: AccumulationGroup
-    losses: list[float]
-    norm: float
-    norm_dev: Tensor
+    losses: list[float]  # on this rank
+    norm: float  # of the gradients, on the host
+    norm_dev: Tensor  # the same on the device
     decision: Decision
     rank: int
-    clipped: bool = False
-    census: Census = field(default_factory=Census)
+    clipped: bool = False  # whether the gradients were clipped already, so that they no longer show which one was bad
+    census: Census = field(default_factory=Census)  # filled once the gradients have been checked
     learning_rate: float | None = None
-    rng_after: RngState | None = None
+    rng_after: RngState | None = None  # the random state after the group had run, kept if its norm is not finite
 
     @property
     def measured(self) -> dict[str, JsonValue]:

@@ -25,19 +25,11 @@ MAX_NOTES = 200
 
 @dataclass
 class Content:
-    """The content of a bundle.
+    """The content of a bundle."""
 
-    Args:
-        verdict (`Verdict`):
-            The verdict, without text if none is to be kept.
-        facts (`dict`):
-            What becomes `facts.json`.
-        files (`dict[str, dict[str, Tensor]]`):
-            The tensors of each safetensors file, by reference.
-    """
-
-    verdict: Verdict
-    facts: JsonObject = field(default_factory=dict)
+    verdict: Verdict  # without text if none is to be kept
+    facts: JsonObject = field(default_factory=dict)  # what becomes `facts.json`
+    # the tensors of each safetensors file, by reference
     files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     @property

@@ -27,20 +27,11 @@ MAX_DEVICE_STATE = 8192
 
 @dataclass
 class Packed:
-    """Nested values as JSON and tensors.
+    """Nested values as JSON and tensors."""
 
-    Args:
-        tree (`JsonValue`):
-            JSON values that refer to tensors by name.
-        tensors (`dict[str, Tensor]`):
-            Those tensors, by reference.
-        left_out (`dict[str, str]`):
-            What could not be converted, and why.
-    """
-
-    tree: JsonValue = None
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
+    tree: JsonValue = None  # refers to tensors by name
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # by reference
+    left_out: dict[str, str] = field(default_factory=dict)  # what could not be converted, and why
 
 
 def pack_inputs(inputs: object, text: bool = True) -> Packed:

@@ -29,46 +29,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Bundle:
-    """A bundle.
-
-    Args:
-        path (`Path`):
-            Its folder.
-        facts (`dict`):
-            The facts that were given to `write_bundle`, as JSON values.
-        inputs (`object`):
-            The nested inputs of the loss, as dictionaries, lists and tuples; `None` if they were left out.
-        rng (`RngState`):
-            The random state of the forward.
-        verdict (`dict`):
-            What the autopsy found, as `Verdict.as_dict()` returns it.
-        step, micro_step (`int`):
-            The optimizer step, and the micro-batch in it.
-        inputs_are, weights_are (`str`):
-            `"all"`, `"samples"` (the culprit ones) or `"none"`; `"all"`, `"trainable"` or `"none"`.
-        versions (`dict[str, str]`):
-            Of the libraries in use.
-        left_out (`dict[str, str]`):
-            What is missing or cannot be used on this machine, and why.
-        has_weights (`bool`):
-            Whether there is a file of weights; with `weights_are="none"` it contains only the parameter to blame.
-        aliases (`dict[str, str]`):
-            Further names of tied weights.
-    """
+    """A bundle."""
 
     path: Path
-    facts: JsonObject
-    inputs: object
-    rng: RngState
-    verdict: JsonObject = field(default_factory=dict)
+    facts: JsonObject  # what was given to `write_bundle`
+    inputs: object  # nested, as dictionaries, lists and tuples; `None` if they were left out
+    rng: RngState  # before the forward
+    verdict: JsonObject = field(default_factory=dict)  # as `Verdict.as_dict()` returns it
     step: int = 0
-    micro_step: int = 0
-    inputs_are: str = "all"
-    weights_are: str = "none"
-    versions: dict[str, str] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    has_weights: bool = False
-    aliases: dict[str, str] = field(default_factory=dict)
+    micro_step: int = 0  # the micro-batch in the step
+    inputs_are: str = "all"  # "all", "samples" (the culprit ones) or "none"
+    weights_are: str = "none"  # "all", "trainable" or "none"
+    versions: dict[str, str] = field(default_factory=dict)  # of the libraries in use
+    left_out: dict[str, str] = field(default_factory=dict)  # what is missing or cannot be used on this machine, and why
+    has_weights: bool = False  # with `weights_are="none"` the file contains only the parameter to blame
+    aliases: dict[str, str] = field(default_factory=dict)  # further names of tied weights
 
     def read_weights(self) -> dict[str, Tensor]:
         """Returns the weights, tied ones under each of their names; empty if there are none.
@@ -91,23 +66,8 @@ class Bundle:
 def read_bundle(path: str | Path) -> Bundle:
     """Reads a bundle; weights are read later, by `Bundle.read_weights`.
 
-    Args:
-        path (`str` or `Path`):
-            The folder.
-
-    Returns:
-        `Bundle`: what is inside.
-
     Raises:
         ArgumentError: It is not a bundle, or it is damaged or hostile.
-
-    Example:
-
-    ```python
-    bundle = read_bundle("autopsy/step-42")
-    bundle.rng.restore()
-    model(**bundle.inputs)
-    ```
     """
     folder = Path(path)
     if not folder.is_dir():

@@ -33,17 +33,10 @@ MAIN_FIELDS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a replay.
-
-    Args:
-        loss (`float`):
-            The loss.
-        bad (`dict[str, str]`):
-            The gradients that are not finite, each `"nan"` or `"inf"`.
-    """
+    """The result of a replay."""
 
     loss: float
-    bad: dict[str, str]
+    bad: dict[str, str]  # the gradients that are not finite, each "nan" or "inf"
 
     @property
     def healthy(self) -> bool:
@@ -54,17 +47,8 @@ class Outcome:
 class SuspectBatch(Generic[Payload, Weight]):
     """A held micro-batch that can be run again.
 
-    Args:
-        runner (`Runner`):
-            Runs it as the loop did, in isolation.
-        micro (`MicroBatch`):
-            The micro-batch.
-        weight (`Weight`):
-            The weight of its loss, as the loop computes it.
-        num_samples (`int`, *optional*):
-            How many samples it has, if that is known; used only if the entries can be divided into as many.
-
-    One sample may have several entries: a preference trainer gives its pairs as two halves.
+    One sample may have several entries: a preference trainer gives its pairs as two halves. `num_samples`, if it is known, is
+    used only if the entries can be divided into as many.
     """
 
     def __init__(
@@ -165,12 +149,8 @@ def count_entries(fields: dict[str, Tensor]) -> int | None:
 def take_entries(inputs: object, chosen: Mapping[int, Sequence[int]]) -> object:
     """Returns nested inputs with only some entries of every tensor or list that has one entry per sample.
 
-    Args:
-        inputs (`object`):
-            The inputs.
-        chosen (`Mapping`):
-            Length to the entries to take from what has this length: a preference trainer gives two rows for each pair, but
-            one reference log-probability.
+    `chosen` maps a length to the entries to take from what has this length: a preference trainer gives two rows for each pair,
+    but one reference log-probability.
     """
     if isinstance(inputs, Tensor):
         if inputs.ndim == 0 or inputs.shape[0] not in chosen:

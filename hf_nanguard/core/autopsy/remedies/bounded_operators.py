@@ -41,10 +41,7 @@ def bounded(rules: Rules) -> Iterator[None]:
 class Bounded(TorchFunctionMode):
     """Changes an argument of some operators before they see it.
 
-    Args:
-        rules (`dict`):
-            Operator to the position of the argument and its change. `special_` and the underscore of the in-place form are
-            not part of the name.
+    In the names of operators, `special_` and the underscore of the in-place form are left out.
     """
 
     def __init__(self, rules: Rules):

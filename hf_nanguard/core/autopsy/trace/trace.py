@@ -109,11 +109,7 @@ def _find_line() -> tuple[CodeType | None, int]:
 class Trace(TorchDispatchMode):
     """Records what writes non-finite values while it is active.
 
-    Args:
-        model (`nn.Module`):
-            The unwrapped model, for the names of its modules, parameters and buffers.
-        inputs (`dict[str, Tensor]`, *optional*):
-            The inputs of the pass by name.
+    The unwrapped model gives the names of modules, parameters and buffers; `inputs` are the inputs of the pass by name.
     """
 
     supports_higher_order_operators = True
