@@ -42,7 +42,7 @@ class Repair(NamedTuple):
 
 
 def repair_scores(
-    scores: Tensor, end_id: int = 0, look: bool | None = None, in_place: bool = False, rest: float = -math.inf
+    scores: Tensor, end_id: int = 0, read_in_place: bool | None = None, in_place: bool = False, rest: float = -math.inf
 ) -> Repair:
     """Masks NaN and +inf, and makes `end_id` the only choice in a row without a finite score.
 
@@ -53,7 +53,7 @@ def repair_scores(
             Floating point, `[rows, vocabulary]`.
         end_id (`int`, *optional*, defaults to `0`):
             The token that ends a sequence; one outside the vocabulary counts as 0.
-        look (`bool`, *optional*):
+        read_in_place (`bool`, *optional*):
             Whether to read the maxima in the memory of a CPU tensor and to do nothing if all are finite; by default
             where that is possible. The result is the same.
         in_place (`bool`, *optional*, defaults to `False`):
@@ -68,7 +68,7 @@ def repair_scores(
     if not scores.numel():
         return Repair(scores)
     top = scores.amax(-1)
-    if (can_look(top) if look is None else look) and all(map(math.isfinite, view(top))):
+    if (can_read_in_place(top) if read_in_place is None else read_in_place) and all(map(math.isfinite, view(top))):
         return Repair(scores)
     inf = math.inf
     out = scores if in_place else None
@@ -81,7 +81,7 @@ def repair_scores(
     return Repair(fixed, RowMaxima(top, after))
 
 
-def can_look(values: Tensor) -> bool:
+def can_read_in_place(values: Tensor) -> bool:
     """Returns whether values can be read in place: a plain CPU tensor, not while compiling."""
     return type(values) is Tensor and values.device.type == "cpu" and not torch.compiler.is_compiling()
 

@@ -95,7 +95,7 @@ def is_in_backward() -> bool:
 
 
 def run_after_backward(callback: Callable[[], None]) -> None:
-    """Has a function called once the running backward has done everything that is queued before it.
+    """Calls a function once the running backward has done everything that is queued before it.
 
     Can go when torch offers a hook on the end of a backward pass.
     """
@@ -179,7 +179,7 @@ def plain_name(name: str) -> str:
 def is_saved(module: nn.Module, name: str) -> bool:
     """Returns whether a buffer is part of the state dict.
 
-    Can go when torch tells without building a state dict, which may copy and gather."""
+    Can go when torch reports it without building a state dict, which may copy and gather."""
     return name not in module._non_persistent_buffers_set
 
 

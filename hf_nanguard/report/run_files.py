@@ -19,17 +19,17 @@ class JsonlWriter:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self._begun = False
+        self._started = False
         self._failed = False
 
     def __call__(self, item: Mapping[str, object]) -> None:
         """Writes one object. Non-finite floats must be strings (`core.event.strict`)."""
         line = json.dumps(item, allow_nan=False, default=str) + "\n"
         try:
-            if not self._begun:
+            if not self._started:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 _repair_last_line(self.path)
-                self._begun = True
+                self._started = True
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(line)
         except OSError as error:

@@ -221,9 +221,9 @@ class Examiner:
             return verdict
         return replace(verdict, bundle=path.relative_to(self.folder).as_posix())
 
-    def log_out_of_sight(self, step: int) -> None:
-        """Logs, once, that the fault is where this runner cannot look."""
-        if self._is_first("out of sight") and self.journal.ranks.rank == 0:
+    def log_outside_model(self, step: int) -> None:
+        """Logs, once, that the fault is outside the model, where this runner cannot run anything again."""
+        if self._is_first("outside the model") and self.journal.ranks.rank == 0:
             logger.warning(
                 "hf_nanguard: no autopsy of step %d: forward and backward of the model are finite when run again, so the "
                 "fault is in the loss or in a hook on the model, which a callback cannot see. Use attach(trainer) instead.",

@@ -1,7 +1,7 @@
 """Checks that optimizer updates still change the stored weights.
 
 A bfloat16 weight has eight significant bits: an update below 1/512 of it is rounded away. The loss looks normal and nothing is
-learned. This is told apart from a learning rate of zero and from parameters that receive no gradient.
+learned. This is distinguished from a learning rate of zero and from parameters that receive no gradient.
 
 A check makes one host read. Under DDP weights and gradients are the same on every rank, so no message is needed; if parameters
 are sharded, ranks exchange their counts. Optimizers with stochastic rounding, whose few changes are right on average, are not

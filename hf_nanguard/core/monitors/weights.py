@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ..event import Culprit, Event, JsonObject, strict
 from ..finite import find_nonfinite, local, magnitudes, read_host
 from ..optimizer.update import UpdateFinding, examine_state, examine_update, try_update_remedies
-from ..state_tensors import Watched, is_plain, list_watched, name_saved_buffers
+from ..state_tensors import StateTensor, is_plain, list_state_tensors, name_saved_buffers
 from ..torch_private import foreach_norm
 from ..vocabulary import Action, Cause, Signal
 from .base import Monitor
@@ -53,7 +53,7 @@ def check_state(
     """
     named: dict[str, Tensor] = dict(model.named_parameters())
     buffers = ((name, buffer) for name, buffer in name_saved_buffers(model) if name not in ignored_buffers)
-    watched = list(list_watched(list(named.items()), optimizer, buffers))
+    watched = list(list_state_tensors(list(named.items()), optimizer, buffers))
     finding = _find_exactly(watched) if _is_any_suspect(watched) else None
     if finding is None or optimizer is None or finding.parameter not in named:
         return finding
@@ -68,12 +68,12 @@ def find_bad_weights(model: nn.Module) -> dict[str, str]:
 
 
 @torch.no_grad()
-def _is_any_suspect(watched: list[Watched]) -> bool:
+def _is_any_suspect(watched: list[StateTensor]) -> bool:
     """The one host read of a check: the largest norm of each device and dtype, buffers apart.
 
     Kernels over lists are fused on accelerators only if all tensors of a list share device and dtype.
     """
-    groups: dict[tuple[str, torch.dtype, bool], list[Watched]] = {}
+    groups: dict[tuple[str, torch.dtype, bool], list[StateTensor]] = {}
     for each in watched:
         groups.setdefault((str(each.tensor.device), each.tensor.dtype, each.may_be_inf), []).append(each)
     # Accelerators first: results from the host are then copied there, and all are read at once.
@@ -84,7 +84,7 @@ def _is_any_suspect(watched: list[Watched]) -> bool:
 
 
 @torch.no_grad()
-def _find_exactly(watched: list[Watched]) -> StateFinding | None:
+def _find_exactly(watched: list[StateTensor]) -> StateFinding | None:
     """Returns the first bad tensor, in the order parameter, state, buffer, and its bad entries."""
     largest = read_host(magnitudes([each.tensor for each in watched]))
     found = [
@@ -161,7 +161,7 @@ class WeightMonitor(Monitor):
 
     def __post_init__(self) -> None:
         # Buffers that were NaN before the first update are ignored. Their norms are read once a buffer is found bad.
-        watched = list(list_watched([], None, name_saved_buffers(self.model)))
+        watched = list(list_state_tensors([], None, name_saved_buffers(self.model)))
         with torch.no_grad():
             norms = foreach_norm([each.tensor for each in watched], 2) if watched else ()
         self.initial_norms = dict(zip((each.name for each in watched), norms, strict=True))

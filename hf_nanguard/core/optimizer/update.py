@@ -65,8 +65,8 @@ def examine_state(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, T
     """
     named = list(named)
     bad = find_nonfinite(named)
-    sound = ((name, parameter) for name, parameter in named if name not in bad)
-    findings = (_examine(optimizer, name, parameter) for name, parameter in sound)
+    finite = ((name, parameter) for name, parameter in named if name not in bad)
+    findings = (_examine(optimizer, name, parameter) for name, parameter in finite)
     return next((finding for finding in findings if finding is not None), None)
 
 
@@ -140,28 +140,28 @@ def _gather(
     finite = not bool(bad.any())
     state = _floats(optimizer, parameter)
     found: dict[tuple[Cause, str | None], Tensor] = {}
-    ruined = torch.zeros_like(bad)
+    from_state = torch.zeros_like(bad)
     for key, value in state.items():
         unusable = ~torch.isfinite(value)
         if key in SECOND_MOMENTS:  # dividing by an infinity moves nothing, but a negative one has no root
             unusable = torch.isnan(value) | (value < 0) | (unusable & finite)
         if value.shape == bad.shape and not finite:
             unusable = unusable & bad
-            ruined |= unusable
+            from_state |= unusable
         if unusable.any():
             found[Cause.OPTIMIZER_STATE, key] = unusable
     if finite:
         return found
     step, divisor, second = _redo(group, optimizer.state.get(parameter, {}), state, weights, parameter.grad)
-    sound = bad & ~ruined
-    if divisor is not None and (divided := sound & (divisor == 0)).any():
+    unexplained = bad & ~from_state
+    if divisor is not None and (divided := unexplained & (divisor == 0)).any():
         found[Cause.ADAM_EPS_UNDERFLOW, second] = divided
-        sound = sound & ~divided
+        unexplained = unexplained & ~divided
     if step is not None:
         info = torch.finfo(weights.dtype)
         # A weight at the very limit is pushed over it by half the distance to its neighbour.
         reached = torch.where(torch.isnan(weights), info.max, info.max * info.eps / 2)
-        if (beyond := sound & ~(step.abs() <= reached)).any():
+        if (beyond := unexplained & ~(step.abs() <= reached)).any():
             found[Cause.LR_TOO_HIGH, None] = beyond
     return found
 

@@ -1,11 +1,10 @@
-"""The terms a loss is made of, each watched, logged and blamed by name.
+"""Named terms of a loss: logged by name, blamed if non-finite, and dropped if the user allows it.
 
-A term is noted by one detach and read with everything else at the end of the step. One that may be dropped is selected
-on the device: if it is not finite, a zero takes its place and a zero gradient goes into it, with no host read. That is
-all a healthy step pays, and enough for a term whose own derivatives are finite. Where they are not, 0 * NaN is NaN, and
-no selection behind the term can stop it; one before it would cost a pass over its inputs in every step. So that case is
-left to the redo: the norm is not finite, the micro-batch is run again without the term, and if that heals it, only the
-term is lost.
+A term costs one detach; its value is read with everything else at the end of the step. If a term that may be dropped is not
+finite, `torch.where` replaces it with zero, and its gradient is zero, with no host read. That suffices if the derivatives of
+the term are finite. If not, 0 * NaN is NaN in its backward; preventing that would need a pass over the inputs of the term in
+every step. So that case is left to the redo: the norm is not finite, the micro-batch is run again without the term, and if
+its gradients are then finite, only the term is dropped.
 """
 
 import math
@@ -37,11 +36,11 @@ class Term:
 
 
 def select_finite(value: Tensor) -> Tensor:
-    """Returns the value, or a zero that passes a zero gradient on if it is not finite. Nothing is read."""
+    """Returns the value, or a zero with a zero gradient if it is not finite, without a host read."""
     return torch.where(torch.isfinite(value), value, torch.zeros_like(value))
 
 
-class _Nothing(torch.autograd.Function):
+class _ZeroTerm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(*parameters)
@@ -54,9 +53,9 @@ class _Nothing(torch.autograd.Function):
 
 
 def cut_term(value: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """Returns a zero in place of a term; nothing goes back into the graph of the term.
+    """Returns a zero in place of a term, with no gradient into the graph of the term.
 
     The parameters get a gradient of zero. With several ranks they must be all that are trained, because DDP waits for each,
     also for one that only this term uses.
     """
-    return _Nothing.apply(value.detach(), *parameters)
+    return _ZeroTerm.apply(value.detach(), *parameters)

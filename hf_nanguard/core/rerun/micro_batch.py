@@ -124,7 +124,7 @@ class AccumulationGroup(Generic[Payload, Weight]):
         self.terms.append((len(self.losses), term))
 
     def read_later(self, value_dev: Tensor, on_read: Callable[[float], None]) -> None:
-        """Has a scalar read with everything else at the end of the step, and `on_read` called with it."""
+        """Adds a scalar that is read with everything else at the end of the step; `on_read` is called with its value."""
         self.readings.append((value_dev, on_read))
 
     @property

@@ -1,7 +1,7 @@
 """What happens to a step whose gradient norm is not finite.
 
 The norm is the same on every rank, so every rank is here at once and may communicate. In order: overflows of the loss scaler
-are left to it; what the policy wants to skip, repair or halt is; otherwise the step is redone without its bad micro-batches.
+are left to it; if the policy says so, the step is skipped or repaired, or the run halts; otherwise the step is redone without its bad micro-batches.
 """
 
 import logging
@@ -80,12 +80,12 @@ class Containment:
         if not reading.clipped and not census.bad:
             return self.skip_norm_overflow(reading, runner)
         why_not = next((fact["why_not"] for fact in facts if fact["why_not"]), None)
-        course = StepAction.REDO if known else reading.decision.course
-        if course is StepAction.REDO and why_not is None:
+        action = StepAction.REDO if known else reading.decision.action
+        if action is StepAction.REDO and why_not is None:
             return self.drop_bad(reading, runner)
-        if course is StepAction.REPAIR and finite:  # a non-finite loss leaves nothing usable in its gradients
+        if action is StepAction.REPAIR and finite:  # a non-finite loss leaves nothing usable in its gradients
             return self.repair(reading, runner)
-        return self.skip_whole(reading, runner, reports, course, why_not)
+        return self.skip_whole(reading, runner, reports, action, why_not)
 
     def log_gradients(self, reading: StepReading) -> None:
         """Logs which gradients are bad, on rank 0, if they differ from those logged last."""
@@ -113,18 +113,18 @@ class Containment:
     def skip_norm_overflow(self, reading: StepReading, runner: Runner) -> StepOutcome:
         """Skips a step whose gradients are all finite although their norm is not."""
         message = f"the gradient norm is {reading.norm} at step {reading.step} although every gradient is finite"
-        halts = reading.decision.course is StepAction.HALT
+        halts = reading.decision.action is StepAction.HALT
         event = reading.event(_skip_action(halts), message, Signal.GRAD_NONFINITE, Cause.NORM_OVERFLOW)
         self.journal.write_once(event)
         return self.skip(reading, runner, event.signal, message, halts)
 
     def skip_whole(
-        self, reading: StepReading, runner: Runner, mine: bool, course: StepAction, why_not: str | None
+        self, reading: StepReading, runner: Runner, mine: bool, action: StepAction, why_not: str | None
     ) -> StepOutcome:
         """Skips the whole step, because the policy says so or because it cannot be redone."""
-        halts = course is StepAction.HALT
+        halts = action is StepAction.HALT
         message = reading.describe()
-        if course is StepAction.REDO and why_not is not None:
+        if action is StepAction.REDO and why_not is not None:
             message += f"; the whole group was skipped because {why_not}"
         blamed, reported_here = self.redo.explain(reading, runner)
         event = reading.event(_skip_action(halts), message, blamed=blamed)
@@ -191,7 +191,9 @@ class Containment:
             note = "; dropped on every rank because parameters are sharded"
         events = [bad.event(action, reading, note) for bad in result.blamed]
         for bad in result.spared:
-            events.append(bad.event(action, reading, f"; only the term was dropped: {', '.join(sorted(bad.cure))}"))
+            events.append(
+                bad.event(action, reading, f"; only the term was dropped: {', '.join(sorted(bad.removable_terms))}")
+            )
         num_spared = sum(self.ranks.gather(len(result.spared)))
         what = f"{describe(reading.census)} at step {reading.step}"
         if self.ranks.rank == 0 and not any(result.reports) and not num_spared and result.outcome is not None:
@@ -267,7 +269,7 @@ class Containment:
 
     def escalate(self, outcome: StepOutcome, reading: StepReading, signal: Signal, message: str) -> StepOutcome:
         """Counts a bad step; after too many in a row the run ends."""
-        if not self.escalation.bad():
+        if not self.escalation.count_bad():
             return outcome
         num_bad = self.escalation.bad_in_a_row
         why = f"after {num_bad} bad steps in a row; last: {message}"

@@ -124,7 +124,7 @@ class Guard:
     # ---- the hand-written loop ----
 
     def step(self, loss_fn: Callable[[Batch], Tensor], batches: Iterable[Batch]) -> StepOutcome:
-        """Runs one optimizer step over `batches` and contains it if it goes bad.
+        """Runs one optimizer step over `batches` and contains it if it is bad.
 
         Args:
             loss_fn (`Callable`):
@@ -207,7 +207,7 @@ class Guard:
             tensor (`Tensor`):
                 Any float tensor; one fused reduction, read at the end of the step with everything else.
             bound (`float`, *optional*):
-                Largest magnitude that is still healthy.
+                Largest magnitude that is not reported.
 
         Returns:
             `Tensor`: the same tensor, so that it can be watched in passing.
@@ -220,8 +220,8 @@ class Guard:
         """Names a term of the loss, so that it is logged, and blamed if it or its gradient is not finite.
 
         Its value is read at the end of the step with everything else: it is in `values.terms` of the event of a bad step,
-        its name in `culprit.term`, its mean in the metric `nanguard/term/<name>`. A gradient that went bad inside a term
-        with a finite value is traced to it by running the micro-batch again without it. In evaluation, that is, without
+        its name in `culprit.term`, its mean in the metric `nanguard/term/<name>`. If the gradient of a
+        term with a finite value is non-finite, that is found by running the micro-batch again without the term. In evaluation, that is, without
         gradients, and with the mode `"off"` it only weighs.
 
         Args:
@@ -232,7 +232,7 @@ class Guard:
             weight (`float` or `Tensor`, *optional*, defaults to `1.0`):
                 What it is multiplied by; the log has it without.
             on_nonfinite (`str`, *optional*, defaults to `"keep"`):
-                `"keep"`: a bad term makes a bad micro-batch. `"drop"`: the loss goes on without it, as an event. On the
+                `"keep"`: a bad term makes a bad micro-batch. `"drop"`: the loss continues without it, and an event says so. On the
                 device, if a zero gradient into it comes out as zero; else the step is redone without it. Where a step
                 cannot be redone (see the README) or the model is sharded, the micro-batch or step is lost in that case.
 
@@ -291,7 +291,7 @@ class Guard:
     # ---- state ----
 
     def state_dict(self) -> JsonObject:
-        """Returns what survives a checkpoint: counts, statistics and the place on the ladder."""
+        """Returns what survives a checkpoint: counts, statistics, bad steps in a row, and the state of the monitors."""
         return {
             "schema": 1,
             "counter": self.counter.state_dict(),
@@ -304,7 +304,7 @@ class Guard:
         """Restores what [`Guard.state_dict`] returned."""
         self.counter.load_state_dict(state["counter"])
         self.norms.load_state_dict(state["norms"])
-        self.escalation.healthy()
+        self.escalation.reset()
         for _ in range(int(state["bad_in_a_row"])):
-            self.escalation.bad()
+            self.escalation.count_bad()
         self.monitor_set.load_state_dict(state.get("monitors", {}))  # a checkpoint of an older version has none

@@ -166,7 +166,7 @@ class BadMicroBatch:
     values: Mapping[str, JsonValue] = field(default_factory=dict)
     cause: Cause | None = None
     verdict: Verdict | None = None
-    cure: frozenset[str] = frozenset()  # terms without which its gradients are finite
+    removable_terms: frozenset[str] = frozenset()  # terms without which its gradients are finite
 
     @property
     def begins_here(self) -> bool:
@@ -177,7 +177,7 @@ class BadMicroBatch:
     @property
     def can_be_spared(self) -> bool:
         """Whether it is finite without some terms of its loss, all of which may be dropped."""
-        return bool(self.cure) and all(self.micro.may_drop(name) for name in self.cure)
+        return bool(self.removable_terms) and all(self.micro.may_drop(name) for name in self.removable_terms)
 
     @classmethod
     def of_finding(cls, micro: MicroBatch, finding: Finding, step: int) -> "BadMicroBatch":
@@ -196,20 +196,29 @@ class BadMicroBatch:
 
     @classmethod
     def of_run(
-        cls, micro: MicroBatch, loss: float, census: Census, step: int, cure: frozenset[str] = frozenset()
+        cls, micro: MicroBatch, loss: float, census: Census, step: int, removable_terms: frozenset[str] = frozenset()
     ) -> "BadMicroBatch":
         """Blames a micro-batch whose gradients were bad when it ran alone, and the terms without which they were not."""
         finite = math.isfinite(loss) and not micro.bad_terms
         if finite:
-            what = describe(census) + (f", but not without {' and '.join(sorted(cure))}" if cure else "")
+            what = describe(census) + (
+                f", but not without {' and '.join(sorted(removable_terms))}" if removable_terms else ""
+            )
         else:
             what = describe_loss(micro, loss)
-        term = next(iter([*micro.bad_terms, *sorted(cure)]), None)
+        term = next(iter([*micro.bad_terms, *sorted(removable_terms)]), None)
         culprit = Culprit(phase="backward" if finite else "loss", parameter=census.suspect, term=term, rows=micro.rows)
         signal = Signal.GRAD_NONFINITE if finite else Signal.LOSS_NONFINITE
         message = f"{what} in micro-batch {micro.index} of step {step}{_format_rows(micro.rows)}"
         terms = {"terms": micro.term_values} if micro.terms else {}
-        return cls(micro, signal, message, culprit, {"loss": loss, **terms, **census.as_values()}, cure=cure)
+        return cls(
+            micro,
+            signal,
+            message,
+            culprit,
+            {"loss": loss, **terms, **census.as_values()},
+            removable_terms=removable_terms,
+        )
 
     def event(self, action: Action, reading: StepReading, note: str = "") -> Event:
         """Returns the event of an action that was taken."""

@@ -95,7 +95,7 @@ def _is_running(process: int) -> bool:
 
 
 def _encode(facts: JsonObject) -> bytes:
-    """Returns facts as strict JSON; the type stands for a value that JSON does not support."""
+    """Returns facts as strict JSON; a value that JSON does not support is replaced by its type."""
     text = json.dumps(facts, allow_nan=False, indent=1, default=lambda value: f"[left out: {type(value).__name__}]")
     if len(text) > MAX_FACTS:
         raise OSError(errno.EFBIG, f"The facts of a bundle take {format_bytes(len(text))}, more than allowed.")

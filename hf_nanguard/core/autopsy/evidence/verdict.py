@@ -43,7 +43,7 @@ class Verdict:
 
     @property
     def spares_others(self) -> bool:
-        """Whether other samples of the batch are finite, tested or seen at the origin: training can go on without these."""
+        """Whether other samples of the batch are finite, tested or seen at the origin: training can continue without these."""
         found = self.blame.samples
         known = self.blame.scope in ("samples", "untried") and found is not None
         if self.blame.scope == "untried" and self.origin is not None and len(self.origin.positions) >= SHOWN_POSITIONS:

@@ -117,7 +117,7 @@ class Trace(TorchDispatchMode):
     def __init__(self, model: nn.Module, inputs: dict[str, Tensor] | None = None):
         super().__init__()
         self.names = {id(module): name for name, module in model.named_modules()}
-        self.strangers: set[int] = set()
+        self.outside: set[int] = set()
         self.leaves: dict[int, list[Leaf]] = {}
         self._add_leaves([*_name_leaves(model), *(Leaf("input", name, each) for name, each in (inputs or {}).items())])
         self.num_ops = 0
@@ -143,8 +143,8 @@ class Trace(TorchDispatchMode):
     def _following(self, original: Callable) -> Callable:
         def call(module: nn.Module, *args: object, **kwargs: object) -> object:
             outer = self.stack[-1] if self.stack else None
-            if id(module) not in self.names and id(module) not in self.strangers:
-                self._meet_stranger(module)
+            if id(module) not in self.names and id(module) not in self.outside:
+                self._name_outside_module(module)
             self.stack.append(self.names.get(id(module), outer))
             try:
                 return original(module, *args, **kwargs)
@@ -153,10 +153,10 @@ class Trace(TorchDispatchMode):
 
         return call
 
-    def _meet_stranger(self, module: nn.Module) -> None:
+    def _name_outside_module(self, module: nn.Module) -> None:
         """Names the weights of a module outside the model that the loss calls, e.g. a teacher; those of a wrapper have names."""
         inside = {id(each) for each in module.modules()}
-        self.strangers |= inside
+        self.outside |= inside
         if self.names.keys().isdisjoint(inside):
             self._add_leaves(_name_leaves(module, f"{type(module).__name__}."))
 
