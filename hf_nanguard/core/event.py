@@ -69,7 +69,7 @@ class Event:
     values: Mapping[str, JsonValue] = field(default_factory=dict)
     culprit: Culprit | None = None
     cause: Cause | None = None
-    remedies: tuple[JsonObject, ...] = ()
+    remedies: tuple[Remedy, ...] = ()
     bundle: str | None = None
     time: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
 
@@ -88,7 +88,7 @@ class Event:
                 "values": self.values,
                 "culprit": asdict(self.culprit) if self.culprit is not None else None,
                 "cause": str(self.cause) if self.cause is not None else None,
-                "remedies": list(self.remedies),
+                "remedies": [asdict(remedy) for remedy in self.remedies],
                 "bundle": self.bundle,
             }
         )

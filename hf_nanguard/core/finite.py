@@ -12,6 +12,8 @@ from torch import Tensor
 
 from .torch_private import foreach_norm
 
+SHOWN_ROWS = 8
+
 
 def local(tensor: Tensor) -> Tensor:
     """Returns the part of `tensor` on this rank (the shard of a DTensor, the values of a sparse tensor)."""
@@ -52,3 +54,14 @@ def find_nonfinite(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
         for (name, _), value in zip(pairs, largest, strict=True)
         if not math.isfinite(value)
     }
+
+
+def find_rows(bad: Tensor) -> tuple[int, ...]:
+    """Returns the first `SHOWN_ROWS` rows with a true entry."""
+    rows = (bad if bad.ndim < 2 else bad.flatten(1).any(1)).reshape(-1).nonzero().flatten()
+    return tuple(rows[:SHOWN_ROWS].tolist())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype without `torch.`."""
+    return str(dtype).removeprefix("torch.")

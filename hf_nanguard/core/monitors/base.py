@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..event import Culprit, Event, JsonObject, JsonValue
+from ..event import Culprit, Event, JsonObject, JsonValue, Remedy
 from ..journal import Journal
 from ..ranks import Ranks
 from ..vocabulary import Action, Cause, Signal
@@ -127,7 +127,7 @@ class Monitor:
         values: Mapping[str, JsonValue] | None = None,
         culprit: Culprit | None = None,
         cause: Cause | None = None,
-        remedies: tuple[JsonObject, ...] = (),
+        remedies: tuple[Remedy, ...] = (),
     ) -> None:
         """Writes an event about an observation that is the same on every rank, on rank 0 only."""
         fields = (None, 0, values or {}, culprit, cause, remedies)

@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..finite import local
+from ..finite import dtype_name, local
 from ..rerun.nested_inputs import find_tensors
 from ..torch_private import is_in_backward
 from ..vocabulary import Cause
@@ -73,7 +73,7 @@ class Activation:
     @property
     def dtype(self) -> str:
         """The name of the output's dtype."""
-        return str(DTYPES[self.limit]).removeprefix("torch.")
+        return dtype_name(DTYPES[self.limit])
 
     @property
     def overflow_cause(self) -> Cause | None:

@@ -7,22 +7,21 @@ confirmed by a second, exact check, which names the tensor, its rows and the upd
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..event import Culprit, Event, JsonObject, strict
-from ..finite import find_nonfinite, local, magnitudes, read_host
+from ..event import Culprit, Event, JsonObject, Remedy, strict
+from ..finite import SHOWN_ROWS, find_nonfinite, find_rows, local, magnitudes, read_host
 from ..optimizer.update import UpdateFinding, examine_state, examine_update, try_update_remedies
 from ..state_tensors import StateTensor, is_plain, list_state_tensors, name_saved_buffers
 from ..torch_private import foreach_norm
 from ..vocabulary import Action, Cause, Signal
 from .base import Monitor
 
-SHOWN_ROWS = 8
 SHOWN_TENSORS = 12
 
 
@@ -40,7 +39,7 @@ class StateFinding:
     is_shard: bool = False  # whether other ranks hold other parts of it
     is_buffer: bool = False
     update: UpdateFinding | None = None  # the update that made it non-finite, if the optimizer's state shows it
-    remedies: tuple[JsonObject, ...] = ()  # settings of the optimizer that were tried on a copy
+    remedies: tuple[Remedy, ...] = ()  # settings of the optimizer that were tried on a copy
 
 
 def check_state(
@@ -96,14 +95,13 @@ def _find_exactly(watched: list[StateTensor]) -> StateFinding | None:
         return None
     first, kind = found[0]
     entries = torch.isnan(first.tensor) if first.may_be_inf else ~torch.isfinite(first.tensor)
-    rows = (entries if entries.ndim < 2 else entries.flatten(1).any(1)).reshape(-1).nonzero().flatten()
     return StateFinding(
         parameter=first.owner,
         state=first.state,
         kind=kind,
         num_bad=int(entries.sum()),
         num_entries=entries.numel(),
-        rows=tuple(rows[:SHOWN_ROWS].tolist()),
+        rows=find_rows(entries),
         bad={each.name: kind for each, kind in found},
         is_shard=first.is_shard,
         is_buffer=first.may_be_inf,
@@ -116,8 +114,7 @@ def _explain(finding: StateFinding, parameter: Tensor, optimizer: Optimizer) -> 
     update = examine(optimizer, [(finding.parameter, parameter)])
     if update is None:
         return finding
-    tried = try_update_remedies(optimizer, update, parameter)
-    return replace(finding, update=update, remedies=tuple(asdict(remedy) for remedy in tried))
+    return replace(finding, update=update, remedies=try_update_remedies(optimizer, update, parameter))
 
 
 def format_finding(finding: StateFinding, rank: int | None = None) -> str:
@@ -136,13 +133,17 @@ def format_finding(finding: StateFinding, rank: int | None = None) -> str:
     return message + (f" ({others} more {'tensor is' if others == 1 else 'tensors are'} non-finite)" if others else "")
 
 
-def _format_advice(remedies: tuple[JsonObject, ...]) -> str:
+def _read_remedies(found: JsonObject) -> tuple[Remedy, ...]:
+    return tuple(Remedy(**remedy) for remedy in found["remedies"])
+
+
+def _format_advice(remedies: Sequence[Remedy]) -> str:
     """Returns a sentence about the best remedy, empty without any."""
-    best = next((remedy for remedy in remedies if remedy["works"]), None)
+    best = next((remedy for remedy in remedies if remedy.works), None)
     if best is not None:
-        return f" This would have helped, as tried on a copy: {best['name']} ({best['note']})."
-    untried = next((remedy for remedy in remedies if not remedy["tried"]), None)
-    return "" if untried is None else f" This may help: {untried['name']} ({untried['note']})."
+        return f" This would have helped, as tried on a copy: {best.name} ({best.note})."
+    untried = next((remedy for remedy in remedies if not remedy.tried), None)
+    return "" if untried is None else f" This may help: {untried.name} ({untried.note})."
 
 
 @dataclass(eq=False)
@@ -189,7 +190,7 @@ class WeightMonitor(Monitor):
         self.reported.update(bad)
         if not self.acts:
             return None
-        return f"Training was halted at step {step}: {message}.{_format_advice(found['remedies'])}"
+        return f"Training was halted at step {step}: {message}.{_format_advice(_read_remedies(found))}"
 
     def _find(self) -> StateFinding | None:
         """Checks this rank; buffers that were NaN before the first update are ignored."""
@@ -218,5 +219,5 @@ class WeightMonitor(Monitor):
             values=values,
             culprit=Culprit(phase=phase, parameter=found["parameter"]),
             cause=cause,
-            remedies=tuple(found["remedies"]),
+            remedies=_read_remedies(found),
         )

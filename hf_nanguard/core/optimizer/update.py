@@ -16,12 +16,11 @@ from torch import Tensor
 
 from ...plain_text import format_error
 from ..event import Remedy
-from ..finite import find_nonfinite, local
+from ..finite import dtype_name, find_nonfinite, find_rows, local
 from ..state_tensors import is_plain
 from ..vocabulary import Cause
 from .copied_update import Settings, copy_entries, copy_settings, copy_state, find_group, step_copy
 
-SHOWN_ROWS = 8
 MAX_ENTRIES = 4096
 FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum")  # with amsgrad, Adam divides by the first
@@ -82,12 +81,12 @@ def _examine(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor) -> 
     if cause is None or entries is None:
         return None
     num_bad = int(entries.sum())
-    rows = (entries if entries.ndim < 2 else entries.flatten(1).any(1)).reshape(-1).nonzero().flatten()
-    dtype = str(parameter.dtype).removeprefix("torch.")
+    rows = find_rows(entries)
+    dtype = dtype_name(parameter.dtype)
     rate, eps = _number(group, "lr"), _number(group, "eps")
     if finite:
         message = _describe_state(_floats(optimizer, parameter), str(state), entries)
-        return UpdateFinding(name, cause, state, num_bad, tuple(rows[:SHOWN_ROWS].tolist()), rate, eps, message)
+        return UpdateFinding(name, cause, state, num_bad, rows, rate, eps, message)
     size = "1 entry" if num_bad == 1 else f"{num_bad} entries"
     kinds = "NaN or negative" if state in SECOND_MOMENTS else "NaN or inf"
     messages = {
@@ -95,7 +94,7 @@ def _examine(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor) -> 
         Cause.ADAM_EPS_UNDERFLOW: f"the update divided {size} by zero: {state} is 0, and eps {eps} is 0 in {dtype}",
         Cause.LR_TOO_HIGH: f"the update of {size} at learning rate {rate} exceeds the range of {dtype}",
     }
-    return UpdateFinding(name, cause, state, num_bad, tuple(rows[:SHOWN_ROWS].tolist()), rate, eps, messages[cause])
+    return UpdateFinding(name, cause, state, num_bad, rows, rate, eps, messages[cause])
 
 
 def _describe_state(state: dict[str, Tensor], key: str, entries: Tensor) -> str:
@@ -103,7 +102,7 @@ def _describe_state(state: dict[str, Tensor], key: str, entries: Tensor) -> str:
     if not _only_inf(state, key):
         return "the weights are still finite; the next update that uses it will make them non-finite"
     first = next((state[name] for name in FIRST_MOMENTS if name in state), None)
-    kept = str(state[key].dtype).removeprefix("torch.")
+    kept = dtype_name(state[key].dtype)
     why = ""
     if first is not None and first.shape == entries.shape and bool(torch.isfinite(first[entries]).all()):
         why = f"the square of a finite gradient exceeds the range of {kept}: "

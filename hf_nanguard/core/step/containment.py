@@ -6,12 +6,12 @@ are left to it; if the policy says so, the step is skipped or repaired, or the r
 
 import logging
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TypedDict
 
 import torch
 
-from ..event import Culprit, Event, JsonObject, JsonValue
+from ..event import Culprit, Event, JsonValue, Remedy
 from ..finite import find_nonfinite, local, read_host
 from ..journal import Journal
 from ..optimizer.update import examine_update, try_update_remedies
@@ -208,9 +208,7 @@ class Containment:
         """Returns why the run must end if every micro-batch of a rank was bad because the weights are; every rank calls it."""
         mine = find_nonfinite(runner.named_parameters()) if suspicious else {}
         examiner = self.redo.examiner
-        if (
-            not examiner.due
-        ):  # autopsies have ended, so nothing new is learned about samples that do without a parameter
+        if not examiner.due:  # no autopsy will show any more which samples do not use a parameter
             mine = {name: kind for name, kind in mine.items() if name not in examiner.spared}
         found = self.ranks.gather(mine)
         bad = {name: kind for report in found for name, kind in report.items()}
@@ -222,13 +220,13 @@ class Containment:
             message += f", as do {len(bad) - 1} other parameters"
         values: dict[str, JsonValue] = {"num_bad_parameters": len(bad), "bad_parameters": dict(list(bad.items())[:12])}
         culprit, cause = Culprit(phase="parameter", parameter=name), Cause.PARAM_NONFINITE
-        remedies: tuple[JsonObject, ...] = ()
+        remedies: tuple[Remedy, ...] = ()
         named = [(key, parameter) for key, parameter in runner.named_parameters() if key == name]
         optimizer = runner.optimizer
         if optimizer is not None and (update := examine_update(optimizer, named)) is not None:
             message += f": {update.message}"
             culprit, cause = replace(culprit, phase="optimizer"), update.cause
-            remedies = tuple(asdict(tried) for tried in try_update_remedies(optimizer, update, named[0][1]))
+            remedies = try_update_remedies(optimizer, update, named[0][1])
         self.journal.write_once(
             Event(
                 reading.step, Signal.PARAM_NONFINITE, Action.HALTED, message, None, 0, values, culprit, cause, remedies

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -243,6 +243,6 @@ def explain_event(event: Event, verdict: Verdict) -> Event:
         values={**event.values, "autopsy": verdict.as_values()},
         culprit=verdict.explain(event.culprit or Culprit()),
         cause=event.cause if event.cause is not None and verdict.origin is None else verdict.cause,
-        remedies=tuple(asdict(remedy) for remedy in verdict.remedies),
+        remedies=verdict.remedies,
         bundle=verdict.bundle,
     )

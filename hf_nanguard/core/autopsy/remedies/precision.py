@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from ...finite import dtype_name
 from ...rerun.nested_inputs import map_tensors
 from ..evidence.suspect_batch import SuspectBatch
 from .tensor_swap import swapped
@@ -39,7 +40,7 @@ def autocast_as(
     def enter(self: torch.autocast) -> object:
         enabled, dtype = self._enabled, self.fast_dtype
         if enabled and dtype in narrow:
-            remarks.append("autocast off" if wide is torch.float32 else f"autocast to {_name(wide)}")
+            remarks.append("autocast off" if wide is torch.float32 else f"autocast to {dtype_name(wide)}")
             self._enabled, self.fast_dtype = wide is not torch.float32, dtype if wide is torch.float32 else wide
         try:
             return original(self)
@@ -90,7 +91,3 @@ def upcast_module(suspect: SuspectBatch, module: nn.Module, narrow: torch.dtype,
                 module.forward = original  # type: ignore[method-assign]
             else:
                 del module.forward
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from ...finite import dtype_name
 from ...vocabulary import Cause
 from .cause import infer_cause, infer_leaf_cause
 from .memory import SHOWN_POSITIONS, find_nonfinite_entries, measure, strided
@@ -126,7 +127,7 @@ def describe_origin(record: Record, operand: Operand | None, unselected: bool) -
         source=place.source,
         text=text,
         node=record.node,
-        dtype=str(record.dtype).removeprefix("torch."),
+        dtype=dtype_name(record.dtype),
         largest=max((o.extent.largest for o in record.operands if o.extent.kind == "finite"), default=None),
         limit=torch.finfo(record.dtype).max,
         outside=any(map(_is_outside, record.bad_operands)) and not record.name.startswith("lift_fresh"),
@@ -165,7 +166,7 @@ def _blame_leaf(reader: Origin, leaf: Leaf) -> Origin:
         kind=measure(leaf.tensor).kind,
         leaf=leaf.name,
         num_bad=int(bad.sum()),
-        dtype=str(leaf.tensor.dtype).removeprefix("torch."),
+        dtype=dtype_name(leaf.tensor.dtype),
         outside=False,
     )
     if leaf.kind == "input":
