@@ -96,7 +96,7 @@ def view(values: Tensor) -> list[float]:
 def bound_scores(scores: Tensor, clip_value: float, min_prob: float) -> tuple[Tensor, Tensor]:
     """Bounds repaired rows to `[max - 2 * clip_value, max]` and gives no unmasked token less than `min_prob`.
 
-    The smallest probability holds before all are normalised again.
+    `min_prob` applies before probabilities are normalised again.
 
     Returns:
         `tuple[Tensor, Tensor]`: Normalised log-probabilities, -inf for masked tokens, and which rows had a token that was

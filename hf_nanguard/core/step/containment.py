@@ -215,7 +215,7 @@ class Containment:
         if not bad:
             return None
         name, kind = next(iter(bad.items()))
-        message = f"parameter {name} holds {KINDS[kind]} at step {reading.step}"
+        message = f"parameter {name} contains {KINDS[kind]} at step {reading.step}"
         if len(bad) > 1:
             message += f", as do {len(bad) - 1} other parameters"
         values: dict[str, JsonValue] = {"num_bad_parameters": len(bad), "bad_parameters": dict(list(bad.items())[:12])}

@@ -137,7 +137,7 @@ def _format_what(origin: Origin) -> str:
     if origin.leaf is not None:
         holder = "input" if origin.phase == "input" else "parameter"
         entries = "1 entry" if origin.num_bad == 1 else f"{origin.num_bad} entries"
-        return f"{holder} {origin.leaf} holds {kind} in {entries} ({origin.dtype})"
+        return f"{holder} {origin.leaf} contains {kind} in {entries} ({origin.dtype})"
     facts = str(origin.dtype)
     if origin.largest is not None and origin.limit is not None:
         facts += f", largest input {origin.largest:.4g}, limit {origin.limit:.4g}"

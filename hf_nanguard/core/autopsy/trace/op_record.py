@@ -17,7 +17,7 @@ _NEGATIONS = ("neg", "neg_", "sub", "sub_", "rsub", "abs", "abs_")
 
 
 class Extent(NamedTuple):
-    """The lowest and highest value of a tensor; both NaN if it holds a NaN."""
+    """The lowest and highest value of a tensor; both NaN if it contains NaN."""
 
     low: float
     high: float
