@@ -1,13 +1,18 @@
 """The public event: one line of `events.jsonl`, strict JSON, versioned."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TypeAlias
 
 from .vocabulary import Action, Cause, Signal
 
 SCHEMA = 1
+# What events, bundles and checkpoints hold, as it is built.
+JsonValue: TypeAlias = "bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
+# An object as a JSON file gives it back; its values are checked where they are used.
+JsonObject: TypeAlias = dict[str, Any]
 
 
 def strict(value: Any) -> Any:
@@ -43,23 +48,12 @@ class Culprit:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A change that may help, and whether it did when it was tried.
+    """A change that may help, and whether it did when it was tried on the bad batch or update."""
 
-    Args:
-        name (`str`):
-            A short name, e.g. `larger_eps`.
-        tried (`bool`):
-            Whether it was tried on the bad batch or update.
-        works (`bool`, *optional*):
-            Whether the result was finite; `None` if it was not tried.
-        note (`str`, *optional*):
-            The setting it stands for, what was measured, or why it was not tried.
-    """
-
-    name: str
+    name: str  # e.g. `larger_eps`
     tried: bool
-    works: bool | None = None
-    note: str | None = None
+    works: bool | None = None  # whether the result was finite; `None` if it was not tried
+    note: str | None = None  # the setting it means, what was measured, or why it was not tried
 
 
 @dataclass(frozen=True)
@@ -72,14 +66,14 @@ class Event:
     message: str
     micro_step: int | None = None
     rank: int = 0
-    values: dict[str, Any] = field(default_factory=dict)
+    values: Mapping[str, JsonValue] = field(default_factory=dict)
     culprit: Culprit | None = None
     cause: Cause | None = None
-    remedies: tuple[dict[str, Any], ...] = ()
+    remedies: tuple[Remedy, ...] = ()
     bundle: str | None = None
     time: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Returns the event as the public schema has it, ready for a strict JSON writer."""
         return strict(
             {
@@ -94,7 +88,7 @@ class Event:
                 "values": self.values,
                 "culprit": asdict(self.culprit) if self.culprit is not None else None,
                 "cause": str(self.cause) if self.cause is not None else None,
-                "remedies": list(self.remedies),
+                "remedies": [asdict(remedy) for remedy in self.remedies],
                 "bundle": self.bundle,
             }
         )

@@ -1,7 +1,7 @@
-"""Exact finite checks by one fused pass, results left on the device.
+"""Exact finite checks by one fused kernel; results stay on the device.
 
-The largest magnitude of a tensor is NaN if it holds a NaN and inf if it holds an inf, and, unlike a 2-norm or a sum,
-it cannot overflow in float16. So one foreach norm over a list separates finite, inf and NaN.
+The largest magnitude of a tensor is NaN if it contains NaN, else inf if it contains inf. Unlike a 2-norm or a sum, it cannot
+overflow in float16. So one foreach norm over a list tells finite tensors, inf and NaN apart.
 """
 
 import math
@@ -12,9 +12,11 @@ from torch import Tensor
 
 from .torch_private import foreach_norm
 
+SHOWN_ROWS = 8
+
 
 def local(tensor: Tensor) -> Tensor:
-    """Returns the part of `tensor` that lives on this rank (the shard of a DTensor, the values of a sparse one)."""
+    """Returns the part of `tensor` on this rank (the shard of a DTensor, the values of a sparse tensor)."""
     if hasattr(tensor, "to_local"):  # a DTensor; the class itself costs an import of torch.distributed.tensor
         tensor = tensor.to_local()
     return tensor.coalesce().values() if tensor.is_sparse else tensor
@@ -22,33 +24,28 @@ def local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def magnitudes(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns for each tensor its largest magnitude on its device: NaN if it holds NaN, else inf if it holds inf."""
+    """Returns the largest magnitude of each tensor, on its device: NaN if it contains NaN, else inf if it contains inf."""
     parts = [local(tensor) for tensor in tensors]
-    full = [part for part in parts if part.numel()]
-    measured = iter(foreach_norm(full, math.inf))
+    nonempty = [part for part in parts if part.numel()]
+    measured = iter(foreach_norm(nonempty, math.inf))
     return [next(measured) if part.numel() else part.new_zeros(()) for part in parts]
 
 
 def read_host(values: Sequence[Tensor]) -> list[float]:
-    """Brings scalars to the host as Python floats in a single read (one per device they live on)."""
+    """Returns scalars as Python floats with a single host read, by stacking them on the device of the first."""
     if not values:
         return []
-    home = values[0].device
+    device = values[0].device
     wide = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
     with torch.no_grad():
-        scalars = [value.to(home, wide) for value in values]
+        scalars = [value.to(device, wide) for value in values]
         return torch.stack([value.reshape(()) if value.ndim else value for value in scalars]).tolist()
 
 
 def find_nonfinite(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Names the tensors that hold a non-finite value.
+    """Returns the kind, `"nan"` (any NaN inside) or `"inf"`, of each non-finite tensor, in the given order.
 
-    Args:
-        named (`Iterable[tuple[str, Tensor]]`):
-            Names and tensors; only the part of each on this rank is looked at.
-
-    Returns:
-        `dict[str, str]`: name to `"nan"` (any NaN inside) or `"inf"`, in the given order; empty if all are finite.
+    Of each tensor only the part on this rank is checked.
     """
     pairs = [(name, tensor) for name, tensor in named if tensor.is_floating_point() or tensor.is_complex()]
     largest = read_host(magnitudes([tensor for _, tensor in pairs]))
@@ -57,3 +54,14 @@ def find_nonfinite(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
         for (name, _), value in zip(pairs, largest, strict=True)
         if not math.isfinite(value)
     }
+
+
+def find_rows(bad: Tensor) -> tuple[int, ...]:
+    """Returns the first `SHOWN_ROWS` rows with a true entry."""
+    rows = (bad if bad.ndim < 2 else bad.flatten(1).any(1)).reshape(-1).nonzero().flatten()
+    return tuple(rows[:SHOWN_ROWS].tolist())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype without `torch.`."""
+    return str(dtype).removeprefix("torch.")

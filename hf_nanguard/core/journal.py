@@ -2,26 +2,18 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any
 
-from .event import Event
+from .event import Event, JsonObject
 from .ranks import Ranks
 from .vocabulary import Action, Signal
 
 logger = logging.getLogger("hf_nanguard")
 
-EventSink = Callable[[dict[str, Any]], None]
+EventSink = Callable[[JsonObject], None]
 
 
 class Journal:
-    """Writes events.
-
-    Args:
-        ranks (`Ranks`):
-            The processes that train together.
-        on_event (`Callable`, *optional*):
-            Called with every event as a dictionary of the public schema.
-    """
+    """Writes events; `on_event` is called with each of them as a dictionary of the public schema."""
 
     def __init__(self, ranks: Ranks, on_event: EventSink | None = None):
         self.ranks = ranks
@@ -44,7 +36,7 @@ class Journal:
                 for event in dicts:
                     self._write(event)
 
-    def _write(self, event: dict[str, Any]) -> None:
+    def _write(self, event: JsonObject) -> None:
         if self.on_event is not None:
             self.on_event(event)
         signal = Signal(event["signal"])

@@ -9,14 +9,17 @@ over its whole row, so the row is ended, not repaired.
 
 import ctypes
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 NEVER = 2**31 - 1
 FOLD_EVERY = 64
-VIEWS: dict[torch.dtype, Any] = {torch.float32: ctypes.c_float, torch.float64: ctypes.c_double}
+VIEWS: dict[torch.dtype, type[ctypes.c_float] | type[ctypes.c_double]] = {
+    torch.float32: ctypes.c_float,
+    torch.float64: ctypes.c_double,
+}
 
 
 class RowMaxima(NamedTuple):
@@ -39,7 +42,7 @@ class Repair(NamedTuple):
 
 
 def repair_scores(
-    scores: Tensor, end_id: int = 0, look: bool | None = None, in_place: bool = False, rest: float = -math.inf
+    scores: Tensor, end_id: int = 0, read_in_place: bool | None = None, in_place: bool = False, rest: float = -math.inf
 ) -> Repair:
     """Masks NaN and +inf, and makes `end_id` the only choice in a row without a finite score.
 
@@ -50,7 +53,7 @@ def repair_scores(
             Floating point, `[rows, vocabulary]`.
         end_id (`int`, *optional*, defaults to `0`):
             The token that ends a sequence; one outside the vocabulary counts as 0.
-        look (`bool`, *optional*):
+        read_in_place (`bool`, *optional*):
             Whether to read the maxima in the memory of a CPU tensor and to do nothing if all are finite; by default
             where that is possible. The result is the same.
         in_place (`bool`, *optional*, defaults to `False`):
@@ -65,7 +68,7 @@ def repair_scores(
     if not scores.numel():
         return Repair(scores)
     top = scores.amax(-1)
-    if (can_look(top) if look is None else look) and all(map(math.isfinite, view(top))):
+    if (can_read_in_place(top) if read_in_place is None else read_in_place) and all(map(math.isfinite, view(top))):
         return Repair(scores)
     inf = math.inf
     out = scores if in_place else None
@@ -78,7 +81,7 @@ def repair_scores(
     return Repair(fixed, RowMaxima(top, after))
 
 
-def can_look(values: Tensor) -> bool:
+def can_read_in_place(values: Tensor) -> bool:
     """Returns whether values can be read in place: a plain CPU tensor, not while compiling."""
     return type(values) is Tensor and values.device.type == "cpu" and not torch.compiler.is_compiling()
 
@@ -86,20 +89,14 @@ def can_look(values: Tensor) -> bool:
 def view(values: Tensor) -> list[float]:
     """Returns the values of a CPU tensor straight from its memory: no torch operation, no synchronization."""
     values = (values if values.dtype in VIEWS else values.float()).contiguous()
-    memory: Any = (VIEWS[values.dtype] * values.numel()).from_address(values.data_ptr())
+    memory = (VIEWS[values.dtype] * values.numel()).from_address(values.data_ptr())
     return memory[:]
 
 
 def bound_scores(scores: Tensor, clip_value: float, min_prob: float) -> tuple[Tensor, Tensor]:
     """Bounds repaired rows to `[max - 2 * clip_value, max]` and gives no unmasked token less than `min_prob`.
 
-    Args:
-        scores (`Tensor`):
-            As [`repair_scores`] returns them.
-        clip_value (`float`):
-            Half the largest allowed distance to the best token.
-        min_prob (`float`):
-            The smallest probability of an unmasked token, before all are normalised again.
+    `min_prob` applies before probabilities are normalised again.
 
     Returns:
         `tuple[Tensor, Tensor]`: Normalised log-probabilities, -inf for masked tokens, and which rows had a token that was

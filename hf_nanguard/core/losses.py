@@ -182,7 +182,7 @@ class _SoftCap(torch.autograd.Function):
         return torch.where(logits.isfinite(), capped, logits)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         [logits] = ctx.saved_tensors
         decay = (widen(logits).abs() / ctx.cap).mul_(-2).exp_()
         slope = 4 * decay / (1 + decay).square()

@@ -1,14 +1,16 @@
-"""Agreement across ranks: small facts made known to all, so that every rank takes the same decision.
+"""Exchanges small facts between ranks, so that every rank makes the same decision.
 
-Used only when something broke (the norm of the gradients is the same on every rank, so healthy steps need no message)
-and at the start of a run. An online trainer asks once per generation whether anybody's completions were bad.
+Healthy steps need no communication, because the gradient norm is the same on every rank. Facts are exchanged at the start of
+a run, after a bad step, and by an online trainer once per generation.
 """
 
 import json
-from typing import Any
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -16,9 +18,9 @@ class Ranks:
 
     Args:
         device (`torch.device`, *optional*, defaults to the CPU):
-            Where messages are put; with NCCL this must be the rank's accelerator.
+            The device of the tensors that are communicated; with NCCL this must be the rank's accelerator.
         alone (`bool`, *optional*, defaults to `False`):
-            Ignore an initialised process group: this process decides for itself.
+            Whether to ignore an initialised process group, so that this process decides alone.
     """
 
     def __init__(self, device: torch.device | str = "cpu", alone: bool = False):
@@ -28,15 +30,15 @@ class Ranks:
         self.device = torch.device(device)
 
     def any(self, fact: bool) -> bool:
-        """Returns whether the fact is true on any rank, by one small reduction. Every rank must call it."""
+        """Returns whether a fact is true on any rank, with one small reduction. Every rank must call it."""
         if self.size == 1:
             return fact
         flag = torch.tensor([int(fact)], device=self.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag.item())
 
-    def gather(self, fact: Any) -> list[Any]:
-        """Returns the JSON-able `fact` of every rank, in rank order. Every rank must call it."""
+    def gather(self, fact: T) -> list[T]:
+        """Returns the fact of every rank, in rank order. It must be serializable as JSON. Every rank must call it."""
         if self.size == 1:
             return [fact]
         payload = torch.frombuffer(bytearray(json.dumps(fact).encode()), dtype=torch.uint8).to(self.device)

@@ -1,7 +1,7 @@
-"""The random state of a process, kept and put back whole: torch on CPU and accelerator, Python and NumPy.
+"""Captures and restores the random state of a process: torch on CPU and accelerator, Python and NumPy.
 
-Reading a generator's state is a small copy on the host, also for CUDA, so keeping one per micro-batch reads nothing
-back from the device.
+Reading the state of a generator, also of CUDA, is a small copy on the host. So capturing it for every micro-batch makes no
+host read.
 """
 
 import random
@@ -15,17 +15,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RngState:
-    """Every generator that a forward pass may draw from."""
+    """The state of every generator that a forward pass may use."""
 
     cpu: Tensor
     device: Tensor | None
     device_type: str
-    python: Any
-    numpy: Any
+    python: tuple[Any, ...]
+    numpy: object
 
     @classmethod
     def capture(cls, device_type: str = "cpu") -> "RngState":
-        """Keeps the state of all generators, that of the current device of `device_type` included."""
+        """Returns the current state of all generators, including that of the current device of `device_type`."""
         numpy = sys.modules.get("numpy")
         return cls(
             cpu=torch.get_rng_state(),
@@ -36,7 +36,7 @@ class RngState:
         )
 
     def restore(self) -> None:
-        """Puts every generator back to where it was."""
+        """Restores the state of every generator."""
         torch.set_rng_state(self.cpu)
         if self.device is not None:
             torch.get_device_module(self.device_type).set_rng_state(self.device)

@@ -1,33 +1,32 @@
-"""A window of recent healthy values that judges whether a new one is out of line.
+"""Detects spikes: compares a value with the median and MAD of recent healthy values.
 
-Median and MAD, because one outlier must not move the yardstick, and a non-finite value is never let in: a mean or an
-EMA that once took a NaN would call every later step bad, or none. They are taken of logarithms: norms are positive and
-scatter by factors, the more so the less there is left to learn, and a spread in plain numbers would call the tail of a
-healthy run a spike. It does not see slow drifts.
+Median and MAD are used because a single outlier does not change them. Non-finite values are never added: after one NaN, a
+mean or an EMA would call every later step bad, or none. Statistics are computed on logarithms, because norms are positive and
+vary by factors, increasingly so towards the end of a run, where a linear scale would report spikes. Slow drifts are not
+detected.
 """
 
 import math
 from collections import deque
 from statistics import median
-from typing import Any
 
 MAD_TO_SIGMA = 1.4826
 MAX_LOG = 700.0  # beyond 709 the exponential is infinite
 
 
 class RobustWindow:
-    """Keeps the last `size` finite values and tells spikes from noise.
+    """Keeps the last `size` finite values and detects spikes.
 
     Args:
         size (`int`, *optional*, defaults to `100`):
             How many values are kept.
         min_count (`int`, *optional*, defaults to `50`):
-            How many values must have come before anything can be called a spike.
+            How many values are needed before anything can be a spike.
         sigmas (`float`, *optional*, defaults to `8.0`):
             Robust standard deviations, of the logarithms, above the median from which a value is a spike.
         ratio (`float`, *optional*, defaults to `15.0`):
-            Multiple of the median that a spike must exceed as well, so that a very flat history raises no alarm; in
-            healthy RL tenfold norms come now and then.
+            Multiple of the median that a spike must exceed as well, because almost constant values have a very small MAD;
+            in healthy RL runs a norm is ten times the median now and then.
     """
 
     def __init__(self, size: int = 100, min_count: int = 50, sigmas: float = 8.0, ratio: float = 15.0):
@@ -37,13 +36,15 @@ class RobustWindow:
         self.ratio = ratio
 
     def add(self, value: float) -> None:
-        """Takes a value in; a non-finite one is left out."""
+        """Adds a value; a non-finite one is ignored."""
         if math.isfinite(value):
             self.values.append(value)
 
     def threshold(self) -> float | None:
-        """Returns the value above which a spike begins, `None` while too little has been seen."""
-        live = [value for value in self.values if value > 0.0]  # exact zeros (equal rewards) are no yardstick
+        """Returns the value above which a new one is a spike, `None` while there are too few values."""
+        live = [
+            value for value in self.values if value > 0.0
+        ]  # exact zeros, e.g. from equal rewards, have no logarithm
         if len(live) < self.min_count:
             return None
         logs = [math.log(value) for value in live]
@@ -52,16 +53,16 @@ class RobustWindow:
         return math.exp(min(middle + max(self.sigmas * spread, math.log(self.ratio)), MAX_LOG))
 
     def is_spike(self, value: float) -> bool:
-        """Returns whether a finite `value` is out of line with what has been seen."""
+        """Returns whether a finite `value` is a spike."""
         threshold = self.threshold()
         return threshold is not None and value > threshold
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what `load_state_dict` needs."""
+    def state_dict(self) -> dict[str, list[float]]:
+        """Returns the values, for a checkpoint."""
         return {"values": list(self.values)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the window of a checkpoint; values that are not finite are left out."""
+    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+        """Restores the values of a checkpoint; non-finite ones are ignored."""
         self.values.clear()
         for value in state["values"]:
             self.add(float(value))

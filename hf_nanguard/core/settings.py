@@ -7,6 +7,7 @@ standard library, so that the command line can read the settings without importi
 
 import sys
 import textwrap
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
@@ -19,7 +20,7 @@ HINTS = {"rewind": " Rewinding needs snapshots, which this version does not have
 
 
 def setting(
-    default: Any,
+    default: object,
     help: str,
     choices: tuple[str, ...] = (),
     at_least: int | None = None,
@@ -28,15 +29,8 @@ def setting(
 ) -> Any:
     """Declares a setting as a dataclass field. The annotation of the field gives the type.
 
-    Args:
-        default (`Any`):
-            The default value.
-        help (`str`):
-            What the setting does, for docstrings, `--help` and docs/arguments.md.
-        choices (`tuple[str, ...]`, *optional*):
-            The allowed values of a `str`. A `str` without choices holds names separated by commas.
-        at_least (`int`, *optional*), above (`float`, *optional*), at_most (`float`, *optional*):
-            The bounds of a number.
+    The help text is used in docstrings, `--help` and docs/arguments.md. Choices are the allowed values of a `str`; one without
+    choices holds names separated by commas. The other arguments are the bounds of a number.
     """
     bounds = {"at_least": at_least, "above": above, "at_most": at_most}
     return field(default=default, metadata={"help": help, "choices": choices, **bounds})
@@ -179,20 +173,11 @@ class Policy:
 
 @dataclass(frozen=True)
 class Setting:
-    """One declared setting: reads a value from text and checks it.
+    """One declared setting: reads a value from text and checks it. See [`setting`] for the meaning of the fields."""
 
-    Args:
-        name (`str`):
-            Its name in [`Policy`], without `nanguard_`.
-        annotation (`Any`):
-            Its type, or a union of its type and `None`.
-        default (`Any`), help (`str`), choices (`tuple[str, ...]`), at_least, above, at_most:
-            As in [`setting`].
-    """
-
-    name: str
-    annotation: Any
-    default: Any
+    name: str  # in `Policy`, without `nanguard_`
+    annotation: Any  # its type, or a union of its type and `None`
+    default: object
     help: str
     choices: tuple[str, ...]
     at_least: int | None
@@ -220,7 +205,7 @@ class Setting:
         bounds = {"at least": self.at_least, "above": self.above, "at most": self.at_most}
         return ", ".join(f"{word} {value:g}" for word, value in bounds.items() if value not in (None, LARGEST))
 
-    def read(self, value: object, spelling: str) -> Any:
+    def read(self, value: object, spelling: str) -> object:
         """Returns a value from a command line, an environment variable or YAML in the type of the setting, checked."""
         converted = self.convert(value)
         self.check(converted, spelling)
@@ -277,14 +262,10 @@ class Setting:
 SETTINGS = {f.name: Setting(f.name, f.type, f.default, **f.metadata) for f in fields(Policy)}
 
 
-def check_settings(settings: dict[str, Any], prefix: str = "") -> None:
+def check_settings(settings: Mapping[str, object], prefix: str = "") -> None:
     """Checks settings by name and raises an [`ArgumentError`] that names the first bad one and what is allowed.
 
-    Args:
-        settings (`dict[str, Any]`):
-            Names (without `prefix`) and values.
-        prefix (`str`, *optional*, defaults to `""`):
-            What the user's spelling of the names begins with.
+    The prefix is what the user's spelling of the names begins with.
     """
     for name, value in settings.items():
         SETTINGS[name].check(value, f"{prefix}{name}")

@@ -67,7 +67,7 @@ class _CrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, targets, counted = ctx.saved_tensors
         result = torch.empty_like(logits)
         minus = torch.full_like(targets, -1, dtype=grad.dtype)
@@ -156,7 +156,7 @@ class _Divergence(torch.autograd.Function):
         return total * temperature**2
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         student, teacher, counted = ctx.saved_tensors
         result = torch.empty_like(student)
         scale = grad * ctx.temperature

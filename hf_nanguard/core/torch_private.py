@@ -1,10 +1,11 @@
 """Every private or undocumented name of torch that the core uses, each with the condition under which it can go."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
@@ -65,21 +66,21 @@ def copy_hooks(source: Tensor, target: Tensor) -> None:
 # ---- autograd and operators ----
 
 
-def is_operator(func: Any) -> bool:
+def is_operator(func: object) -> TypeGuard[torch._ops.OpOverload]:
     """Returns whether what a dispatch mode sees is a plain operator and not one of higher order, e.g. flex attention.
 
     Can go when `OpOverload` has a public name."""
     return isinstance(func, torch._ops.OpOverload)
 
 
-def operator_arguments(operator: Any) -> Sequence[Any]:
+def operator_arguments(operator: torch._ops.OpOverload) -> Sequence[Any]:
     """Returns the declared arguments of an operator, with what is written in place.
 
     Can go when operators have a public schema."""
     return operator._schema.arguments
 
 
-def running_node() -> Any:
+def running_node() -> Node | None:
     """Returns the autograd node whose backward is running, `None` in a forward.
 
     Can go when torch has a public name for this."""
@@ -94,7 +95,7 @@ def is_in_backward() -> bool:
 
 
 def run_after_backward(callback: Callable[[], None]) -> None:
-    """Has a function called once the running backward has done everything that is queued before it.
+    """Calls a function once the running backward has done everything that is queued before it.
 
     Can go when torch offers a hook on the end of a backward pass.
     """
@@ -108,7 +109,7 @@ def last_sequence_number() -> int:
     return torch._C._autograd._get_sequence_nr() - 1
 
 
-def sequence_number(node: Any) -> int:
+def sequence_number(node: Node) -> int:
     """Returns the sequence number of an autograd node.
 
     Can go when nodes have a public identity that their forward knows as well."""
@@ -178,7 +179,7 @@ def plain_name(name: str) -> str:
 def is_saved(module: nn.Module, name: str) -> bool:
     """Returns whether a buffer is part of the state dict.
 
-    Can go when torch tells without building a state dict, which may copy and gather."""
+    Can go when torch reports it without building a state dict, which may copy and gather."""
     return name not in module._non_persistent_buffers_set
 
 
@@ -192,7 +193,7 @@ def is_norm_layer(module: nn.Module) -> bool:
 # ---- loss scaler ----
 
 
-def copy_scale(scaler: Any) -> tuple[Tensor | None, Tensor | None]:
+def copy_scale(scaler: torch.amp.GradScaler) -> tuple[Tensor | None, Tensor | None]:
     """Returns copies of the loss scale and its growth counter on their device.
 
     Can go when `GradScaler.state_dict` returns them without a host read."""
@@ -200,23 +201,23 @@ def copy_scale(scaler: Any) -> tuple[Tensor | None, Tensor | None]:
     return tuple(None if value is None else value.clone() for value in pair)  # type: ignore[return-value]
 
 
-def restore_scale(scaler: Any, scale: Tensor | None, growth: Tensor | None) -> None:
+def restore_scale(scaler: torch.amp.GradScaler, scale: Tensor | None, growth: Tensor | None) -> None:
     """Puts back what [`copy_scale`] returned.
 
     Can go when `GradScaler.load_state_dict` accepts tensors."""
-    if scale is not None:
-        scaler._scale.copy_(scale)
-        scaler._growth_tracker.copy_(growth)
+    for current, saved in ((scaler._scale, scale), (scaler._growth_tracker, growth)):
+        if current is not None and saved is not None:
+            current.copy_(saved)
 
 
-def copy_unscaled(scaler: Any) -> dict[int, Any]:
+def copy_unscaled(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
     """Returns which optimizers had their gradients unscaled in this step.
 
     Can go when `GradScaler` can undo `unscale_`."""
     return dict(scaler._per_optimizer_states)
 
 
-def restore_unscaled(scaler: Any, states: dict[int, Any]) -> None:
+def restore_unscaled(scaler: torch.amp.GradScaler, states: dict[int, dict[str, Any]]) -> None:
     """Puts back what [`copy_unscaled`] returned; an empty dictionary lets `unscale_` run again.
 
     Can go when `GradScaler` can undo `unscale_`."""

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +15,21 @@ class JsonlWriter:
     """Appends objects to a file and creates the file and its folder with the first of them.
 
     A full or read-only disk must not end a run: objects that cannot be written are lost, and the first failure is logged.
-
-    Args:
-        path (`str` or `Path`):
-            The file.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self._begun = False
+        self._started = False
         self._failed = False
 
-    def __call__(self, item: dict[str, Any]) -> None:
+    def __call__(self, item: Mapping[str, object]) -> None:
         """Writes one object. Non-finite floats must be strings (`core.event.strict`)."""
         line = json.dumps(item, allow_nan=False, default=str) + "\n"
         try:
-            if not self._begun:
+            if not self._started:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 _repair_last_line(self.path)
-                self._begun = True
+                self._started = True
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(line)
         except OSError as error:
@@ -79,9 +75,7 @@ def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
 class Tail:
     """The objects that are appended to a file from now on, without those of earlier runs in the same folder.
 
-    Args:
-        path (`str` or `Path`):
-            The file, which need not exist yet.
+    The file need not exist yet.
     """
 
     def __init__(self, path: str | Path):

@@ -78,7 +78,7 @@ def test_a_bundle_of_a_real_run(guard, tmp_path, capsys):
     code, out, _ = run(str(tmp_path / "nanguard" / event["bundle"]), capsys=capsys)
     assert code == 0, out
     assert out.startswith("---- autopsy of micro-batch ")
-    assert "parameter model.embed_tokens.weight holds NaN in 16 entries" in out
+    assert "parameter model.embed_tokens.weight contains NaN in 16 entries" in out
     assert f"sample 1 of 2{', dataset row 9' if guard else ''}, tokens (1, 3)" in out
 
 

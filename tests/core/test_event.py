@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_nanguard.core.event import Culprit, Event, strict
+from hf_nanguard.core.event import Culprit, Event, Remedy, strict
 from hf_nanguard.core.vocabulary import Action, Cause, Signal
 from hf_nanguard.testing import INF, NAN
 
@@ -93,7 +93,7 @@ def test_a_full_event_reads_back_as_it_was_written():
     culprit = Culprit("backward", "mlp", "aten.exp.default", "m.py:1", "w", "ce", [2], [1017], [[2, 5]], "r", "p", "c")
     written = event(
         micro_step=1, rank=3, values={"loss": 2.31, "grad_norm": INF, "terms": {"ce": 2.3}}, culprit=culprit,
-        cause=Cause.FP16_OVERFLOW, remedies=({"name": "bf16", "tried": True, "works": True},), bundle="autopsy/step-42",
+        cause=Cause.FP16_OVERFLOW, remedies=(Remedy("bf16", True, True),), bundle="autopsy/step-42",
         time="2026-11-15T23:00:00Z",
     ).as_dict()  # fmt: skip
     assert json.loads(json.dumps(written, allow_nan=False)) == {
@@ -103,7 +103,7 @@ def test_a_full_event_reads_back_as_it_was_written():
         "culprit": {"phase": "backward", "module": "mlp", "op": "aten.exp.default", "source": "m.py:1", "parameter": "w",
                     "term": "ce", "samples": [2], "rows": [1017], "tokens": [[2, 5]], "reward_function": "r",
                     "prompt": "p", "completion": "c"},
-        "cause": "fp16_overflow", "remedies": [{"name": "bf16", "tried": True, "works": True}],
+        "cause": "fp16_overflow", "remedies": [{"name": "bf16", "tried": True, "works": True, "note": None}],
         "bundle": "autopsy/step-42",
     }  # fmt: skip
 

@@ -39,10 +39,10 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @settings(deadline=None, max_examples=200)
 @given(tables(), st.integers(0, 6), st.booleans())
-def test_rows_become_what_the_reference_says(scores, end_id, look):
+def test_rows_become_what_the_reference_says(scores, end_id, read_in_place):
     end_id %= scores.shape[1]
     before = scores.clone()
-    repair = repair_scores(scores, end_id, look=look)
+    repair = repair_scores(scores, end_id, read_in_place=read_in_place)
     wanted = torch.tensor([reference(row, end_id) for row in scores.double().tolist()], dtype=torch.float64)
     assert torch.equal(repair.scores.double(), wanted)
     assert repair.scores.dtype == scores.dtype
@@ -54,9 +54,9 @@ def test_rows_become_what_the_reference_says(scores, end_id, look):
 @settings(deadline=None, max_examples=200)
 @given(tables(), st.integers(0, 6))
 def test_looking_and_not_looking_agree_bit_for_bit(scores, end_id):
-    seen, blind = (repair_scores(scores, end_id, look=look) for look in (True, False))
+    seen, blind = (repair_scores(scores, end_id, read_in_place=read_in_place) for read_in_place in (True, False))
     assert torch.equal(bits(seen.scores), bits(blind.scores))
-    changed = repair_scores(scores.clone(), end_id, look=False, in_place=True)
+    changed = repair_scores(scores.clone(), end_id, read_in_place=False, in_place=True)
     assert torch.equal(bits(changed.scores), bits(blind.scores))
 
 
@@ -90,7 +90,7 @@ def test_healthy_scores_are_returned_themselves():
 def test_extreme_finite_rows_are_healthy(edge):
     scores = torch.full((2, 3), edge)
     assert repair_scores(scores).scores is scores
-    assert torch.equal(repair_scores(scores, look=False).scores, scores)
+    assert torch.equal(repair_scores(scores, read_in_place=False).scores, scores)
 
 
 def test_ending_wins_over_a_mask_and_an_end_outside_the_vocabulary_is_0():
@@ -114,8 +114,8 @@ def test_slices_and_empty_scores_are_taken():
 
 
 @pytest.mark.parametrize("sick", [False, True])
-@pytest.mark.parametrize("look", [None, False])
-def test_nothing_is_read(sick, look):
+@pytest.mark.parametrize("read_in_place", [None, False])
+def test_nothing_is_read(sick, read_in_place):
     scores = torch.randn(4, 9)
     if sick:
         scores[1, 2] = NAN
@@ -123,7 +123,7 @@ def test_nothing_is_read(sick, look):
     tally, notes = Tally(), RowNotes()
     with OperationCounter() as count:
         for step in range(2 * FOLD_EVERY + 3):
-            repair = repair_scores(scores, look=look)
+            repair = repair_scores(scores, read_in_place=read_in_place)
             if repair.maxima is not None:
                 tally.add(repair.maxima)
                 notes.add(step, repair.maxima)
@@ -138,7 +138,7 @@ def test_a_healthy_call_is_one_operation_where_it_can_look():
         repair_scores(scores)
     assert count.ops == ["aten.amax.default"]
     with OperationCounter() as count:
-        repair_scores(scores, look=False)
+        repair_scores(scores, read_in_place=False)
     assert len(count.ops) <= 6, count.ops
 
 
@@ -197,7 +197,7 @@ def test_the_first_sick_step_of_each_row_is_kept(spacing):
         scores = torch.zeros(4, 3)
         for row, kind in planted.get(step, {}).items():
             scores[row, 0 if kind == "repaired" else slice(None)] = INF
-        notes.add(step, *repair_scores(scores, look=False)[1:])
+        notes.add(step, *repair_scores(scores, read_in_place=False)[1:])
     assert notes.read() == [
         (4 * spacing, 3 * spacing),
         (0, 3 * spacing),

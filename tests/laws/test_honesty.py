@@ -412,7 +412,7 @@ def test_a_nan_moment_ends_the_run_with_the_parameter_named(tmp_path):
     """Loss and gradients are finite when Adam's moment is not; the weight it ruins is named one step later."""
     trainer = build("plain", tmp_path)
     plant(trainer, Fault("moment", 1, 0, parameter=LAYER))
-    with pytest.raises(NonFiniteError, match=f"parameter {LAYER} holds NaN at step 2"):
+    with pytest.raises(NonFiniteError, match=f"parameter {LAYER} contains NaN at step 2"):
         trainer.train()
     assert trainer.state.global_step == 2
 

@@ -10,13 +10,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ...plain_text import format_error
 from ..event import Event, Remedy
 from ..journal import Journal
 from ..optimizer.update import examine_update, try_update_remedies
-from ..rerun.micro_batch import MicroBatch
+from ..rerun.micro_batch import MicroBatch, Payload, Weight
 from ..rerun.runner import Runner
 from ..settings import Policy
 from ..vocabulary import Action, Signal
@@ -38,17 +37,14 @@ FOLDER = "autopsy"
 class Budget:
     """The time that one autopsy may take.
 
-    Args:
-        seconds (`float`):
-            How long replays may go on after the origin was found.
-        report (`Callable`, *optional*):
-            Called with the current stage, at most every two seconds, once that much time has passed.
+    Replays may continue for `seconds` after the origin was found. `report` is called with the current stage, at most every
+    `PATIENCE` seconds, once that much time has passed.
     """
 
     def __init__(self, seconds: float, report: Callable[[str], None] | None = None):
         self.seconds = seconds
         self.report = report or (lambda stage: None)
-        self.begun = self.reported = time.monotonic()
+        self.start = self.reported = time.monotonic()
         self.deadline = float("inf")
         self.stage = ""
 
@@ -72,28 +68,19 @@ class Budget:
         now = time.monotonic()
         if now - self.reported > PATIENCE:
             self.reported = now
-            self.report(f"{self.stage} ({now - self.begun:.0f} s)")
+            self.report(f"{self.stage} ({now - self.start:.0f} s)")
         return now < self.deadline
 
-    def conclude(self, suspect: SuspectBatch, origin: Origin | None, **found: Any) -> Verdict:
-        """Returns the verdict with what it took to get there."""
-        seconds = round(time.monotonic() - self.begun, 3)
-        return Verdict(origin, num_samples=suspect.num_samples, num_runs=suspect.num_runs, seconds=seconds, **found)
+    def conclude(self, suspect: SuspectBatch, verdict: Verdict) -> Verdict:
+        """Returns the verdict with the number of samples and what the autopsy took."""
+        seconds = round(time.monotonic() - self.start, 3)
+        return replace(verdict, num_samples=suspect.num_samples, num_runs=suspect.num_runs, seconds=seconds)
 
 
 def examine(suspect: SuspectBatch, budget: Budget, remedies: bool = True) -> Verdict:
-    """Examines a bad micro-batch.
-
-    Args:
-        suspect (`SuspectBatch`):
-            The micro-batch, ready to be run again.
-        budget (`Budget`):
-            How much time there is once the origin is known.
-        remedies (`bool`, *optional*, defaults to `True`):
-            Whether to try remedies.
-    """
+    """Examines a bad micro-batch and, if `remedies` is true, tries remedies."""
     origin = budget.find_origin(suspect)
-    return budget.conclude(suspect, None) if origin is None else explain(suspect, origin, budget, remedies)
+    return budget.conclude(suspect, Verdict(None)) if origin is None else explain(suspect, origin, budget, remedies)
 
 
 def explain(suspect: SuspectBatch, origin: Origin, budget: Budget, remedies: bool = True, text: bool = True) -> Verdict:
@@ -107,15 +94,14 @@ def explain(suspect: SuspectBatch, origin: Origin, budget: Budget, remedies: boo
     if remedies and reproducible is not False:
         budget.enter("trying remedies")
         tried += try_remedies(suspect, origin, blame, budget.allowed)
-    return budget.conclude(suspect, origin, blame=blame, reproducible=reproducible, remedies=tried)
+    return budget.conclude(suspect, Verdict(origin, blame, reproducible, tried))
 
 
 def trace_update(suspect: SuspectBatch, origin: Origin) -> tuple[Origin, tuple[Remedy, ...]]:
     """Goes one step further back if a parameter was not finite: to the optimizer update that wrote it."""
     optimizer = suspect.runner.optimizer
     named = [(n, p) for n, p in suspect.model.named_parameters() if n == origin.parameter]
-    update = examine_update(optimizer, named) if optimizer is not None and named else None
-    if update is None:
+    if optimizer is None or not named or (update := examine_update(optimizer, named)) is None:
         return origin, ()
     return replace(origin, phase="optimizer", cause=update.cause), try_update_remedies(optimizer, update, named[0][1])
 
@@ -134,15 +120,8 @@ def read_texts(suspect: SuspectBatch, blame: Blame) -> dict[int, str]:
 class Examiner:
     """Decides which bad micro-batches are examined, and keeps the verdicts.
 
-    Args:
-        policy (`Policy`):
-            Whether to examine, how many faults, and for how long.
-        journal (`Journal`):
-            Where the event of a failed autopsy is written.
-        folder (`Path`, *optional*):
-            The run's `nanguard` folder; without one no bundle is written.
-
-    `spared` holds the non-finite parameters that some samples do not use, as an autopsy has shown.
+    `folder` is the run's `nanguard` folder; without one no bundle is written. `spared` holds the non-finite parameters that
+    some samples do not use, as an autopsy has shown.
     """
 
     def __init__(self, policy: Policy, journal: Journal, folder: Path | None = None):
@@ -159,7 +138,9 @@ class Examiner:
         """Whether another micro-batch may be traced."""
         return self.policy.autopsy and self.num_traces < TRACES_PER_AUTOPSY * self.policy.max_autopsies
 
-    def examine(self, runner: Runner, micro: MicroBatch, weight: Any, step: int) -> Verdict | None:
+    def examine(
+        self, runner: Runner[Payload, Weight], micro: MicroBatch[Payload], weight: Weight, step: int
+    ) -> Verdict | None:
         """Examines a bad micro-batch; `None` if no more are examined, or if the examination failed.
 
         A fault that was examined before is only located again. Gradients, buffers and random state are left as the last
@@ -189,8 +170,10 @@ class Examiner:
         known = self.known.get(origin.signature)
         if known is not None or full or suspect.runner.lockstep:  # locates it, without another examination
             blame = find_blame(suspect, origin, lambda: False)
-            kept = {} if known is None else {"remedies": known.remedies, "bundle": known.bundle}
-            verdict = budget.conclude(suspect, origin, blame=blame, **kept)
+            verdict = Verdict(origin, blame)
+            if known is not None:
+                verdict = replace(verdict, remedies=known.remedies, bundle=known.bundle)
+            verdict = budget.conclude(suspect, verdict)
         else:
             verdict = explain(suspect, origin, budget, text=self.policy.bundle_text)
             verdict = self._write_bundle(suspect, verdict, step)
@@ -202,9 +185,9 @@ class Examiner:
     def _report_finite(self, suspect: SuspectBatch, budget: Budget, step: int, full: bool) -> Verdict:
         """Handles a fault that the trace did not reproduce; logs each of the two outcomes once."""
         if full or suspect.runner.lockstep:
-            return budget.conclude(suspect, None)
+            return budget.conclude(suspect, Verdict(None))
         again = not suspect.run(compiled=True).healthy  # as the loop runs it, which cannot be traced
-        verdict = budget.conclude(suspect, None, reproducible=again)
+        verdict = budget.conclude(suspect, Verdict(None, reproducible=again))
         if self._is_first(f"finite under the trace, {again}"):
             self._log(verdict, step, suspect.micro)
         return verdict
@@ -238,9 +221,9 @@ class Examiner:
             return verdict
         return replace(verdict, bundle=path.relative_to(self.folder).as_posix())
 
-    def log_out_of_sight(self, step: int) -> None:
-        """Logs, once, that the fault is where this runner cannot look."""
-        if self._is_first("out of sight") and self.journal.ranks.rank == 0:
+    def log_outside_model(self, step: int) -> None:
+        """Logs, once, that the fault is outside the model, where this runner cannot run anything again."""
+        if self._is_first("outside the model") and self.journal.ranks.rank == 0:
             logger.warning(
                 "hf_nanguard: no autopsy of step %d: forward and backward of the model are finite when run again, so the "
                 "fault is in the loss or in a hook on the model, which a callback cannot see. Use attach(trainer) instead.",

@@ -7,10 +7,9 @@ mask, unless a module that ran later is bad too.
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
-from typing import Any
 
 from ...plain_text import format_error
-from ..event import Culprit, Event
+from ..event import Culprit, Event, JsonObject, JsonValue
 from ..torch_private import is_compiled
 from ..vocabulary import Action, Signal
 from .base import Monitor
@@ -90,11 +89,11 @@ class ActivationMonitor(Monitor):
             self.probe.close()
         self.probe = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Returns the samples of the forecast and the next additional check, as JSON values."""
         return {"headroom": self.headroom.state_dict(), "next_check": self.next_check}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Restores what [`ActivationMonitor.state_dict`] returned; modules that are not monitored are left out."""
         self.headroom.load_state_dict({n: trend for n, trend in state["headroom"].items() if n in self.modules})
         self.next_check = state["next_check"]
@@ -137,7 +136,7 @@ class ActivationMonitor(Monitor):
         if bad and not self.is_bad:
             name, first = bad[0], self.seen[bad[0]]
             kind = "NaN" if first.has_nan else "inf"
-            values = {"kind": kind.lower(), "num_modules": len(bad), "dtype": first.dtype}
+            values: dict[str, JsonValue] = {"kind": kind.lower(), "num_modules": len(bad), "dtype": first.dtype}
             if name in self.bits:
                 values["last_bits"] = self.bits[name]
             message = f"The output of {name} contains {kind} at step {step}."

@@ -13,12 +13,11 @@ To add a monitor: subclass [`Monitor`] in its own file, add it to `monitor_set.b
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..event import Culprit, Event
+from ..event import Culprit, Event, JsonObject, JsonValue, Remedy
 from ..journal import Journal
 from ..ranks import Ranks
 from ..vocabulary import Action, Cause, Signal
@@ -32,17 +31,17 @@ class Hook:
     def __init__(self, function: Callable[..., None]):
         self.function = function
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: object) -> None:
         self.function(*args)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Hook":
+    def __deepcopy__(self, memo: dict[int, object]) -> "Hook":
         return Hook(_do_nothing)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type["Hook"], tuple[Callable[..., None]]]:
         return Hook, (_do_nothing,)
 
 
-def _do_nothing(*args: Any) -> None:
+def _do_nothing(*args: object) -> None:
     return
 
 
@@ -98,11 +97,11 @@ class Monitor:
         """Removes hooks and samples that an interrupted step may have left."""
         return
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Returns the state to save in a checkpoint, as JSON values."""
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Restores what [`Monitor.state_dict`] returned."""
         return
 
@@ -125,10 +124,10 @@ class Monitor:
         step: int,
         signal: Signal,
         message: str,
-        values: dict[str, Any] | None = None,
+        values: Mapping[str, JsonValue] | None = None,
         culprit: Culprit | None = None,
         cause: Cause | None = None,
-        remedies: tuple[dict[str, Any], ...] = (),
+        remedies: tuple[Remedy, ...] = (),
     ) -> None:
         """Writes an event about an observation that is the same on every rank, on rank 0 only."""
         fields = (None, 0, values or {}, culprit, cause, remedies)

@@ -12,12 +12,11 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..finite import local
+from ..finite import dtype_name, local
 from ..rerun.nested_inputs import find_tensors
 from ..torch_private import is_in_backward
 from ..vocabulary import Cause
@@ -34,7 +33,7 @@ DTYPES = {torch.finfo(dtype).max: dtype for dtype in CAUSES}
 COLUMNS = 7  # minus lowest, highest, whether NaN, RMS, share of zeros, share near the limit, minus the dtype's limit
 
 
-def find_tensor(output: Any) -> Tensor | None:
+def find_tensor(output: object) -> Tensor | None:
     """Returns the first float tensor with at least one dimension in the output of a module, `None` without any."""
     return next((part for tensor in find_tensors(output) if _has_kernels(part := local(tensor))), None)
 
@@ -74,7 +73,7 @@ class Activation:
     @property
     def dtype(self) -> str:
         """The name of the output's dtype."""
-        return str(DTYPES[self.limit]).removeprefix("torch.")
+        return dtype_name(DTYPES[self.limit])
 
     @property
     def overflow_cause(self) -> Cause | None:
@@ -97,15 +96,9 @@ class OutputMeasure:
 
 
 class OutputProbe:
-    """Hooks that measure the outputs of modules in one step.
+    """Hooks that measure the outputs of modules in one step, while the model is in training mode.
 
-    Args:
-        model (`nn.Module`):
-            The model, whose mode tells training from evaluation.
-        modules (`Mapping[str, nn.Module]`):
-            The modules by name.
-        near (`Collection[str]`):
-            Names of the modules whose share near the dtype's limit is measured too.
+    For the modules in `near` the share near the limit of the dtype is measured, too.
     """
 
     def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], near: Collection[str]):
@@ -124,7 +117,7 @@ class OutputProbe:
         for handle in self._handles:
             handle.remove()
 
-    def _measure(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _measure(self, name: str, module: nn.Module, args: object, output: object) -> None:
         if torch.compiler.is_compiling() or not self.model.training:
             return
         self.order[name] = None

@@ -6,13 +6,13 @@ ranks the error is raised instead, because other ranks may already wait for the 
 
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
 
 from ...plain_text import format_error
-from ..event import Event
+from ..event import Event, JsonObject
 from ..journal import Journal
 from ..settings import Policy
 from ..vocabulary import Action, Signal
@@ -31,17 +31,8 @@ def build_monitors(
 ) -> tuple[Monitor, ...]:
     """Builds the monitors that a policy asks for.
 
-    Args:
-        policy (`Policy`):
-            The settings.
-        model (`nn.Module`):
-            The model, without DDP wrapper.
-        optimizer (`torch.optim.Optimizer`, *optional*):
-            Its optimizer; `None` if weights and optimizer state cannot be read from here.
-        journal (`Journal`):
-            Where events are written.
-        compiled (`bool`, *optional*, defaults to `False`):
-            Whether the model runs under `torch.compile`.
+    The model must have no DDP wrapper. `optimizer` is `None` if weights and optimizer state cannot be read from here; `compiled`
+    says whether the model runs under `torch.compile`.
     """
     if policy.mode == "off":
         return ()
@@ -57,19 +48,14 @@ def build_monitors(
 
 
 class MonitorSet:
-    """Calls all monitors of a run at each stage of a step and keeps their state in checkpoints.
-
-    Args:
-        journal (`Journal`):
-            Where the failure of a monitor is reported.
-    """
+    """Calls all monitors of a run at each stage of a step and keeps their state in checkpoints."""
 
     def __init__(self, journal: Journal):
         self.journal = journal
         self.monitors: tuple[Monitor, ...] = ()
         self.step: int | None = None  # the step under way
         self.awaits_update = False
-        self.loaded: dict[str, Any] = {}  # the state of a checkpoint that was loaded before the monitors were built
+        self.loaded: JsonObject = {}  # the state of a checkpoint that was loaded before the monitors were built
 
     def begin(self, monitors: tuple[Monitor, ...]) -> None:
         """Replaces the monitors and restores their state from the checkpoint that was loaded, if any."""
@@ -127,11 +113,11 @@ class MonitorSet:
         """Returns the metrics of the next row of the log."""
         return {name: value for row in self._each(lambda monitor: monitor.metrics()) for name, value in row.items()}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Returns the state of all monitors by class name, as JSON values."""
         return dict(self._each(lambda monitor: (type(monitor).__name__, monitor.state_dict())))
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Restores what [`MonitorSet.state_dict`] returned, now or as soon as the monitors are built."""
         self.loaded = dict(state)
         if self.monitors:

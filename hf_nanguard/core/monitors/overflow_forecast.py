@@ -10,7 +10,7 @@ what is left, because growth that levels off is healthy; and the overflow is not
 back. A module that has less than one bit left twice in a row is also reported. While danger is possible but not certain,
 checks are more frequent.
 
-It cannot tell growth that will stop suddenly, for example with the warm-up of the learning rate, from growth that continues: if
+It cannot distinguish growth that will stop suddenly, for example with the warm-up of the learning rate, from growth that continues: if
 that happens inside the reserve, it warns. It does not see overflows that take fewer steps than a few samples. At one bit per
 eight steps or faster it mostly warns less than twenty steps ahead; an earlier warning would lie outside of the reserve.
 """
@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from statistics import median
-from typing import Any
 
+from ..event import JsonObject
 from ..robust_window import MAD_TO_SIGMA
 
 WINDOW = 16
@@ -68,7 +68,7 @@ def fit_line(samples: Sequence[Sample]) -> tuple[float, float, float]:
     return slope, height, MAD_TO_SIGMA * median(abs(value - height) for value in levelled)
 
 
-def foresee_loss(samples: Sequence[Sample]) -> float:
+def extrapolate_loss(samples: Sequence[Sample]) -> float:
     """Returns how many more bits will be lost if the loss keeps slowing down as it did; inf if it does not slow down."""
     half = len(samples) // 2
     early, late = samples[: half + 1], samples[half:]
@@ -139,7 +139,7 @@ class Trend:
             falls
             and max(height, latest_height) <= self.reserve
             and -slope * span >= max(MIN_LOSS, MIN_SIGMAS * scatter)
-            and foresee_loss(samples) >= MARGIN * latest_height
+            and extrapolate_loss(samples) >= MARGIN * latest_height
             and self.steps_left() <= MAX_REACH * span
         )
         if not certain and not few:
@@ -187,11 +187,11 @@ class Headroom:
         steps = [self.trends[name].next_check(every_n_steps) for name in modules]
         return min((step for step in steps if step is not None), default=None)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Returns the trends of all modules, as JSON values."""
         return {name: asdict(trend) for name, trend in self.trends.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Restores what [`Headroom.state_dict`] returned."""
         self.trends = {}
         for name, saved in state.items():

@@ -8,10 +8,11 @@ not see single heads (a layer is the mean of its heads) nor what happens between
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..event import JsonObject
 
 SAMPLES = 2  # of a micro-batch
 POSITIONS = 8  # of a sample, evenly spread
@@ -47,21 +48,10 @@ def measure_attention(
 ) -> Tensor:
     """Measures an attention layer on a few queries of one or two samples.
 
-    Args:
-        query (`Tensor`):
-            Of shape (batch, heads, queries, features).
-        key (`Tensor`):
-            Of shape (batch, groups, keys, features); each group serves the same number of heads.
-        scaling (`float`, *optional*):
-            What scores are multiplied by; one over the root of the features by default.
-        mask (`Tensor`, *optional*):
-            True where a query sees a key, or a number that is added to the score; of a shape that broadcasts.
-        causal (`bool`, *optional*, defaults to `False`):
-            Whether, without a mask, query i sees the keys up to i only.
-        bias (`Tensor`, *optional*):
-            Is added to the scores, and hides nothing.
-        softcap (`float`, *optional*):
-            What scaled scores are squashed to, before masks and biases.
+    Queries have the shape (batch, heads, queries, features), keys (batch, groups, keys, features), where each group serves the
+    same number of heads. Scores are multiplied by `scaling` (by default one over the root of the features) and squashed to
+    `softcap`; then the `mask` (true where a query sees a key, or a number to add) and the `bias`, which hides nothing, apply.
+    Without a mask, `causal` lets query i see the keys up to i only.
 
     Returns:
         `Tensor`: the largest score before the softmax, and minus the mean relative entropy of queries that see at least
@@ -105,11 +95,8 @@ def measure_attention(
 def measure_router(logits: Tensor, real: Tensor | None = None) -> Tensor:
     """Measures a router on up to `TOKENS` tokens.
 
-    Args:
-        logits (`Tensor`):
-            Of shape (..., experts); probabilities, which some routers give, are known by their sums.
-        real (`Tensor`, *optional*):
-            Which tokens are no padding, as many as there are tokens.
+    Logits have the shape (..., experts); probabilities, which some routers return, are recognized by their sums. `real` says
+    which tokens are not padding.
 
     Returns:
         `Tensor`: minus the mean relative entropy of a token's distribution, minus the relative entropy of the mean
@@ -146,14 +133,10 @@ def measure_logsumexp(logits: Tensor, real: Tensor | None = None) -> Tensor:
 class Rule:
     """When a value of a module has collapsed: beyond a level, and by a ratio away from its initial value.
 
-    Args:
-        rises (`bool`):
-            Whether large values are bad; else small ones.
-        level (`float`), ratio (`float`):
-            The two bounds, of which the farther one counts.
+    The farther of the two bounds counts.
     """
 
-    rises: bool
+    rises: bool  # whether large values are bad; else small ones
     level: float
     ratio: float
 
@@ -191,12 +174,7 @@ class Finding:
 
 
 class CollapseDetector:
-    """Follows one value of many modules and reports once when some of them have collapsed.
-
-    Args:
-        rule (`Rule`):
-            What counts as a collapse.
-    """
+    """Follows one value of many modules and reports once when some of them have collapsed."""
 
     def __init__(self, rule: Rule):
         self.rule = rule
@@ -231,13 +209,13 @@ class CollapseDetector:
     def _initial(self, module: str) -> float:
         return (min if self.rule.rises else max)(self.first[module])
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Returns the state to save in a checkpoint, as JSON values."""
         first = {module: list(early) for module, early in self.first.items()}
         collapsed = sorted(self.collapsed)
         return {"first": first, "in_a_row": dict(self.in_a_row), "collapsed": collapsed, "reported": self.reported}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Restores what [`CollapseDetector.state_dict`] returned."""
         self.first = {module: [float(value) for value in early] for module, early in state["first"].items()}
         self.in_a_row = {module: int(count) for module, count in state["in_a_row"].items()}

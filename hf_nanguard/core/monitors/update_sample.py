@@ -33,7 +33,7 @@ class Piece:
 
     @property
     def weight(self) -> float:
-        """How many entries of the parameter each sampled one stands for."""
+        """How many entries of the parameter each sampled one represents."""
         return local(self.parameter).numel() / self.size
 
     def take(self, tensor: Tensor) -> Tensor:

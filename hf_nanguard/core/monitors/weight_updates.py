@@ -1,7 +1,7 @@
 """Checks that optimizer updates still change the stored weights.
 
 A bfloat16 weight has eight significant bits: an update below 1/512 of it is rounded away. The loss looks normal and nothing is
-learned. This is told apart from a learning rate of zero and from parameters that receive no gradient.
+learned. This is distinguished from a learning rate of zero and from parameters that receive no gradient.
 
 A check makes one host read. Under DDP weights and gradients are the same on every rank, so no message is needed; if parameters
 are sharded, ranks exchange their counts. Optimizers with stochastic rounding, whose few changes are right on average, are not
@@ -9,13 +9,13 @@ recognised.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, asdict, dataclass, field
-from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
-from ..event import Culprit
+from ..event import Culprit, JsonObject, JsonValue, Remedy
+from ..finite import dtype_name
 from ..optimizer.rounding import MOVES, keeps_remainder, try_rounding_remedies
 from ..vocabulary import Cause, Signal
 from .base import Monitor
@@ -82,11 +82,11 @@ class UpdateMonitor(Monitor):
         """Drops the sample of an update that did not happen."""
         self.sample = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Returns the counts to save in a checkpoint."""
         return asdict(self.state)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Restores what [`UpdateMonitor.state_dict`] returned."""
         self.state = UpdateState(**state)
 
@@ -116,7 +116,7 @@ class UpdateMonitor(Monitor):
         judged = {
             piece.name: piece
             for piece in sample.pieces
-            if _name_dtype(piece.parameter) in LOW_PRECISION
+            if dtype_name(piece.parameter.dtype) in LOW_PRECISION
             and piece.name not in self.exempt
             and self._is_under_way(counts.rates[piece.group], piece.group)
         }
@@ -138,7 +138,7 @@ class UpdateMonitor(Monitor):
             return
         state.reported_rounding = True
         rates = sorted({rate for piece in judged.values() if (rate := counts.rates[piece.group]) is not None})
-        dtypes = " and ".join(sorted({_name_dtype(piece.parameter) for piece in judged.values()}))
+        dtypes = " and ".join(sorted({dtype_name(piece.parameter.dtype) for piece in judged.values()}))
         remedies = try_rounding_remedies(self.optimizer, list(entries.values()))
         at = f" at learning rate {' and '.join(f'{rate:g}' for rate in rates)}" if rates else ""
         message = (
@@ -148,7 +148,7 @@ class UpdateMonitor(Monitor):
             f"This helps: {'; '.join(str(remedy.note) for remedy in remedies if remedy.works is not False)}."
         )
         values = {"update_share": share, "learning_rate": max(rates, default=None), "dtype": dtypes}
-        self._emit_stall(step, message, values, Cause.ROUNDING_STALL, tuple(asdict(remedy) for remedy in remedies))
+        self._emit_stall(step, message, values, Cause.ROUNDING_STALL, remedies)
 
     def _initial_rate(self, group: int) -> float | None:
         rate = self.optimizer.param_groups[group].get("initial_lr")
@@ -165,14 +165,10 @@ class UpdateMonitor(Monitor):
         self,
         step: int,
         message: str,
-        values: dict[str, Any],
+        values: Mapping[str, JsonValue],
         cause: Cause | None = None,
-        remedies: tuple[dict[str, Any], ...] = (),
+        remedies: tuple[Remedy, ...] = (),
     ) -> None:
         idle = self.state.idle or []
-        values |= {"num_idle_parameters": len(idle), "idle_parameters": idle[:SHOWN]}
+        values = {**values, "num_idle_parameters": len(idle), "idle_parameters": idle[:SHOWN]}
         self.emit(step, Signal.UPDATE_STALLED, message, values, Culprit("optimizer"), cause, remedies)
-
-
-def _name_dtype(parameter: Tensor) -> str:
-    return str(parameter.dtype).removeprefix("torch.")

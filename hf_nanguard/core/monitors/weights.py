@@ -7,23 +7,21 @@ confirmed by a second, exact check, which names the tensor, its rows and the upd
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..event import Culprit, Event, strict
-from ..finite import find_nonfinite, local, magnitudes, read_host
+from ..event import Culprit, Event, JsonObject, Remedy, strict
+from ..finite import SHOWN_ROWS, find_nonfinite, find_rows, local, magnitudes, read_host
 from ..optimizer.update import UpdateFinding, examine_state, examine_update, try_update_remedies
-from ..state_tensors import Watched, is_plain, list_watched, name_saved_buffers
+from ..state_tensors import StateTensor, is_plain, list_state_tensors, name_saved_buffers
 from ..torch_private import foreach_norm
 from ..vocabulary import Action, Cause, Signal
 from .base import Monitor
 
-SHOWN_ROWS = 8
 SHOWN_TENSORS = 12
 
 
@@ -41,7 +39,7 @@ class StateFinding:
     is_shard: bool = False  # whether other ranks hold other parts of it
     is_buffer: bool = False
     update: UpdateFinding | None = None  # the update that made it non-finite, if the optimizer's state shows it
-    remedies: tuple[dict[str, Any], ...] = ()  # settings of the optimizer that were tried on a copy
+    remedies: tuple[Remedy, ...] = ()  # settings of the optimizer that were tried on a copy
 
 
 def check_state(
@@ -49,30 +47,12 @@ def check_state(
 ) -> StateFinding | None:
     """Finds the first non-finite tensor of a model and its optimizer, with one host read while there is none.
 
-    Frozen parameters are not checked. In buffers, only NaN is bad.
-
-    Args:
-        model (`nn.Module`):
-            The model.
-        optimizer (`torch.optim.Optimizer`, *optional*):
-            The optimizer, or anything with its `param_groups` and `state`.
-        ignored_buffers (`Collection[str]`, *optional*):
-            Names of buffers that are not checked.
-
-    Returns:
-        `StateFinding | None`: the first bad parameter, else the first bad state or buffer, on this rank.
-
-    Example:
-
-    ```python
-    finding = check_state(model, optimizer)
-    if finding is not None:
-        raise SystemExit(format_finding(finding))
-    ```
+    Frozen parameters are not checked. In buffers, only NaN is bad. Returns the first bad parameter, else the first bad state or
+    buffer, on this rank.
     """
     named: dict[str, Tensor] = dict(model.named_parameters())
     buffers = ((name, buffer) for name, buffer in name_saved_buffers(model) if name not in ignored_buffers)
-    watched = list(list_watched(list(named.items()), optimizer, buffers))
+    watched = list(list_state_tensors(list(named.items()), optimizer, buffers))
     finding = _find_exactly(watched) if _is_any_suspect(watched) else None
     if finding is None or optimizer is None or finding.parameter not in named:
         return finding
@@ -87,12 +67,12 @@ def find_bad_weights(model: nn.Module) -> dict[str, str]:
 
 
 @torch.no_grad()
-def _is_any_suspect(watched: list[Watched]) -> bool:
+def _is_any_suspect(watched: list[StateTensor]) -> bool:
     """The one host read of a check: the largest norm of each device and dtype, buffers apart.
 
     Kernels over lists are fused on accelerators only if all tensors of a list share device and dtype.
     """
-    groups: dict[tuple[str, torch.dtype, bool], list[Watched]] = {}
+    groups: dict[tuple[str, torch.dtype, bool], list[StateTensor]] = {}
     for each in watched:
         groups.setdefault((str(each.tensor.device), each.tensor.dtype, each.may_be_inf), []).append(each)
     # Accelerators first: results from the host are then copied there, and all are read at once.
@@ -103,7 +83,7 @@ def _is_any_suspect(watched: list[Watched]) -> bool:
 
 
 @torch.no_grad()
-def _find_exactly(watched: list[Watched]) -> StateFinding | None:
+def _find_exactly(watched: list[StateTensor]) -> StateFinding | None:
     """Returns the first bad tensor, in the order parameter, state, buffer, and its bad entries."""
     largest = read_host(magnitudes([each.tensor for each in watched]))
     found = [
@@ -115,14 +95,13 @@ def _find_exactly(watched: list[Watched]) -> StateFinding | None:
         return None
     first, kind = found[0]
     entries = torch.isnan(first.tensor) if first.may_be_inf else ~torch.isfinite(first.tensor)
-    rows = (entries if entries.ndim < 2 else entries.flatten(1).any(1)).reshape(-1).nonzero().flatten()
     return StateFinding(
         parameter=first.owner,
         state=first.state,
         kind=kind,
         num_bad=int(entries.sum()),
         num_entries=entries.numel(),
-        rows=tuple(rows[:SHOWN_ROWS].tolist()),
+        rows=find_rows(entries),
         bad={each.name: kind for each, kind in found},
         is_shard=first.is_shard,
         is_buffer=first.may_be_inf,
@@ -135,19 +114,11 @@ def _explain(finding: StateFinding, parameter: Tensor, optimizer: Optimizer) -> 
     update = examine(optimizer, [(finding.parameter, parameter)])
     if update is None:
         return finding
-    tried = try_update_remedies(optimizer, update, parameter)
-    return replace(finding, update=update, remedies=tuple(asdict(remedy) for remedy in tried))
+    return replace(finding, update=update, remedies=try_update_remedies(optimizer, update, parameter))
 
 
 def format_finding(finding: StateFinding, rank: int | None = None) -> str:
-    """Returns a clause that names tensor, kind, rows and cause.
-
-    Args:
-        finding (`StateFinding`):
-            The finding.
-        rank (`int`, *optional*):
-            The rank that holds the shard of a sharded tensor.
-    """
+    """Returns a clause that names tensor, kind, rows and cause; `rank` is the one that holds the shard of a sharded tensor."""
     own = f"{'buffer' if finding.is_buffer else 'parameter'} {finding.parameter}"
     what = own if finding.state is None else f"optimizer state {finding.state} of {finding.parameter}"
     kind = "NaN" if finding.kind == "nan" else "inf"
@@ -162,13 +133,17 @@ def format_finding(finding: StateFinding, rank: int | None = None) -> str:
     return message + (f" ({others} more {'tensor is' if others == 1 else 'tensors are'} non-finite)" if others else "")
 
 
-def _format_advice(remedies: tuple[dict[str, Any], ...]) -> str:
+def _read_remedies(found: JsonObject) -> tuple[Remedy, ...]:
+    return tuple(Remedy(**remedy) for remedy in found["remedies"])
+
+
+def _format_advice(remedies: Sequence[Remedy]) -> str:
     """Returns a sentence about the best remedy, empty without any."""
-    best = next((remedy for remedy in remedies if remedy["works"]), None)
+    best = next((remedy for remedy in remedies if remedy.works), None)
     if best is not None:
-        return f" This would have helped, as tried on a copy: {best['name']} ({best['note']})."
-    untried = next((remedy for remedy in remedies if not remedy["tried"]), None)
-    return "" if untried is None else f" This may help: {untried['name']} ({untried['note']})."
+        return f" This would have helped, as tried on a copy: {best.name} ({best.note})."
+    untried = next((remedy for remedy in remedies if not remedy.tried), None)
+    return "" if untried is None else f" This may help: {untried.name} ({untried.note})."
 
 
 @dataclass(eq=False)
@@ -187,7 +162,7 @@ class WeightMonitor(Monitor):
 
     def __post_init__(self) -> None:
         # Buffers that were NaN before the first update are ignored. Their norms are read once a buffer is found bad.
-        watched = list(list_watched([], None, name_saved_buffers(self.model)))
+        watched = list(list_state_tensors([], None, name_saved_buffers(self.model)))
         with torch.no_grad():
             norms = foreach_norm([each.tensor for each in watched], 2) if watched else ()
         self.initial_norms = dict(zip((each.name for each in watched), norms, strict=True))
@@ -215,7 +190,7 @@ class WeightMonitor(Monitor):
         self.reported.update(bad)
         if not self.acts:
             return None
-        return f"Training was halted at step {step}: {message}.{_format_advice(found['remedies'])}"
+        return f"Training was halted at step {step}: {message}.{_format_advice(_read_remedies(found))}"
 
     def _find(self) -> StateFinding | None:
         """Checks this rank; buffers that were NaN before the first update are ignored."""
@@ -226,7 +201,7 @@ class WeightMonitor(Monitor):
         self.ignored_buffers = {name for name, norm in zip(self.initial_norms, read, strict=True) if math.isnan(norm)}
         return check_state(self.model, self.optimizer, self.ignored_buffers)
 
-    def _make_event(self, step: int, rank: int, found: dict[str, Any], message: str, bad: dict[str, str]) -> Event:
+    def _make_event(self, step: int, rank: int, found: JsonObject, message: str, bad: dict[str, str]) -> Event:
         is_state, update = found["state"] is not None, found["update"]
         values = {key: found[key] for key in ("state", "kind", "num_bad", "num_entries", "rows")}
         values |= {"num_bad_tensors": len(bad), "bad_tensors": dict(list(bad.items())[:SHOWN_TENSORS])}
@@ -244,5 +219,5 @@ class WeightMonitor(Monitor):
             values=values,
             culprit=Culprit(phase=phase, parameter=found["parameter"]),
             cause=cause,
-            remedies=tuple(found["remedies"]),
+            remedies=_read_remedies(found),
         )

@@ -5,20 +5,23 @@ callers catch that.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ..finite import local
 
+# The settings of a parameter group, or the state of a parameter, as torch types them.
+Settings: TypeAlias = dict[str, Any]
 
-def find_group(optimizer: Any, parameter: Tensor) -> dict[str, Any] | None:
+
+def find_group(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Settings | None:
     """Returns the parameter group that holds a parameter."""
     return next((group for group in optimizer.param_groups if any(p is parameter for p in group["params"])), None)
 
 
-def copy_settings(group: dict[str, Any]) -> dict[str, Any]:
+def copy_settings(group: Settings) -> Settings:
     """Returns the settings of a parameter group, without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
@@ -29,28 +32,21 @@ def copy_entries(tensor: Tensor, entries: Tensor) -> Tensor:
 
 
 def copy_state(
-    optimizer: Any,
+    optimizer: torch.optim.Optimizer,
     parameter: Tensor,
     entries: Tensor,
-    settings: dict[str, Any],
+    settings: Settings,
     change: Callable[[Tensor], Tensor] | None = None,
-) -> dict[str, Any]:
-    """Returns the optimizer state of some entries of a parameter.
+) -> Settings:
+    """Returns the optimizer state of some entries of a parameter, given as positions in its flattened part on this rank.
 
-    Args:
-        optimizer (`torch.optim.Optimizer`), parameter (`Tensor`):
-            Whose state is copied.
-        entries (`Tensor`):
-            Positions in the flattened part of the parameter on this rank.
-        settings (`dict[str, Any]`):
-            The settings of the update: fused and capturable optimizers keep scalars on the device.
-        change (`Callable`, *optional*):
-            Applied to every tensor that has a number for each entry, e.g. a cast.
+    Fused and capturable optimizers (`settings`) keep scalars on the device. `change` is applied to every tensor that has a
+    number for each entry, e.g. a cast.
     """
     shape = local(parameter).shape
     on_device = settings.get("fused") or settings.get("capturable")
 
-    def copy(value: Any) -> Any:
+    def copy(value: object) -> object:
         if not isinstance(value, Tensor):
             return value
         if not value.ndim or local(value).shape != shape:
@@ -62,12 +58,13 @@ def copy_state(
 
 
 def step_copy(
-    optimizer: Any, weights: Tensor, gradient: Tensor, state: dict[str, Any], settings: dict[str, Any]
+    optimizer: torch.optim.Optimizer, weights: Tensor, gradient: Tensor, state: Settings, settings: Settings
 ) -> Tensor:
     """Steps a new optimizer of the same class over a copy of weights and returns the weights after the step."""
     copied = nn.Parameter(weights.clone())
     copied.grad = gradient
-    clone = type(optimizer)([copied])
+    make: Any = type(optimizer)  # every class but the base needs only the parameters
+    clone = make([copied])
     clone.param_groups[0].update(settings)
     clone.state[copied] = state
     with torch.enable_grad():  # as in a training loop

@@ -9,7 +9,6 @@ Nothing is tried with optimizers whose state is not kept for each entry (Adafact
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,27 +31,16 @@ IDEAS = {
 
 @dataclass(frozen=True)
 class Sample:
-    """Entries of a parameter that an update should have changed.
-
-    Args:
-        parameter (`Tensor`):
-            The parameter.
-        entries (`Tensor`):
-            Their positions in its part on this rank.
-        gradient (`Tensor`):
-            Their gradients.
-        weight (`float`):
-            How many entries of the parameter each of them represents.
-    """
+    """Entries of a parameter that an update should have changed."""
 
     parameter: Tensor
-    entries: Tensor
-    gradient: Tensor
-    weight: float = 1.0
+    entries: Tensor  # their positions in its part on this rank
+    gradient: Tensor  # of these entries
+    weight: float = 1.0  # how many entries of the parameter each of them represents
 
 
 @torch.no_grad()
-def keeps_remainder(optimizer: Any, sample: Sample) -> bool:
+def keeps_remainder(optimizer: torch.optim.Optimizer, sample: Sample) -> bool:
     """Returns whether the optimizer keeps what rounding removes: a more precise copy of the weights, or the rest of updates."""
     state = optimizer.state.get(sample.parameter, {})
     weights = local(sample.parameter).reshape(-1)[sample.entries]
@@ -68,17 +56,10 @@ def keeps_remainder(optimizer: Any, sample: Sample) -> bool:
     return False
 
 
-def try_rounding_remedies(optimizer: Any, samples: Sequence[Sample]) -> tuple[Remedy, ...]:
+def try_rounding_remedies(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> tuple[Remedy, ...]:
     """Tries what would change entries whose updates are lost to rounding. Optimizer and parameters are only read.
 
-    Args:
-        optimizer (`torch.optim.Optimizer`):
-            The optimizer.
-        samples (`Sequence[Sample]`):
-            Entries with a gradient.
-
-    Returns:
-        `tuple[Remedy, ...]`: each with the share of entries it would move in a step.
+    The samples are entries with a gradient. Each remedy states the share of entries that it would move in a step.
     """
     live = [sample for sample in samples if len(sample.entries)]
     if not live or not all(_goes_by_entries(optimizer, sample.parameter) for sample in live):
@@ -94,7 +75,7 @@ def _leave(why: str) -> tuple[Remedy, ...]:
 
 
 @torch.no_grad()
-def _try(optimizer: Any, samples: Sequence[Sample]) -> tuple[Remedy, ...]:
+def _try(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> tuple[Remedy, ...]:
     sizes, chances, ratios = [], [], []
     for sample in samples:
         before, after = _update_copy(optimizer, sample, torch.float64)
@@ -143,18 +124,20 @@ def _find_distance(weights: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(torch.full_like(weights, info.eps), exponent).clamp(min=info.smallest_normal * info.eps)
 
 
-def _share_moved(optimizer: Any, sample: Sample, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
+def _share_moved(optimizer: torch.optim.Optimizer, sample: Sample, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
     before, after = _update_copy(optimizer, sample, dtype, factor)
     return (before != after).double().mean()
 
 
-def _goes_by_entries(optimizer: Any, parameter: Tensor) -> bool:
+def _goes_by_entries(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
     shape = local(parameter).shape
     tensors = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor)]
     return all(not v.ndim or (is_plain(local(v)) and local(v).shape == shape) for v in tensors)
 
 
-def _update_copy(optimizer: Any, sample: Sample, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+def _update_copy(
+    optimizer: torch.optim.Optimizer, sample: Sample, dtype: torch.dtype, factor: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """Returns some entries before and after one more update on a copy."""
     group = find_group(optimizer, sample.parameter)
     assert group is not None

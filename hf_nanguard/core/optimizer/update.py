@@ -10,19 +10,17 @@ finite will make the next update bad, or keep its entries from ever moving again
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...plain_text import format_error
 from ..event import Remedy
-from ..finite import find_nonfinite, local
+from ..finite import dtype_name, find_nonfinite, find_rows, local
 from ..state_tensors import is_plain
 from ..vocabulary import Cause
-from .copied_update import copy_entries, copy_settings, copy_state, find_group, step_copy
+from .copied_update import Settings, copy_entries, copy_settings, copy_state, find_group, step_copy
 
-SHOWN_ROWS = 8
 MAX_ENTRIES = 4096
 FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum")  # with amsgrad, Adam divides by the first
@@ -31,47 +29,23 @@ SAFE_EPS = {torch.float16: 1e-4}  # 1e-8 is less than half of the smallest float
 
 @dataclass(frozen=True)
 class UpdateFinding:
-    """What an optimizer update did to a parameter. Plain values only.
-
-    Args:
-        parameter (`str`):
-            Its name.
-        cause (`Cause`):
-            `optimizer_state`, `adam_eps_underflow` or `lr_too_high`.
-        state (`str`, *optional*):
-            The tensor of the optimizer's state that is to blame.
-        num_bad (`int`):
-            How many entries are explained by it.
-        rows (`tuple[int, ...]`):
-            The first of their rows (of the part of the parameter on this rank).
-        learning_rate, eps (`float`, *optional*):
-            The settings of the update.
-        message (`str`):
-            One clause for the event message.
-    """
+    """What an optimizer update did to a parameter. Plain values only."""
 
     parameter: str
-    cause: Cause
-    state: str | None
-    num_bad: int
-    rows: tuple[int, ...]
+    cause: Cause  # `optimizer_state`, `adam_eps_underflow` or `lr_too_high`
+    state: str | None  # the tensor of the optimizer's state that is to blame
+    num_bad: int  # entries that it explains
+    rows: tuple[int, ...]  # the first of their rows, in the part of the parameter on this rank
     learning_rate: float | None
     eps: float | None
-    message: str
+    message: str  # one clause for the event message
     phase: str = "optimizer"
 
 
-def examine_update(optimizer: Any, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
-    """Finds out how an update made weights non-finite.
+def examine_update(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
+    """Finds out how an update made weights non-finite; `None` if the optimizer, after the step, holds no evidence.
 
-    Args:
-        optimizer (`torch.optim.Optimizer`):
-            The optimizer after the step, or anything with its `param_groups` and `state`.
-        named (`Iterable[tuple[str, Tensor]]`):
-            Parameters by name; the first one that is bad and can be explained is reported.
-
-    Returns:
-        `UpdateFinding | None`: the finding, `None` if the optimizer holds no evidence.
+    The first parameter that is bad and can be explained is reported.
     """
     named = list(named)
     bad = find_nonfinite(named)
@@ -83,27 +57,20 @@ def examine_update(optimizer: Any, named: Iterable[tuple[str, Tensor]]) -> Updat
     return None
 
 
-def examine_state(optimizer: Any, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
-    """Finds out what a bad optimizer state means for weights that are still finite.
+def examine_state(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
+    """Finds out what a bad optimizer state means for weights that are still finite; `None` if the state of all is finite.
 
-    Args:
-        optimizer (`torch.optim.Optimizer`):
-            As in [`examine_update`].
-        named (`Iterable[tuple[str, Tensor]]`):
-            Parameters by name; the first one that is finite and whose state is bad is reported.
-
-    Returns:
-        `UpdateFinding | None`: the finding, with cause `optimizer_state`; `None` if the state of all is finite.
+    The first parameter that is finite and whose state is bad is reported, with cause `optimizer_state`.
     """
     named = list(named)
     bad = find_nonfinite(named)
-    sound = ((name, parameter) for name, parameter in named if name not in bad)
-    findings = (_examine(optimizer, name, parameter) for name, parameter in sound)
+    finite = ((name, parameter) for name, parameter in named if name not in bad)
+    findings = (_examine(optimizer, name, parameter) for name, parameter in finite)
     return next((finding for finding in findings if finding is not None), None)
 
 
 @torch.no_grad()
-def _examine(optimizer: Any, name: str, parameter: Tensor) -> UpdateFinding | None:
+def _examine(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor) -> UpdateFinding | None:
     group = find_group(optimizer, parameter)
     if group is None:
         return None
@@ -114,12 +81,12 @@ def _examine(optimizer: Any, name: str, parameter: Tensor) -> UpdateFinding | No
     if cause is None or entries is None:
         return None
     num_bad = int(entries.sum())
-    rows = (entries if entries.ndim < 2 else entries.flatten(1).any(1)).reshape(-1).nonzero().flatten()
-    dtype = str(parameter.dtype).removeprefix("torch.")
+    rows = find_rows(entries)
+    dtype = dtype_name(parameter.dtype)
     rate, eps = _number(group, "lr"), _number(group, "eps")
     if finite:
         message = _describe_state(_floats(optimizer, parameter), str(state), entries)
-        return UpdateFinding(name, cause, state, num_bad, tuple(rows[:SHOWN_ROWS].tolist()), rate, eps, message)
+        return UpdateFinding(name, cause, state, num_bad, rows, rate, eps, message)
     size = "1 entry" if num_bad == 1 else f"{num_bad} entries"
     kinds = "NaN or negative" if state in SECOND_MOMENTS else "NaN or inf"
     messages = {
@@ -127,7 +94,7 @@ def _examine(optimizer: Any, name: str, parameter: Tensor) -> UpdateFinding | No
         Cause.ADAM_EPS_UNDERFLOW: f"the update divided {size} by zero: {state} is 0, and eps {eps} is 0 in {dtype}",
         Cause.LR_TOO_HIGH: f"the update of {size} at learning rate {rate} exceeds the range of {dtype}",
     }
-    return UpdateFinding(name, cause, state, num_bad, tuple(rows[:SHOWN_ROWS].tolist()), rate, eps, messages[cause])
+    return UpdateFinding(name, cause, state, num_bad, rows, rate, eps, messages[cause])
 
 
 def _describe_state(state: dict[str, Tensor], key: str, entries: Tensor) -> str:
@@ -135,7 +102,7 @@ def _describe_state(state: dict[str, Tensor], key: str, entries: Tensor) -> str:
     if not _only_inf(state, key):
         return "the weights are still finite; the next update that uses it will make them non-finite"
     first = next((state[name] for name in FIRST_MOMENTS if name in state), None)
-    kept = str(state[key].dtype).removeprefix("torch.")
+    kept = dtype_name(state[key].dtype)
     why = ""
     if first is not None and first.shape == entries.shape and bool(torch.isfinite(first[entries]).all()):
         why = f"the square of a finite gradient exceeds the range of {kept}: "
@@ -147,12 +114,12 @@ def _only_inf(state: dict[str, Tensor], key: str) -> bool:
     return key in SECOND_MOMENTS and not bool((torch.isnan(state[key]) | (state[key] < 0)).any())
 
 
-def _number(group: dict[str, Any], key: str) -> float | None:
+def _number(group: Settings, key: str) -> float | None:
     value = group.get(key)
     return float(value) if isinstance(value, (int, float, Tensor)) else None
 
 
-def _floats(optimizer: Any, parameter: Tensor) -> dict[str, Tensor]:
+def _floats(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Returns the float tensors that the optimizer keeps for a parameter, the part on this rank."""
     state = optimizer.state.get(parameter, {})
     return {
@@ -163,41 +130,43 @@ def _floats(optimizer: Any, parameter: Tensor) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def _gather(optimizer: Any, group: dict[str, Any], parameter: Tensor) -> dict[tuple[Cause, str | None], Tensor]:
+def _gather(
+    optimizer: torch.optim.Optimizer, group: Settings, parameter: Tensor
+) -> dict[tuple[Cause, str | None], Tensor]:
     """Returns the entries that each possible cause explains."""
     weights = local(parameter)
     bad = ~torch.isfinite(weights)
     finite = not bool(bad.any())
     state = _floats(optimizer, parameter)
     found: dict[tuple[Cause, str | None], Tensor] = {}
-    ruined = torch.zeros_like(bad)
+    from_state = torch.zeros_like(bad)
     for key, value in state.items():
         unusable = ~torch.isfinite(value)
         if key in SECOND_MOMENTS:  # dividing by an infinity moves nothing, but a negative one has no root
             unusable = torch.isnan(value) | (value < 0) | (unusable & finite)
         if value.shape == bad.shape and not finite:
             unusable = unusable & bad
-            ruined |= unusable
+            from_state |= unusable
         if unusable.any():
             found[Cause.OPTIMIZER_STATE, key] = unusable
     if finite:
         return found
     step, divisor, second = _redo(group, optimizer.state.get(parameter, {}), state, weights, parameter.grad)
-    sound = bad & ~ruined
-    if divisor is not None and (divided := sound & (divisor == 0)).any():
+    unexplained = bad & ~from_state
+    if divisor is not None and (divided := unexplained & (divisor == 0)).any():
         found[Cause.ADAM_EPS_UNDERFLOW, second] = divided
-        sound = sound & ~divided
+        unexplained = unexplained & ~divided
     if step is not None:
         info = torch.finfo(weights.dtype)
         # A weight at the very limit is pushed over it by half the distance to its neighbour.
         reached = torch.where(torch.isnan(weights), info.max, info.max * info.eps / 2)
-        if (beyond := sound & ~(step.abs() <= reached)).any():
+        if (beyond := unexplained & ~(step.abs() <= reached)).any():
             found[Cause.LR_TOO_HIGH, None] = beyond
     return found
 
 
 def _redo(
-    group: dict[str, Any], raw: dict[str, Any], state: dict[str, Tensor], weights: Tensor, gradient: Tensor | None
+    group: Settings, raw: Settings, state: dict[str, Tensor], weights: Tensor, gradient: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, str | None]:
     """Returns the change of the weights (in float64), what it was divided by in the optimizer's own arithmetic, and the
     moment that makes up the divisor; each `None` where the optimizer keeps no such thing."""
@@ -224,28 +193,19 @@ class _Trial:
 
     name: str
     note: str
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: Settings = field(default_factory=dict)
     wide: bool = False
     reset: bool = False
 
 
-def try_update_remedies(optimizer: Any, finding: UpdateFinding, parameter: Tensor) -> tuple[Remedy, ...]:
+def try_update_remedies(
+    optimizer: torch.optim.Optimizer, finding: UpdateFinding, parameter: Tensor
+) -> tuple[Remedy, ...]:
     """Repeats the update of the bad entries on a copy, by the same optimizer with other settings.
 
     The weights before the update are gone, so the copy starts at zero, with moments and gradient that lead to what the
     optimizer holds now. Nothing is tried if the copy stays finite with unchanged settings. Optimizer and parameter are only
-    read.
-
-    Args:
-        optimizer (`torch.optim.Optimizer`):
-            The optimizer.
-        finding (`UpdateFinding`):
-            What [`examine_update`] found.
-        parameter (`Tensor`):
-            The parameter it is about.
-
-    Returns:
-        `tuple[Remedy, ...]`: each with its outcome.
+    read. `finding` is what [`examine_update`] found about the parameter.
     """
     group = find_group(optimizer, parameter)
     if group is None:
@@ -274,7 +234,7 @@ def try_update_remedies(optimizer: Any, finding: UpdateFinding, parameter: Tenso
     return tuple(_try(update, trial) for trial in trials)
 
 
-def _find_trials(group: dict[str, Any], cause: Cause, dtype: torch.dtype) -> list[_Trial]:
+def _find_trials(group: Settings, cause: Cause, dtype: torch.dtype) -> list[_Trial]:
     if cause is Cause.OPTIMIZER_STATE:
         return [_Trial("reset_state", "state of these entries as 0", reset=True)]
     trials = []
@@ -298,7 +258,9 @@ def _try(update: Callable[[_Trial], float], trial: _Trial) -> Remedy:
     return Remedy(trial.name, True, math.isfinite(largest), f"{trial.note}; largest update {largest:.3g}")
 
 
-def _update_copy(optimizer: Any, group: dict[str, Any], parameter: Tensor, entries: Tensor, trial: _Trial) -> float:
+def _update_copy(
+    optimizer: torch.optim.Optimizer, group: Settings, parameter: Tensor, entries: Tensor, trial: _Trial
+) -> float:
     """Returns the largest change that the update of some entries makes."""
     settings = copy_settings(group) | trial.settings
     dtype = torch.float32 if trial.wide else parameter.dtype
@@ -312,7 +274,7 @@ def _update_copy(optimizer: Any, group: dict[str, Any], parameter: Tensor, entri
     return float(step_copy(optimizer, weights, gradient, state, settings).abs().max())
 
 
-def _undo_step(state: dict[str, Any], settings: dict[str, Any]) -> Tensor | None:
+def _undo_step(state: Settings, settings: Settings) -> Tensor | None:
     """Puts moments back by one step in place and returns the gradient that leads to them again, `None` without moments.
 
     That gradient is gone. For Adam it is estimated by the mean of all gradients: exact after one step, and close later."""

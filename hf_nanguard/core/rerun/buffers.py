@@ -15,12 +15,7 @@ from ..torch_private import get_buffer, is_norm_layer, list_buffers, set_buffer,
 
 
 class BufferKeeper:
-    """Keeps and restores the buffers that training writes.
-
-    Args:
-        model (`nn.Module`):
-            The model in training.
-    """
+    """Keeps and restores the buffers that training writes."""
 
     def __init__(self, model: nn.Module):
         self.slots = [(module, name) for module, name, _ in list_buffers(model)]

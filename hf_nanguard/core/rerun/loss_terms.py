@@ -1,14 +1,14 @@
-"""The terms a loss is made of, each watched, logged and blamed by name.
+"""Named terms of a loss: logged by name, blamed if non-finite, and dropped if the user allows it.
 
-A term is noted by one detach and read with everything else at the end of the step. One that may be dropped is selected
-on the device: if it is not finite, a zero takes its place and a zero gradient goes into it, with no host read. That is
-all a healthy step pays, and enough for a term whose own derivatives are finite. Where they are not, 0 * NaN is NaN, and
-no selection behind the term can stop it; one before it would cost a pass over its inputs in every step. So that case is
-left to the redo: the norm is not finite, the micro-batch is run again without the term, and if that heals it, only the
-term is lost.
+A term costs one detach; its value is read with everything else at the end of the step. If a term that may be dropped is not
+finite, `torch.where` replaces it with zero, and its gradient is zero, with no host read. That suffices if the derivatives of
+the term are finite. If not, 0 * NaN is NaN in its backward; preventing that would need a pass over the inputs of the term in
+every step. So that case is left to the redo: the norm is not finite, the micro-batch is run again without the term, and if
+its gradients are then finite, only the term is dropped.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,26 +21,13 @@ ON_NONFINITE = ("keep", "drop")
 
 @dataclass(frozen=True)
 class Term:
-    """One term of the loss of one micro-batch.
-
-    Args:
-        name (`str`):
-            What it is called.
-        value_dev (`Tensor`):
-            Its value without weight, detached, on its device.
-        drops (`bool`):
-            Whether the loss may go on without it.
-        learns (`bool`):
-            Whether it has a graph.
-        value (`float`, *optional*):
-            Its value once that has been read.
-    """
+    """One term of the loss of one micro-batch."""
 
     name: str
-    value_dev: Tensor
-    drops: bool = False
-    learns: bool = True
-    value: float | None = None
+    value_dev: Tensor  # its value without weight, detached, on its device
+    drops: bool = False  # whether the loss may continue without it
+    learns: bool = True  # whether it has a graph
+    value: float | None = None  # once it has been read
 
     @property
     def is_bad(self) -> bool:
@@ -49,11 +36,11 @@ class Term:
 
 
 def select_finite(value: Tensor) -> Tensor:
-    """Returns the value, or a zero that passes a zero gradient on if it is not finite. Nothing is read."""
+    """Returns the value, or a zero with a zero gradient if it is not finite, without a host read."""
     return torch.where(torch.isfinite(value), value, torch.zeros_like(value))
 
 
-class _Nothing(torch.autograd.Function):
+class _ZeroTerm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(*parameters)
@@ -61,18 +48,14 @@ class _Nothing(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return None, *(torch.zeros_like(parameter) for parameter in ctx.saved_tensors)
 
 
-def cut_term(value: Tensor, parameters: list[Any]) -> Tensor:
-    """Returns a zero in place of a term.
+def cut_term(value: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """Returns a zero in place of a term, with no gradient into the graph of the term.
 
-    Args:
-        value (`Tensor`):
-            The term; nothing goes back into its graph.
-        parameters (`list`):
-            Those that get a gradient of zero. Among several ranks that must be all of them: DDP waits for each, also for
-            one that only this term uses.
+    The parameters get a gradient of zero. With several ranks they must be all that are trained, because DDP waits for each,
+    also for one that only this term uses.
     """
-    return _Nothing.apply(value.detach(), *parameters)
+    return _ZeroTerm.apply(value.detach(), *parameters)

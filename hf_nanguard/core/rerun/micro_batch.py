@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
+from typing import Generic, TypeVar
 
 from torch import Tensor
 
@@ -11,6 +11,9 @@ from ..finite import magnitudes
 from ..rng import RngState
 from ..vocabulary import Cause, Signal
 from .loss_terms import Term
+
+Payload = TypeVar("Payload")  # what a loop needs to run a micro-batch again
+Weight = TypeVar("Weight")  # how a loop weights the loss of a micro-batch
 
 
 class BatchAction(StrEnum):
@@ -29,60 +32,32 @@ class Finding:
     """Something known to be wrong with a micro-batch before its gradients are checked. Plain values only: findings are
     pickled by dataloader workers.
 
-    Args:
-        signal (`Signal`):
-            What was found.
-        message (`str`):
-            One clause for the event message.
-        action (`BatchAction`, *optional*, defaults to `BatchAction.DROP`):
-            What is done about it.
-        cause, phase, samples, tokens:
-            As in the event's culprit.
-        rows (`tuple[int, ...]`, *optional*):
-            The dataset rows of `samples`, if those are no longer in the micro-batch.
+    Cause, phase, samples and tokens are those of the event's culprit.
     """
 
     signal: Signal
-    message: str
+    message: str  # one clause for the event message
     action: BatchAction = BatchAction.DROP
     cause: Cause | None = None
     phase: str = "input"
     samples: tuple[int, ...] = ()
     tokens: tuple[tuple[int, int], ...] = ()
-    rows: tuple[int, ...] | None = None
+    rows: tuple[int, ...] | None = None  # the dataset rows of `samples`, if those are no longer in the micro-batch
 
 
 @dataclass
-class MicroBatch:
-    """One forward and backward pass of the group.
+class MicroBatch(Generic[Payload]):
+    """One forward and backward pass of the group."""
 
-    Args:
-        index (`int`):
-            Its position in the group.
-        payload (`Any`):
-            What the loop needs to run it again, by reference.
-        rng (`RngState`):
-            The random state right before its forward.
-        findings (`tuple[Finding, ...]`, *optional*):
-            What is known to be wrong with it.
-        row_numbers (`list[int]` or `Tensor`, *optional*):
-            Its dataset rows, where they are known; a tensor is read only when an event needs it.
-        loss (`Tensor`, *optional*):
-            Its loss, detached, once it has run.
-        terms (`list[Term]`, *optional*):
-            The terms of its loss, once they have been read.
-        left_out (`frozenset[str]`, *optional*):
-            The terms that its loss leaves out when it is run again.
-    """
-
-    index: int
-    payload: Any
-    rng: RngState
-    findings: tuple[Finding, ...] = ()
+    index: int  # its position in the group
+    payload: Payload  # what the loop needs to run it again, by reference
+    rng: RngState  # right before its forward
+    findings: tuple[Finding, ...] = ()  # what is known to be wrong with it
+    # its dataset rows, if known; a tensor is read only when an event needs it
     row_numbers: list[int] | Tensor | None = None
-    loss: Tensor | None = None
-    terms: list[Term] = field(default_factory=list)
-    left_out: frozenset[str] = frozenset()
+    loss: Tensor | None = None  # detached, once it has run
+    terms: list[Term] = field(default_factory=list)  # of its loss, once they have been read
+    left_out: frozenset[str] = frozenset()  # the terms that its loss leaves out when it is run again
 
     @property
     def term_values(self) -> dict[str, float]:
@@ -124,26 +99,15 @@ class MicroBatch:
 
 
 @dataclass
-class AccumulationGroup:
-    """What one optimizer step is made of.
+class AccumulationGroup(Generic[Payload, Weight]):
+    """What one optimizer step is made of."""
 
-    Args:
-        weight (`Any`, *optional*):
-            How the loop weighs the loss of each micro-batch, as its runner needs it.
-        micro_batches (`list[MicroBatch]`, *optional*):
-            In the order in which they ran.
-        watched (`list`, *optional*):
-            Name, largest magnitude (on the device) and bound of each tensor the user watches.
-        terms (`list`, *optional*):
-            Terms of losses, each with the position of its micro-batch.
-        readings (`list`, *optional*):
-            Other scalars to read at the end of the step, each with a function that is called with its value.
-    """
-
-    weight: Any = None
-    micro_batches: list[MicroBatch] = field(default_factory=list)
+    weight: Weight  # how the loop weights the loss of each micro-batch, as its runner needs it
+    micro_batches: list[MicroBatch[Payload]] = field(default_factory=list)  # in the order in which they ran
+    # name, largest magnitude (on the device) and bound
     watched: list[tuple[str, Tensor, float | None]] = field(default_factory=list)
-    terms: list[tuple[int, Term]] = field(default_factory=list)
+    terms: list[tuple[int, Term]] = field(default_factory=list)  # each with the position of its micro-batch
+    # other scalars to read at the end of the step, each with a function that is called with its value
     readings: list[tuple[Tensor, Callable[[float], None]]] = field(default_factory=list)
 
     @property
@@ -160,7 +124,7 @@ class AccumulationGroup:
         self.terms.append((len(self.losses), term))
 
     def read_later(self, value_dev: Tensor, on_read: Callable[[float], None]) -> None:
-        """Has a scalar read with everything else at the end of the step, and `on_read` called with it."""
+        """Adds a scalar that is read with everything else at the end of the step; `on_read` is called with its value."""
         self.readings.append((value_dev, on_read))
 
     @property

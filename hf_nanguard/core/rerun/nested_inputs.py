@@ -8,22 +8,20 @@ from typing import Any
 from torch import Tensor
 
 
-def list_parts(value: Any) -> Iterable[tuple[Any, Any]]:
+def list_parts(value: object) -> Iterable[tuple[object, object]]:
     """Returns keys and values of a mapping, list, tuple or dataclass; nothing for anything else."""
     if isinstance(value, Mapping):  # first, because a `ModelOutput` is a dataclass, too
         return value.items()
     if isinstance(value, (list, tuple)):
         return enumerate(value)
     if is_dataclass(value) and not isinstance(value, type):
-        return vars(value).items() if hasattr(value, "__dict__") else _list_slots(value)
+        if hasattr(value, "__dict__"):
+            return vars(value).items()
+        return [(field.name, getattr(value, field.name)) for field in fields(value) if hasattr(value, field.name)]
     return ()
 
 
-def _list_slots(value: Any) -> list[tuple[str, Any]]:
-    return [(field.name, getattr(value, field.name)) for field in fields(value) if hasattr(value, field.name)]
-
-
-def find_tensors(value: Any) -> Iterator[Tensor]:
+def find_tensors(value: object) -> Iterator[Tensor]:
     """Yields the tensors inside nested values, in order."""
     if isinstance(value, Tensor):
         yield value
@@ -31,7 +29,7 @@ def find_tensors(value: Any) -> Iterator[Tensor]:
         yield from find_tensors(part)
 
 
-def name_tensors(value: Any, prefix: str = "") -> dict[str, Tensor]:
+def name_tensors(value: object, prefix: str = "") -> dict[str, Tensor]:
     """Returns the tensors inside nested values by a dotted name; a lone tensor is called `input`."""
     if isinstance(value, Tensor):
         return {prefix or "input": value}
@@ -41,7 +39,7 @@ def name_tensors(value: Any, prefix: str = "") -> dict[str, Tensor]:
     return found
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: object, change: Callable[[Tensor], Tensor]) -> Any:
     """Returns a copy of nested values with every tensor changed. A dataclass without tensors, e.g. a config, stays itself."""
     if isinstance(value, Tensor):
         return change(value)
@@ -50,11 +48,12 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return map_parts(value, lambda part: map_tensors(part, change))
 
 
-def map_parts(value: Any, change: Callable[[Any], Any]) -> Any:
+def map_parts(value: object, change: Callable[[object], object]) -> object:
     """Returns a container of the same type with every part changed; a value that is no container is returned as it is."""
     if isinstance(value, (list, tuple)):
         parts = [change(part) for part in value]
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+        make: Any = type(value)
+        return make(*parts) if hasattr(value, "_fields") else make(parts)
     changed = {key: change(part) for key, part in list_parts(value)}
     if isinstance(value, Mapping):
         result: Any = copy(value)
@@ -65,5 +64,5 @@ def map_parts(value: Any, change: Callable[[Any], Any]) -> Any:
         return value
     result = copy(value)
     for name, part in changed.items():
-        object.__setattr__(result, name, part)  # a frozen dataclass, too
+        object.__setattr__(result, str(name), part)  # a frozen dataclass, too
     return result

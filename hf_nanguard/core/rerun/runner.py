@@ -8,17 +8,18 @@ pass: `lockstep` is then true and a micro-batch is dropped on all ranks or on no
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..event import JsonObject
 from ..finite import local
 from ..rng import RngState
 from ..torch_private import copy_unscaled, plain_name, restore_unscaled, sync_buffers
 from .buffers import BufferKeeper
-from .micro_batch import AccumulationGroup, MicroBatch
+from .micro_batch import AccumulationGroup, MicroBatch, Payload, Weight
 from .skip import clear_gradients, forget_unscale
 
 
@@ -36,17 +37,13 @@ def same_on_all_ranks(norm: Tensor) -> Tensor:
     return norm.redistribute(placements=[Replicate()] * norm.device_mesh.ndim)  # type: ignore[attr-defined]
 
 
-class Runner(ABC):
+class Runner(ABC, Generic[Payload, Weight]):
     """Runs held micro-batches again.
 
-    Args:
-        model (`nn.Module`):
-            The model as the loop calls it, that is, with its DDP wrapper if it has one.
-        scaler (`torch.amp.GradScaler`, *optional*):
-            The loss scaler in use.
+    The model is the one that the loop calls, with its DDP wrapper if it has one.
     """
 
-    def __init__(self, model: nn.Module, scaler: Any = None):
+    def __init__(self, model: nn.Module, scaler: torch.amp.GradScaler | None = None):
         self.model = model
         self.scaler = scaler
         self.buffers = BufferKeeper(model)
@@ -60,26 +57,26 @@ class Runner(ABC):
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @abstractmethod
-    def run(self, micro: MicroBatch, weight: Any) -> Tensor:
+    def run(self, micro: MicroBatch[Payload], weight: Weight) -> Tensor:
         """Runs forward and backward of one micro-batch as the loop does and returns its loss, detached."""
 
     @abstractmethod
-    def forward(self, micro: MicroBatch) -> None:
+    def forward(self, micro: MicroBatch[Payload]) -> None:
         """Runs the forward only, with gradients enabled."""
 
     @abstractmethod
-    def regroup(self, good: list[MicroBatch], num_good: list[int]) -> Any:
+    def regroup(self, good: list[MicroBatch[Payload]], num_good: list[int]) -> Weight:
         """Returns how the good micro-batches are weighed, given how many each rank has left. Every rank calls it."""
 
     @abstractmethod
     def unscale(self) -> None:
         """Divides the gradients by the loss scale, if there is one, once per step."""
 
-    def why_not(self, group: AccumulationGroup) -> str | None:
+    def why_not(self, group: AccumulationGroup[Payload, Weight]) -> str | None:
         """Returns why the group cannot be redone, `None` if it can."""
         return None
 
-    def why_no_autopsy(self, group: AccumulationGroup) -> str | None:
+    def why_no_autopsy(self, group: AccumulationGroup[Payload, Weight]) -> str | None:
         """Returns why its micro-batches cannot be examined, `None` if they can."""
         return self.why_not(group)
 
@@ -87,22 +84,22 @@ class Runner(ABC):
 
     # ---- what an autopsy needs ----
 
-    optimizer: Any = None  # the torch optimizer whose update may be to blame
+    optimizer: torch.optim.Optimizer | None = None  # the torch optimizer whose update may be to blame
     knows_loss = True  # whether `run` computes the loss of the loop, and not only the model's own forward
 
-    def inputs_of(self, micro: MicroBatch) -> Any:
+    @abstractmethod
+    def inputs_of(self, micro: MicroBatch[Payload]) -> object:
         """Returns the inputs of a held micro-batch: tensors, nested in mappings and sequences."""
-        return micro.payload
 
-    def with_inputs(self, micro: MicroBatch, inputs: Any) -> Any:
+    @abstractmethod
+    def with_inputs(self, micro: MicroBatch[Payload], inputs: object) -> Payload:
         """Returns the payload of a micro-batch with other inputs."""
-        return inputs
 
-    def decode(self, micro: MicroBatch, sample: int) -> str | None:
+    def decode(self, micro: MicroBatch[Payload], sample: int) -> str | None:
         """Returns the text of a sample, `None` if it has none."""
         return None
 
-    def facts(self, weight: Any) -> dict[str, Any]:
+    def facts(self, weight: Weight) -> JsonObject:
         """Returns what a bundle must hold so that the loop's model and loss can be built again, as JSON values."""
         return {"kind": "loop", "model": type(self.model).__name__}
 
@@ -191,7 +188,7 @@ class Runner(ABC):
         if self.scaler is not None:
             forget_unscale(self.scaler)
 
-    def probe(self, micro: MicroBatch, weight: Any) -> Tensor:
+    def probe(self, micro: MicroBatch[Payload], weight: Weight) -> Tensor:
         """Runs one micro-batch alone, with the random state it had. Its gradients stay in place."""
         self.clear()
         self.buffers.restore()
@@ -201,7 +198,9 @@ class Runner(ABC):
         with self.isolated(), nullcontext() if self.lockstep else self.unsynced():
             return self.run(micro, weight)
 
-    def rerun(self, group: AccumulationGroup, good: list[MicroBatch], weight: Any) -> list[Tensor]:
+    def rerun(
+        self, group: AccumulationGroup[Payload, Weight], good: list[MicroBatch[Payload]], weight: Weight
+    ) -> list[Tensor]:
         """Runs the good micro-batches from the group's first random state, as if the others did not exist."""
         self.undo(group)  # buffers are synced in the first pass, as in the group itself; every rank runs one
         with self.recorded():
@@ -217,14 +216,14 @@ class Runner(ABC):
                     losses.append(self.run(micro, weight))
             return losses
 
-    def undo(self, group: AccumulationGroup) -> None:
+    def undo(self, group: AccumulationGroup[Payload, Weight]) -> None:
         """Sets the gradients to `None` and puts buffers and random state back as they were before the group."""
         self.clear()
         self.buffers.restore()
         sync_buffers(self.model, True)
         group.micro_batches[0].rng.restore()
 
-    def join(self, micro: MicroBatch) -> None:
+    def join(self, micro: MicroBatch[Payload]) -> None:
         """Takes part in the other ranks' gradient reduction with zeros."""
         if isinstance(self.model, DistributedDataParallel):
             with self.isolated():
@@ -232,21 +231,12 @@ class Runner(ABC):
             torch.autograd.backward(self.parameters, [torch.zeros_like(p) for p in self.parameters])
 
 
-class LoopRunner(Runner):
-    """The runner of a hand-written loop: a loss function, a model and an optimizer.
+class LoopRunner(Runner[object, float]):
+    """The runner of a hand-written loop: a loss function, a model and an optimizer."""
 
-    Args:
-        model (`nn.Module`):
-            The model in training.
-        optimizer (`torch.optim.Optimizer`):
-            Its optimizer.
-        scaler (`torch.amp.GradScaler`, *optional*):
-            The loss scaler.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: Any = None):
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None):
         super().__init__(model, scaler)
-        self.optimizer = optimizer
+        self.optimizer: torch.optim.Optimizer = optimizer
         self.loss_fn: Callable[[Any], Tensor] | None = None
 
     def begin_group(self, loss_fn: Callable[[Any], Tensor]) -> None:
@@ -255,7 +245,7 @@ class LoopRunner(Runner):
         self.clear()
         self.buffers.keep()
 
-    def _loss(self, payload: Any) -> Tensor:
+    def _loss(self, payload: object) -> Tensor:
         if self.loss_fn is None:
             raise RuntimeError("LoopRunner was asked to run a micro-batch before Guard.step gave it a loss function.")
         return self.loss_fn(payload)
@@ -271,6 +261,12 @@ class LoopRunner(Runner):
 
     def regroup(self, good: list[MicroBatch], num_good: list[int]) -> float:
         return len(num_good) / sum(num_good)
+
+    def inputs_of(self, micro: MicroBatch) -> object:
+        return micro.payload
+
+    def with_inputs(self, micro: MicroBatch, inputs: object) -> object:
+        return inputs
 
     def unscale(self) -> None:
         if self.scaler is not None:

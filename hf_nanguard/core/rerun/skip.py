@@ -5,8 +5,8 @@ momentum and decay. With `.grad = None` every torch optimizer leaves the paramet
 """
 
 from collections.abc import Iterable
-from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..torch_private import copy_scale, restore_scale, restore_unscaled
@@ -18,20 +18,15 @@ def clear_gradients(parameters: Iterable[Tensor]) -> None:
         parameter.grad = None
 
 
-def forget_unscale(scaler: Any) -> None:
+def forget_unscale(scaler: torch.amp.GradScaler) -> None:
     """Lets `unscale_` run again in this step, for gradients that were computed again."""
     restore_unscaled(scaler, {})
 
 
 class ScalerState:
-    """The loss scale before a step, so that a skipped step neither grows nor halves it.
+    """The loss scale before a step, so that a skipped step neither increases nor halves it."""
 
-    Args:
-        scaler (`torch.amp.GradScaler`):
-            The scaler in use.
-    """
-
-    def __init__(self, scaler: Any):
+    def __init__(self, scaler: torch.amp.GradScaler):
         self.scaler = scaler
         self.scale, self.growth = copy_scale(scaler)
 

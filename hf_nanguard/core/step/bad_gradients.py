@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import Tensor
 
+from ..event import JsonValue
 from ..finite import find_nonfinite
 
 SHOWN = 12
@@ -14,20 +14,11 @@ KINDS = {"nan": "NaN", "inf": "inf"}
 
 @dataclass(frozen=True)
 class Census:
-    """The gradients at one time, parameter by parameter.
+    """The gradients at one time, parameter by parameter, in model order."""
 
-    Args:
-        bad (`dict[str, str]`):
-            Bad parameters in model order, each `"nan"` or `"inf"`.
-        good (`list[str]`):
-            The parameters whose gradients are finite, in model order.
-        neighbours (`list[str]`):
-            Those of them right before or after a bad one.
-    """
-
-    bad: dict[str, str] = field(default_factory=dict)
+    bad: dict[str, str] = field(default_factory=dict)  # each "nan" or "inf"
     good: list[str] = field(default_factory=list)
-    neighbours: list[str] = field(default_factory=list)
+    neighbours: list[str] = field(default_factory=list)  # the good ones right before or after a bad one
 
     @property
     def suspect(self) -> str | None:
@@ -37,7 +28,7 @@ class Census:
         """
         return next(reversed(self.bad)) if self.bad and (self.good or len(self.bad) == 1) else None
 
-    def as_values(self) -> dict[str, Any]:
+    def as_values(self) -> dict[str, JsonValue]:
         """Returns the census for the `values` of an event, cut to a readable length."""
         return {
             "num_bad_parameters": len(self.bad),

@@ -1,15 +1,17 @@
 """What happens to a step whose gradient norm is not finite.
 
 The norm is the same on every rank, so every rank is here at once and may communicate. In order: overflows of the loss scaler
-are left to it; what the policy wants to skip, repair or halt is; otherwise the step is redone without its bad micro-batches.
+are left to it; if the policy says so, the step is skipped or repaired, or the run halts; otherwise the step is redone without its bad micro-batches.
 """
 
 import logging
 import math
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
+from typing import TypedDict
 
-from ..event import Culprit, Event
+import torch
+
+from ..event import Culprit, Event, JsonValue, Remedy
 from ..finite import find_nonfinite, local, read_host
 from ..journal import Journal
 from ..optimizer.update import examine_update, try_update_remedies
@@ -27,13 +29,18 @@ from .step_reading import StepOutcome, StepReading
 logger = logging.getLogger("hf_nanguard")
 
 
-class Containment:
-    """Carries out what was decided about bad steps.
+class RankFacts(TypedDict):
+    """What one rank knows about a step whose norm is not finite."""
 
-    Args:
-        policy (`Policy`), journal (`Journal`), counter (`Counter`), escalation (`Escalation`), redo (`Redo`):
-            Those of the guard.
-    """
+    bad: dict[str, str]
+    loss_is_finite: bool
+    must_be_dropped: bool
+    halts: bool
+    why_not: str | None
+
+
+class Containment:
+    """Carries out what was decided about bad steps."""
 
     def __init__(self, policy: Policy, journal: Journal, counter: Counter, escalation: Escalation, redo: Redo):
         self.policy = policy
@@ -50,19 +57,18 @@ class Containment:
         group = reading.group
         gradients = runner.named_gradients()
         rng_after = RngState.capture(runner.device_type)
-        facts = self.ranks.gather(
-            {
-                "bad": find_nonfinite(gradients),
-                "loss_is_finite": reading.bad_loss is None and not group.has_bad_term,
-                "must_be_dropped": any(micro.must_be_dropped for micro in group.micro_batches) or reading.suspected,
-                "halts": any(micro.findings_to(BatchAction.HALT) for micro in group.micro_batches),
-                "why_not": runner.why_not(group),
-            }
-        )
+        mine: RankFacts = {
+            "bad": find_nonfinite(gradients),
+            "loss_is_finite": reading.bad_loss is None and not group.has_bad_term,
+            "must_be_dropped": any(micro.must_be_dropped for micro in group.micro_batches) or reading.suspected,
+            "halts": any(micro.findings_to(BatchAction.HALT) for micro in group.micro_batches),
+            "why_not": runner.why_not(group),
+        }
+        facts = self.ranks.gather(mine)
         known = any(fact["must_be_dropped"] for fact in facts)
         finite = all(fact["loss_is_finite"] for fact in facts)
         if runner.scaler is not None and finite and not known:
-            return self.leave_to_scaler(reading, runner)
+            return self.leave_to_scaler(reading, runner.scaler)
         census = judge([name for name, _ in gradients], {k: v for fact in facts for k, v in fact["bad"].items()})
         reading = replace(reading, census=census, rng_after=rng_after)
         self.counter.count_gradients(census.bad)
@@ -70,16 +76,16 @@ class Containment:
             return self.halt_on_input(reading, runner)
         if not reading.clipped and not known:
             self.log_gradients(reading)
-        mine = reading.bad_loss is not None or group.has_bad_term or (finite and self.ranks.rank == 0)
+        reports = reading.bad_loss is not None or group.has_bad_term or (finite and self.ranks.rank == 0)
         if not reading.clipped and not census.bad:
             return self.skip_norm_overflow(reading, runner)
         why_not = next((fact["why_not"] for fact in facts if fact["why_not"]), None)
-        course = StepAction.REDO if known else reading.decision.course
-        if course is StepAction.REDO and why_not is None:
+        action = StepAction.REDO if known else reading.decision.action
+        if action is StepAction.REDO and why_not is None:
             return self.drop_bad(reading, runner)
-        if course is StepAction.REPAIR and finite:  # a non-finite loss leaves nothing usable in its gradients
+        if action is StepAction.REPAIR and finite:  # a non-finite loss leaves nothing usable in its gradients
             return self.repair(reading, runner)
-        return self.skip_whole(reading, runner, mine, course, why_not)
+        return self.skip_whole(reading, runner, reports, action, why_not)
 
     def log_gradients(self, reading: StepReading) -> None:
         """Logs which gradients are bad, on rank 0, if they differ from those logged last."""
@@ -90,11 +96,11 @@ class Containment:
 
     # ---- the whole step ----
 
-    def leave_to_scaler(self, reading: StepReading, runner: Runner) -> StepOutcome:
+    def leave_to_scaler(self, reading: StepReading, scaler: torch.amp.GradScaler) -> StepOutcome:
         """Lets a GradScaler skip the step: finite losses mean that its scale was too large, which it corrects itself."""
         self.counter.count_scaler_skip()
         self.count(reading, 0, reading.group.micro_batches)
-        scale = runner.scaler.get_scale()
+        scale = scaler.get_scale()
         if scale <= 1.0:
             message = (
                 f"gradients overflow at step {reading.step} although the loss scale has fallen to {scale:g}; the scale is "
@@ -107,18 +113,18 @@ class Containment:
     def skip_norm_overflow(self, reading: StepReading, runner: Runner) -> StepOutcome:
         """Skips a step whose gradients are all finite although their norm is not."""
         message = f"the gradient norm is {reading.norm} at step {reading.step} although every gradient is finite"
-        halts = reading.decision.course is StepAction.HALT
+        halts = reading.decision.action is StepAction.HALT
         event = reading.event(_skip_action(halts), message, Signal.GRAD_NONFINITE, Cause.NORM_OVERFLOW)
         self.journal.write_once(event)
         return self.skip(reading, runner, event.signal, message, halts)
 
     def skip_whole(
-        self, reading: StepReading, runner: Runner, mine: bool, course: StepAction, why_not: str | None
+        self, reading: StepReading, runner: Runner, mine: bool, action: StepAction, why_not: str | None
     ) -> StepOutcome:
         """Skips the whole step, because the policy says so or because it cannot be redone."""
-        halts = course is StepAction.HALT
+        halts = action is StepAction.HALT
         message = reading.describe()
-        if course is StepAction.REDO and why_not is not None:
+        if action is StepAction.REDO and why_not is not None:
             message += f"; the whole group was skipped because {why_not}"
         blamed, reported_here = self.redo.explain(reading, runner)
         event = reading.event(_skip_action(halts), message, blamed=blamed)
@@ -185,7 +191,9 @@ class Containment:
             note = "; dropped on every rank because parameters are sharded"
         events = [bad.event(action, reading, note) for bad in result.blamed]
         for bad in result.spared:
-            events.append(bad.event(action, reading, f"; only the term was dropped: {', '.join(sorted(bad.cure))}"))
+            events.append(
+                bad.event(action, reading, f"; only the term was dropped: {', '.join(sorted(bad.removable_terms))}")
+            )
         num_spared = sum(self.ranks.gather(len(result.spared)))
         what = f"{describe(reading.census)} at step {reading.step}"
         if self.ranks.rank == 0 and not any(result.reports) and not num_spared and result.outcome is not None:
@@ -200,27 +208,25 @@ class Containment:
         """Returns why the run must end if every micro-batch of a rank was bad because the weights are; every rank calls it."""
         mine = find_nonfinite(runner.named_parameters()) if suspicious else {}
         examiner = self.redo.examiner
-        if (
-            not examiner.due
-        ):  # autopsies have ended, so nothing new is learned about samples that do without a parameter
+        if not examiner.due:  # no autopsy will show any more which samples do not use a parameter
             mine = {name: kind for name, kind in mine.items() if name not in examiner.spared}
         found = self.ranks.gather(mine)
         bad = {name: kind for report in found for name, kind in report.items()}
         if not bad:
             return None
         name, kind = next(iter(bad.items()))
-        message = f"parameter {name} holds {KINDS[kind]} at step {reading.step}"
+        message = f"parameter {name} contains {KINDS[kind]} at step {reading.step}"
         if len(bad) > 1:
             message += f", as do {len(bad) - 1} other parameters"
-        values = {"num_bad_parameters": len(bad), "bad_parameters": dict(list(bad.items())[:12])}
+        values: dict[str, JsonValue] = {"num_bad_parameters": len(bad), "bad_parameters": dict(list(bad.items())[:12])}
         culprit, cause = Culprit(phase="parameter", parameter=name), Cause.PARAM_NONFINITE
-        remedies: tuple[dict[str, Any], ...] = ()
+        remedies: tuple[Remedy, ...] = ()
         named = [(key, parameter) for key, parameter in runner.named_parameters() if key == name]
-        update = None if runner.optimizer is None else examine_update(runner.optimizer, named)
-        if update is not None:
+        optimizer = runner.optimizer
+        if optimizer is not None and (update := examine_update(optimizer, named)) is not None:
             message += f": {update.message}"
             culprit, cause = replace(culprit, phase="optimizer"), update.cause
-            remedies = tuple(asdict(tried) for tried in try_update_remedies(runner.optimizer, update, named[0][1]))
+            remedies = try_update_remedies(optimizer, update, named[0][1])
         self.journal.write_once(
             Event(
                 reading.step, Signal.PARAM_NONFINITE, Action.HALTED, message, None, 0, values, culprit, cause, remedies
@@ -235,15 +241,8 @@ class Containment:
     ) -> StepOutcome:
         """Leaves parameters, optimizer, schedule, buffers and random state as they were before the group.
 
-        Args:
-            reading (`StepReading`), runner (`Runner`):
-                The step.
-            signal (`Signal`, *optional*):
-                What the bad step counts as in a row of bad steps; `None` if it does not count.
-            message (`str`):
-                What was wrong.
-            halts (`bool`, *optional*, defaults to `False`):
-                Whether the policy ends the run because of it.
+        The step counts as a bad one with this signal, unless it is `None`; `halts` says whether the policy ends the run because
+        of it.
         """
         group = reading.group
         runner.undo(group)
@@ -268,7 +267,7 @@ class Containment:
 
     def escalate(self, outcome: StepOutcome, reading: StepReading, signal: Signal, message: str) -> StepOutcome:
         """Counts a bad step; after too many in a row the run ends."""
-        if not self.escalation.bad():
+        if not self.escalation.count_bad():
             return outcome
         num_bad = self.escalation.bad_in_a_row
         why = f"after {num_bad} bad steps in a row; last: {message}"

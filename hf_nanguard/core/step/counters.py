@@ -2,8 +2,8 @@
 
 import math
 from collections import deque
-from typing import Any
 
+from ..event import JsonObject
 from ..rerun.micro_batch import MicroBatch
 
 RECENT = 100
@@ -79,12 +79,12 @@ class Counter:
         self.grad_norm_max, self.terms = 0.0, {}
         return metrics
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> JsonObject:
         """Returns what `load_state_dict` needs."""
         copies = {"recent": list(self.recent), "terms": dict(self.terms), "dropped_terms": dict(self.dropped_terms)}
         return {**vars(self), **copies}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Restores the counts of a checkpoint."""
         for name in vars(self):
             if name in state:

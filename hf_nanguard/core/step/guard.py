@@ -20,13 +20,14 @@ from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import ArgumentError, NonFiniteError
 from ..autopsy.examiner import Examiner
+from ..event import JsonObject
 from ..journal import EventSink, Journal
 from ..monitors.monitor_set import MonitorSet, build_monitors
 from ..ranks import Ranks
@@ -42,6 +43,8 @@ from .decision import Escalation
 from .redo import Redo
 from .settle import Settlement
 from .step_reading import StepOutcome
+
+Batch = TypeVar("Batch")
 
 
 class Guard:
@@ -82,8 +85,8 @@ class Guard:
         optimizer: torch.optim.Optimizer | None = None,
         policy: Policy | None = None,
         *,
-        scheduler: Any = None,
-        scaler: Any = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        scaler: torch.amp.GradScaler | None = None,
         max_grad_norm: float | None = None,
         ranks: Ranks | None = None,
         on_event: EventSink | None = None,
@@ -103,7 +106,7 @@ class Guard:
         self.monitor_set = MonitorSet(self.journal)
         if model is not None and self.runner is not None:
             self.monitor_set.begin(build_monitors(self.policy, model, optimizer, self.journal))
-        self.group = AccumulationGroup()
+        self.group: AccumulationGroup = AccumulationGroup(None)
         self.steps_done = 0
         self.scheduler = scheduler
         self.max_grad_norm = max_grad_norm
@@ -120,8 +123,8 @@ class Guard:
 
     # ---- the hand-written loop ----
 
-    def step(self, loss_fn: Callable[[Any], Tensor], batches: Iterable[Any]) -> StepOutcome:
-        """Runs one optimizer step over `batches` and contains it if it goes bad.
+    def step(self, loss_fn: Callable[[Batch], Tensor], batches: Iterable[Batch]) -> StepOutcome:
+        """Runs one optimizer step over `batches` and contains it if it is bad.
 
         Args:
             loss_fn (`Callable`):
@@ -185,11 +188,11 @@ class Guard:
         if bounds and outcome.norm is not None:
             torch.nn.utils.clip_grads_with_norm_(runner.parameters, min(bounds), outcome.norm)
 
-    def begin_group(self, weight: Any = None) -> AccumulationGroup:
+    def begin_group(self, weight: object = None) -> AccumulationGroup:
         """Begins a new group. [`Guard.watch`] and [`Guard.term`] add to it until the next one begins.
 
         Args:
-            weight (`Any`, *optional*):
+            weight (`object`, *optional*):
                 How the loop weighs the loss of each micro-batch, as its runner needs it.
         """
         self.group = AccumulationGroup(weight)
@@ -204,7 +207,7 @@ class Guard:
             tensor (`Tensor`):
                 Any float tensor; one fused reduction, read at the end of the step with everything else.
             bound (`float`, *optional*):
-                Largest magnitude that is still healthy.
+                Largest magnitude that is not reported.
 
         Returns:
             `Tensor`: the same tensor, so that it can be watched in passing.
@@ -217,8 +220,8 @@ class Guard:
         """Names a term of the loss, so that it is logged, and blamed if it or its gradient is not finite.
 
         Its value is read at the end of the step with everything else: it is in `values.terms` of the event of a bad step,
-        its name in `culprit.term`, its mean in the metric `nanguard/term/<name>`. A gradient that went bad inside a term
-        with a finite value is traced to it by running the micro-batch again without it. In evaluation, that is, without
+        its name in `culprit.term`, its mean in the metric `nanguard/term/<name>`. If the gradient of a
+        term with a finite value is non-finite, that is found by running the micro-batch again without the term. In evaluation, that is, without
         gradients, and with the mode `"off"` it only weighs.
 
         Args:
@@ -229,7 +232,7 @@ class Guard:
             weight (`float` or `Tensor`, *optional*, defaults to `1.0`):
                 What it is multiplied by; the log has it without.
             on_nonfinite (`str`, *optional*, defaults to `"keep"`):
-                `"keep"`: a bad term makes a bad micro-batch. `"drop"`: the loss goes on without it, as an event. On the
+                `"keep"`: a bad term makes a bad micro-batch. `"drop"`: the loss continues without it, and an event says so. On the
                 device, if a zero gradient into it comes out as zero; else the step is redone without it. Where a step
                 cannot be redone (see the README) or the model is sharded, the micro-batch or step is lost in that case.
 
@@ -287,8 +290,8 @@ class Guard:
 
     # ---- state ----
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what survives a checkpoint: counts, statistics and the place on the ladder."""
+    def state_dict(self) -> JsonObject:
+        """Returns what survives a checkpoint: counts, statistics, bad steps in a row, and the state of the monitors."""
         return {
             "schema": 1,
             "counter": self.counter.state_dict(),
@@ -297,11 +300,11 @@ class Guard:
             "monitors": self.monitor_set.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: JsonObject) -> None:
         """Restores what [`Guard.state_dict`] returned."""
         self.counter.load_state_dict(state["counter"])
         self.norms.load_state_dict(state["norms"])
-        self.escalation.healthy()
+        self.escalation.reset()
         for _ in range(int(state["bad_in_a_row"])):
-            self.escalation.bad()
+            self.escalation.count_bad()
         self.monitor_set.load_state_dict(state.get("monitors", {}))  # a checkpoint of an older version has none

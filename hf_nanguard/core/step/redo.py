@@ -26,36 +26,19 @@ from .step_reading import BadMicroBatch, StepOutcome, StepReading
 
 @dataclass(frozen=True)
 class RedoResult:
-    """What a redo has found and done.
+    """What a redo has found and done."""
 
-    Args:
-        blamed (`list[BadMicroBatch]`):
-            The micro-batches of this rank that were dropped, as far as this rank reports them.
-        spared (`list[BadMicroBatch]`):
-            Those of which only terms of the loss were dropped.
-        reports (`list[list[int]]`):
-            The positions of the bad micro-batches, by rank.
-        good (`list[MicroBatch]`), num_good (`list[int]`):
-            The micro-batches of this rank that were run again, and how many each rank has.
-        outcome (`StepOutcome`, *optional*):
-            The step without the bad ones; `None` if nothing is left or what is left is not finite either.
-    """
-
-    blamed: list[BadMicroBatch]
-    spared: list[BadMicroBatch]
-    reports: list[list[int]]
-    good: list[MicroBatch]
-    num_good: list[int]
+    blamed: list[BadMicroBatch]  # the dropped micro-batches of this rank, as far as this rank reports them
+    spared: list[BadMicroBatch]  # those of which only terms of the loss were dropped
+    reports: list[list[int]]  # the positions of the bad micro-batches, by rank
+    good: list[MicroBatch]  # the micro-batches of this rank that were run again
+    num_good: list[int]  # how many of them each rank has
+    # the step without the bad ones; `None` if nothing is left or what is left is not finite either
     outcome: StepOutcome | None
 
 
 class Redo:
-    """Runs held micro-batches again, and knows while it does.
-
-    Args:
-        journal (`Journal`), counter (`Counter`), examiner (`Examiner`):
-            Those of the guard.
-    """
+    """Runs held micro-batches again."""
 
     def __init__(self, journal: Journal, counter: Counter, examiner: Examiner):
         self.journal = journal
@@ -112,9 +95,9 @@ class Redo:
             spared = self.examine(reading, runner, spared, reports)
             if runner.lockstep:
                 blamed = self.narrow_blame(blamed, reports)
-            cures = {bad.micro.index: bad.cure for bad in spared}
+            removable = {bad.micro.index: bad.removable_terms for bad in spared}
             good = [
-                replace(micro, left_out=cures.get(micro.index, frozenset()))
+                replace(micro, left_out=removable.get(micro.index, frozenset()))
                 for micro in group.micro_batches
                 if micro.index not in dropped
             ]
@@ -137,7 +120,7 @@ class Redo:
             blamed = self.find_bad(reading, runner)
             reports = self.ranks.gather([bad.micro.index for bad in blamed])
             if not any(reports) and not runner.knows_loss:
-                self.examiner.log_out_of_sight(reading.step)
+                self.examiner.log_outside_model(reading.step)
             blamed = self.examine(reading, runner, blamed[:1], reports)
             if runner.lockstep:
                 blamed = self.narrow_blame(blamed, reports)
@@ -175,14 +158,14 @@ class Redo:
             elif census.bad and micro.suspicion is not None:
                 blamed.append(BadMicroBatch.of_finding(micro, micro.suspicion, reading.step))
             elif census.bad:
-                cure = self.find_cure(reading, runner, micro)
-                blamed.append(BadMicroBatch.of_run(micro, loss, census, reading.step, cure))
+                removable_terms = self.find_removable_terms(reading, runner, micro)
+                blamed.append(BadMicroBatch.of_run(micro, loss, census, reading.step, removable_terms))
         return blamed
 
-    def find_cure(self, reading: StepReading, runner: Runner, micro: MicroBatch) -> frozenset[str]:
+    def find_removable_terms(self, reading: StepReading, runner: Runner, micro: MicroBatch) -> frozenset[str]:
         """Runs a bad micro-batch again without some terms of its loss and returns those without which it is finite.
 
-        Terms with non-finite values are tried first. If all values are finite, a gradient went bad inside a term: each is
+        Terms with non-finite values are tried first. If all values are finite, a gradient became non-finite inside a term: each is
         left out in turn. Nothing is tried where parameters are sharded, because every try would take every rank, and at
         least one term with a gradient always stays.
         """
@@ -214,7 +197,7 @@ class Redo:
         self, reading: StepReading, runner: Runner, blamed: list[BadMicroBatch], reports: list[list[int]]
     ) -> list[BadMicroBatch]:
         """Adds an autopsy to every bad micro-batch that needs one. With sharded parameters all ranks examine only the first,
-        and only where it broke."""
+        and only locate the fault."""
         group = reading.group
         if runner.lockstep:
             chosen = [group.micro_batches[index] for index in sorted({i for report in reports for i in report})[:1]]

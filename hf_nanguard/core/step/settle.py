@@ -1,4 +1,4 @@
-"""One step decided and carried out: the one host read, the decision, and what healthy or merely odd steps lead to.
+"""One step decided and carried out: the one host read, the decision, and what follows for steps with a finite norm.
 
 A step whose norm is not finite goes to `containment.py`.
 """
@@ -25,13 +25,7 @@ from .step_reading import BadMicroBatch, StepOutcome, StepReading
 
 
 class Settlement:
-    """Reads a step, decides it and carries the decision out.
-
-    Args:
-        policy (`Policy`), journal (`Journal`), counter (`Counter`), escalation (`Escalation`), norms (`RobustWindow`),
-        redo (`Redo`):
-            Those of the guard.
-    """
+    """Reads a step, decides it and carries the decision out."""
 
     def __init__(
         self,
@@ -76,17 +70,17 @@ class Settlement:
     def _carry_out(self, reading: StepReading, runner: Runner, zero_is_news: bool) -> StepOutcome:
         decision, finite = reading.decision, math.isfinite(reading.norm)
         if runner.scaler is not None and not finite and reading.bad_loss is None and not self.policy.acts:
-            return self.containment.leave_to_scaler(reading, runner)
-        if decision.course is not StepAction.STEP and not finite:
+            return self.containment.leave_to_scaler(reading, runner.scaler)
+        if decision.action is not StepAction.STEP and not finite:
             return self.containment.contain(reading, runner)
         if finite:
             self.counter.count_norm(reading.norm)
-        if decision.course in (StepAction.CLIP, StepAction.SKIP):
+        if decision.action in (StepAction.CLIP, StepAction.SKIP):
             return self._contain_spike(reading, runner)
         self.containment.count(reading, 0, reading.group.micro_batches)
         if decision.signal is not None:
             return self._observe(reading, runner)
-        self.escalation.healthy()
+        self.escalation.reset()
         self.norms.add(reading.norm)
         self._emit_zero(reading, zero_is_news)
         return StepOutcome(norm=reading.norm_dev)
@@ -106,7 +100,7 @@ class Settlement:
                 blamed, _ = self.redo.explain(reading, runner)
             self.journal.write(reading.event(Action.OBSERVED, reading.describe(), blamed=blamed))
         if math.isfinite(norm):
-            self.escalation.healthy()
+            self.escalation.reset()
             self.norms.add(norm if threshold is None else min(norm, threshold))
         shown = reading.finite_losses
         keep = self.policy.acts and len(shown) < len(reading.losses)
@@ -116,14 +110,14 @@ class Settlement:
         """Clips or skips a finite norm that is above the fixed threshold or that of the statistics, on every rank alike."""
         fixed = self.policy.skip_grad_norm
         threshold = fixed if fixed is not None and reading.norm > fixed else self.norms.threshold()
-        clips = reading.decision.course is StepAction.CLIP
+        clips = reading.decision.action is StepAction.CLIP
         message = self._emit_spike(reading, Action.CLIPPED if clips else Action.SKIPPED, threshold)
         if reading.bad_loss is not None:  # known to this rank only, and lost otherwise
             self._emit_bad_loss(reading)
         if not clips:
             return self.containment.skip(reading, runner, Signal.GRAD_SPIKE, message)
         self.containment.count(reading, 0, reading.group.micro_batches)
-        self.escalation.healthy()
+        self.escalation.reset()
         self.norms.add(reading.norm)
         shown = reading.finite_losses
         redone = shown if len(shown) < len(reading.losses) else None
@@ -170,18 +164,7 @@ class Settlement:
 
 
 def emit_watched(journal: Journal, group: AccumulationGroup, watched: list[float], step: int) -> None:
-    """Writes an event for every watched tensor that is not finite or exceeds its bound.
-
-    Args:
-        journal (`Journal`):
-            Where events are written.
-        group (`AccumulationGroup`):
-            The group in which the tensors were watched.
-        watched (`list[float]`):
-            Their largest magnitudes, as read.
-        step (`int`):
-            The step.
-    """
+    """Writes an event for every watched tensor whose largest magnitude, as read, is not finite or exceeds its bound."""
     for (name, _, bound), largest in zip(group.watched, watched, strict=True):
         if math.isfinite(largest) and (bound is None or largest <= bound):
             continue
@@ -194,18 +177,7 @@ def emit_watched(journal: Journal, group: AccumulationGroup, watched: list[float
 
 
 def emit_bad_terms(journal: Journal, group: AccumulationGroup, losses: list[float], step: int) -> None:
-    """Writes an event for every non-finite term of a step with finite gradients, unless the event of its loss names it.
-
-    Args:
-        journal (`Journal`):
-            Where events are written.
-        group (`AccumulationGroup`):
-            The group, with its terms as read.
-        losses (`list[float]`):
-            Its losses; the event of a non-finite one names its terms.
-        step (`int`):
-            The step.
-    """
+    """Writes an event for every non-finite term of a step with finite gradients, unless the event of its loss names it."""
     for micro in group.micro_batches:
         is_named = micro.index < len(losses) and not math.isfinite(losses[micro.index])
         for name in micro.bad_terms:

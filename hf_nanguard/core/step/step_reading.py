@@ -1,13 +1,13 @@
 """What became of a step, what was read of it, and which micro-batch is to blame, as values and as events."""
 
 import math
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from ..autopsy.evidence.verdict import Verdict
-from ..event import Culprit, Event
+from ..event import Culprit, Event, JsonValue
 from ..rerun.micro_batch import AccumulationGroup, BatchAction, Finding, MicroBatch
 from ..rng import RngState
 from ..vocabulary import Action, Cause, Signal
@@ -52,45 +52,22 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class StepReading:
-    """What was read of a step.
-
-    Args:
-        step (`int`):
-            Its number.
-        group (`AccumulationGroup`):
-            Its micro-batches.
-        losses (`list[float]`):
-            Their losses on this rank.
-        norm (`float`), norm_dev (`Tensor`):
-            The norm of the gradients, on the host and on the device.
-        decision (`Decision`):
-            How the step continues.
-        rank (`int`):
-            This rank.
-        clipped (`bool`):
-            Whether the gradients were clipped already, so that they no longer show which one was bad.
-        census (`Census`):
-            The gradients, parameter by parameter, once they have been checked.
-        learning_rate (`float`, *optional*):
-            The learning rate of the step.
-        rng_after (`RngState`, *optional*):
-            The random state after the group had run, kept if its norm is not finite.
-    """
+    """What was read of a step."""
 
     step: int
     group: AccumulationGroup
-    losses: list[float]
-    norm: float
-    norm_dev: Tensor
+    losses: list[float]  # on this rank
+    norm: float  # of the gradients, on the host
+    norm_dev: Tensor  # the same on the device
     decision: Decision
     rank: int
-    clipped: bool = False
-    census: Census = field(default_factory=Census)
+    clipped: bool = False  # whether the gradients were clipped already, so that they no longer show which one was bad
+    census: Census = field(default_factory=Census)  # filled once the gradients have been checked
     learning_rate: float | None = None
-    rng_after: RngState | None = None
+    rng_after: RngState | None = None  # the random state after the group had run, kept if its norm is not finite
 
     @property
-    def measured(self) -> dict[str, Any]:
+    def measured(self) -> dict[str, JsonValue]:
         """What was measured of the whole step, for events."""
         rate = {} if self.learning_rate is None else {"learning_rate": self.learning_rate}
         return {"grad_norm": self.norm, **rate}
@@ -133,7 +110,7 @@ class StepReading:
             for finding in micro.findings_to(*actions)
         ]
 
-    def as_values(self, place: int | None = None) -> dict[str, Any]:
+    def as_values(self, place: int | None = None) -> dict[str, JsonValue]:
         """Returns what was measured, for the event, with the terms of the micro-batch at a position, or of the last."""
         shown = self.bad_loss[1] if self.bad_loss is not None else (self.losses[-1] if self.losses else None)
         terms = self.group.micro_batches[-1 if place is None else place].term_values if self.group.terms else {}
@@ -147,7 +124,7 @@ class StepReading:
         signal: Signal | None = None,
         cause: Cause | None = None,
         blamed: "BadMicroBatch | None" = None,
-        **values: Any,
+        **values: JsonValue,
     ) -> Event:
         """Returns the event of the whole step, with the micro-batch to blame if it is known."""
         place = self.bad_place if blamed is None else blamed.micro.index
@@ -186,10 +163,10 @@ class BadMicroBatch:
     signal: Signal
     message: str
     culprit: Culprit
-    values: dict[str, Any] = field(default_factory=dict)
+    values: Mapping[str, JsonValue] = field(default_factory=dict)
     cause: Cause | None = None
     verdict: Verdict | None = None
-    cure: frozenset[str] = frozenset()  # terms without which its gradients are finite
+    removable_terms: frozenset[str] = frozenset()  # terms without which its gradients are finite
 
     @property
     def begins_here(self) -> bool:
@@ -200,7 +177,7 @@ class BadMicroBatch:
     @property
     def can_be_spared(self) -> bool:
         """Whether it is finite without some terms of its loss, all of which may be dropped."""
-        return bool(self.cure) and all(self.micro.may_drop(name) for name in self.cure)
+        return bool(self.removable_terms) and all(self.micro.may_drop(name) for name in self.removable_terms)
 
     @classmethod
     def of_finding(cls, micro: MicroBatch, finding: Finding, step: int) -> "BadMicroBatch":
@@ -219,20 +196,29 @@ class BadMicroBatch:
 
     @classmethod
     def of_run(
-        cls, micro: MicroBatch, loss: float, census: Census, step: int, cure: frozenset[str] = frozenset()
+        cls, micro: MicroBatch, loss: float, census: Census, step: int, removable_terms: frozenset[str] = frozenset()
     ) -> "BadMicroBatch":
         """Blames a micro-batch whose gradients were bad when it ran alone, and the terms without which they were not."""
         finite = math.isfinite(loss) and not micro.bad_terms
         if finite:
-            what = describe(census) + (f", but not without {' and '.join(sorted(cure))}" if cure else "")
+            what = describe(census) + (
+                f", but not without {' and '.join(sorted(removable_terms))}" if removable_terms else ""
+            )
         else:
             what = describe_loss(micro, loss)
-        term = next(iter([*micro.bad_terms, *sorted(cure)]), None)
+        term = next(iter([*micro.bad_terms, *sorted(removable_terms)]), None)
         culprit = Culprit(phase="backward" if finite else "loss", parameter=census.suspect, term=term, rows=micro.rows)
         signal = Signal.GRAD_NONFINITE if finite else Signal.LOSS_NONFINITE
         message = f"{what} in micro-batch {micro.index} of step {step}{_format_rows(micro.rows)}"
         terms = {"terms": micro.term_values} if micro.terms else {}
-        return cls(micro, signal, message, culprit, {"loss": loss, **terms, **census.as_values()}, cure=cure)
+        return cls(
+            micro,
+            signal,
+            message,
+            culprit,
+            {"loss": loss, **terms, **census.as_values()},
+            removable_terms=removable_terms,
+        )
 
     def event(self, action: Action, reading: StepReading, note: str = "") -> Event:
         """Returns the event of an action that was taken."""
@@ -257,6 +243,6 @@ def explain_event(event: Event, verdict: Verdict) -> Event:
         values={**event.values, "autopsy": verdict.as_values()},
         culprit=verdict.explain(event.culprit or Culprit()),
         cause=event.cause if event.cause is not None and verdict.origin is None else verdict.cause,
-        remedies=tuple(asdict(remedy) for remedy in verdict.remedies),
+        remedies=verdict.remedies,
         bundle=verdict.bundle,
     )

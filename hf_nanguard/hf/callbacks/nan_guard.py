@@ -103,7 +103,7 @@ class NanGuardCallback(TrainerCallback):
     def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
         if self.guard is None or self.runner is None:
             return
-        self.guard.group = AccumulationGroup(micro_batches=[MicroBatch(0, None, RngState.capture(args.device.type))])
+        self.guard.group = AccumulationGroup(None, [MicroBatch(0, None, RngState.capture(args.device.type))])
         self.num_substeps = 0
         self.runner.buffers.keep()
         self.runner.tap.arm()

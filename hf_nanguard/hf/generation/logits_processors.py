@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from ...core.logits import RowMaxima, Tally, bound_scores, can_look, repair_scores
+from ...core.logits import RowMaxima, Tally, bound_scores, can_read_in_place, repair_scores
 from ...core.settings import SETTINGS
 from ...errors import ArgumentError
 
@@ -160,7 +160,7 @@ class NumericalStabilityLogitsProcessor(LogitsProcessor):
 
     def log(self, scores: Tensor, maxima: RowMaxima, length: int) -> None:
         """Logs non-finite scores with shape and values, the first few times, if that needs no host read."""
-        if self.verbose and can_look(maxima.before):
+        if self.verbose and can_read_in_place(maxima.before):
             self.budget.log(lambda: describe_scores(scores, maxima, length))
 
     @property

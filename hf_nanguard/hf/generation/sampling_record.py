@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from ...core.logits import NEVER, RowMaxima, RowNotes, can_look, repair_scores
+from ...core.logits import NEVER, RowMaxima, RowNotes, can_read_in_place, repair_scores
 from ..compat.generation import find_request
 from .logits_processors import MAX_ROWS, NumericalStabilityLogitsProcessor
 
@@ -165,7 +165,7 @@ class RequestGuard:
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
         # On a device nothing else uses the scores, and the host has left little memory: no copy.
-        fixed, maxima = repair_scores(scores, self.processor.end_id, in_place=not can_look(scores))
+        fixed, maxima = repair_scores(scores, self.processor.end_id, in_place=not can_read_in_place(scores))
         if maxima is not None:
             self.notes.add(tensor_arg[: scores.shape[0]], maxima)
             self.processor.log(scores, maxima, 0)

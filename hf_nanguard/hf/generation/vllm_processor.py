@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...core.logits import Tally, can_look, repair_scores
+from ...core.logits import Tally, can_read_in_place, repair_scores
 from ...errors import ArgumentError
 
 NAME = "VllmStabilityLogitsProcessor"
@@ -61,7 +61,7 @@ def build_processor() -> type:
 
         def apply(self, logits: Tensor) -> Tensor:
             """Repairs the scores of one step, on a device in place; nothing is read."""
-            fixed, maxima = repair_scores(logits, self.end_id, in_place=not can_look(logits))
+            fixed, maxima = repair_scores(logits, self.end_id, in_place=not can_read_in_place(logits))
             if maxima is not None:
                 self.tally.add(maxima)
             return fixed

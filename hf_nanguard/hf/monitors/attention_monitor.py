@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...core.event import Culprit
+from ...core.event import Culprit, JsonValue
 from ...core.monitors.base import Monitor
 from ...core.monitors.softmax_health import RULES, CollapseDetector, Finding
 from ...core.vocabulary import Signal
@@ -118,7 +118,12 @@ class AttentionMonitor(Monitor):
         module, others = finding.module, finding.num_modules - 1
         message = MESSAGES[kind].format(module=module, value=finding.value, first=finding.first)
         more = f" ({others} more {'module' if others == 1 else 'modules'} likewise)" if others else ""
-        values = {"kind": kind, "first": finding.first, "num_modules": finding.num_modules, kind: finding.value}
+        values: dict[str, JsonValue] = {
+            "kind": kind,
+            "first": finding.first,
+            "num_modules": finding.num_modules,
+            kind: finding.value,
+        }
         values |= {noun: measured[module] for noun, measured in found.items() if module in measured}
         signal = Signal.ACTIVATION_HEADROOM if kind == "logsumexp" else Signal.ENTROPY_COLLAPSE
         self.emit(step, signal, f"{message}{more} at step {step}. {ADVICE[kind]}.", values, Culprit("forward", module))

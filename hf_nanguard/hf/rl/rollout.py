@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from transformers import Trainer
 
-from ...core.event import Culprit, Event
+from ...core.event import Culprit, Event, JsonValue
 from ...core.finite import find_nonfinite
 from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Cause, Signal
@@ -202,7 +202,10 @@ class Rollout:
         if bad:
             name = next(iter(bad))
             message = f"Parameter {name} contains {'NaN' if bad[name] == 'nan' else 'inf'} at step {self.step}."
-            values = {"num_bad_parameters": len(bad), "bad_parameters": dict(list(bad.items())[:12])}
+            values: dict[str, JsonValue] = {
+                "num_bad_parameters": len(bad),
+                "bad_parameters": dict(list(bad.items())[:12]),
+            }
             culprit, cause = Culprit(phase="parameter", parameter=name), Cause.PARAM_NONFINITE
             event = Event(self.step, Signal.PARAM_NONFINITE, Action.HALTED, message, None, 0, values, culprit, cause)
             self.guard.journal.write_once(event)

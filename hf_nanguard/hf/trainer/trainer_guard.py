@@ -124,7 +124,7 @@ class TrainerGuard:
         self.recorder.begin_run()
         self._abandons_step = self._has_left_out_steps = False
         self.halting.begin_run()
-        self.guard.escalation.healthy()
+        self.guard.escalation.reset()
         if self.on and self.guard.ranks.rank == 0:
             self._log_limits()
         try:

@@ -21,8 +21,8 @@ from hf_nanguard.core.monitors.overflow_forecast import (
     WINDOW,
     Headroom,
     Trend,
+    extrapolate_loss,
     fit_line,
-    foresee_loss,
 )
 
 LIMIT = 65504.0
@@ -137,10 +137,10 @@ def test_the_line_is_exact_at_any_spacing_and_ignores_an_odd_sample():
 
 def test_a_loss_that_slows_down_has_an_end():
     samples = [(step, 3 + 4 * math.exp(-step / 40)) for step in range(0, 161, 10)]
-    assert foresee_loss(samples) == pytest.approx(samples[-1][1] - 3, rel=0.25)
-    assert foresee_loss([(step, 9 - 0.1 * step) for step in range(0, 80, 8)]) > 1e3
-    assert foresee_loss([(step, 9 - 0.001 * step**2) for step in range(0, 80, 8)]) == math.inf
-    assert foresee_loss([(step, 3.0) for step in range(8)]) == 0.0
+    assert extrapolate_loss(samples) == pytest.approx(samples[-1][1] - 3, rel=0.25)
+    assert extrapolate_loss([(step, 9 - 0.1 * step) for step in range(0, 80, 8)]) > 1e3
+    assert extrapolate_loss([(step, 9 - 0.001 * step**2) for step in range(0, 80, 8)]) == math.inf
+    assert extrapolate_loss([(step, 3.0) for step in range(8)]) == 0.0
 
 
 def _feed(headroom, *rows, start=0):

@@ -34,7 +34,7 @@ def test_a_finding_travels_from_a_worker_process():
 
 def test_losses_are_those_that_were_computed_in_order():
     first, last = torch.tensor(1.0), torch.tensor(2.0)
-    group = AccumulationGroup(micro_batches=[micro(0, loss=first), micro(1), micro(2, loss=last)])
+    group = AccumulationGroup(None, [micro(0, loss=first), micro(1), micro(2, loss=last)])
     assert len(group.losses) == 2
     assert group.losses[0] is first
     assert group.losses[1] is last
@@ -47,7 +47,7 @@ def test_the_payload_is_held_by_reference():
 
 @pytest.mark.parametrize(("planted", "largest"), [(-3.0, 3.0), (INF, INF), (NAN, NAN)])
 def test_watching_keeps_the_largest_magnitude_on_the_device(planted, largest):
-    group = AccumulationGroup()
+    group = AccumulationGroup(None)
     tensor = torch.tensor([[1.0, planted]], requires_grad=True)
     with OperationCounter() as counted:
         group.watch("encoder", tensor, 5.0)
@@ -59,6 +59,6 @@ def test_watching_keeps_the_largest_magnitude_on_the_device(planted, largest):
 
 
 def test_groups_do_not_share_their_lists():
-    AccumulationGroup().watch("x", torch.ones(1), None)
-    assert AccumulationGroup().watched == []
-    assert AccumulationGroup().micro_batches == []
+    AccumulationGroup(None).watch("x", torch.ones(1), None)
+    assert AccumulationGroup(None).watched == []
+    assert AccumulationGroup(None).micro_batches == []

@@ -310,7 +310,7 @@ def test_a_bad_parameter_is_named_and_halts():
     assert event["culprit"]["parameter"] == "first.bias"
     assert event["culprit"]["phase"] == "parameter"
     assert event["values"]["bad_parameters"] == {"first.bias": "inf"}
-    assert "parameter first.bias holds inf" in outcome.halt
+    assert "parameter first.bias contains inf" in outcome.halt
     assert "earlier checkpoint" in outcome.halt
 
 
@@ -320,7 +320,7 @@ def test_several_bad_parameters_are_counted():
         parameter.data.view(-1)[0] = NAN
     outcome = bench.contain()
     assert bench.events[-1]["values"]["bad_parameters"] == {"first.weight": "nan", "last.bias": "nan"}
-    assert "first.weight holds NaN" in outcome.halt
+    assert "first.weight contains NaN" in outcome.halt
     assert "as do 1 other parameters" in outcome.halt
 
 
@@ -401,7 +401,7 @@ def test_the_same_bad_gradients_are_shown_once(caplog):
     for step, bad in enumerate(census):
         decision = Decision(StepAction.REDO, Signal.GRAD_NONFINITE)
         norm = torch.tensor(NAN)
-        containment.log_gradients(StepReading(step, AccumulationGroup(), [], NAN, norm, decision, 0, census=bad))
+        containment.log_gradients(StepReading(step, AccumulationGroup(None), [], NAN, norm, decision, 0, census=bad))
     blocks = [record.message for record in caplog.records if "bad gradients" in record.message]
     assert [block.splitlines()[0] for block in blocks] == [
         "---- bad gradients at step 0 ----", "---- bad gradients at step 2 ----",

@@ -21,7 +21,7 @@ GRAD, LOSS, SPIKE = Signal.GRAD_NONFINITE, Signal.LOSS_NONFINITE, Signal.GRAD_SP
 
 
 @pytest.mark.parametrize(
-    ("losses", "norm", "settings", "course", "signal"),
+    ("losses", "norm", "settings", "action", "signal"),
     [
         ([1.0], 1.0, {}, STEP, None),
         ([], 1.0, {}, STEP, None),
@@ -55,8 +55,8 @@ GRAD, LOSS, SPIKE = Signal.GRAD_NONFINITE, Signal.LOSS_NONFINITE, Signal.GRAD_SP
         ([1.0], 4.0, {"on_spike": "skip"}, STEP, None),
     ],
 )  # fmt: skip
-def test_the_decision_table(losses, norm, settings, course, signal):
-    assert decide(losses, norm, Policy(**settings), seen()) == Decision(course, signal)
+def test_the_decision_table(losses, norm, settings, action, signal):
+    assert decide(losses, norm, Policy(**settings), seen()) == Decision(action, signal)
 
 
 def test_healthy_is_step_without_a_signal():
@@ -64,20 +64,20 @@ def test_healthy_is_step_without_a_signal():
 
 
 def test_nothing_but_step_depends_on_this_rank_s_losses():
-    """Ranks see different losses and the same norm: they must take the same course."""
+    """Ranks see different losses and the same norm: they must take the same action."""
     for norm in (0.0, 1.0, 99.0, NAN, INF):
         for settings in ({}, {"on_nonfinite": "skip"}, {"on_spike": "skip"}, {"skip_grad_norm": 0.5}):
             seen_here = ([1.0], [NAN], [INF, 1.0])
-            courses = {decide(losses, norm, Policy(**settings), seen()).course for losses in seen_here}
-            assert len(courses) == 1, (norm, settings, courses)
+            actions = {decide(losses, norm, Policy(**settings), seen()).action for losses in seen_here}
+            assert len(actions) == 1, (norm, settings, actions)
 
 
 def test_the_ladder_counts_only_bad_steps_in_a_row():
     escalation = Escalation(3)
-    assert [escalation.bad(), escalation.bad()] == [False, False]
-    escalation.healthy()
-    assert [escalation.bad(), escalation.bad(), escalation.bad()] == [False, False, True]
+    assert [escalation.count_bad(), escalation.count_bad()] == [False, False]
+    escalation.reset()
+    assert [escalation.count_bad(), escalation.count_bad(), escalation.count_bad()] == [False, False, True]
 
 
 def test_a_ladder_of_one_halts_at_once():
-    assert Escalation(1).bad()
+    assert Escalation(1).count_bad()

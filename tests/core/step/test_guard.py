@@ -352,7 +352,7 @@ def test_a_bad_weight_is_named_and_ends_the_run(value, word):
     loop = Loop().guarded().run(make_groups(1, 2))
     with torch.no_grad():
         loop.model.norm.weight[3] = value
-    with pytest.raises(NonFiniteError, match=rf"parameter norm\.weight holds {word}.*earlier checkpoint"):
+    with pytest.raises(NonFiniteError, match=rf"parameter norm\.weight contains {word}.*earlier checkpoint"):
         loop.step(make_groups(2, 2)[1])
     named = [event for event in loop.events if event["signal"] == "param_nonfinite"]
     assert len(named) == 1

@@ -51,9 +51,9 @@ MODES = {
 def blind(request, monkeypatch):
     """The branch-free way that other devices take."""
     if request.param:
-        monkeypatch.setattr(core_logits, "can_look", lambda values: False)
+        monkeypatch.setattr(core_logits, "can_read_in_place", lambda values: False)
         for module in (processor, watching):
-            monkeypatch.setattr(module, "can_look", lambda values: False)
+            monkeypatch.setattr(module, "can_read_in_place", lambda values: False)
     return request.param
 
 
@@ -652,9 +652,9 @@ def test_the_first_ones_are_logged_with_shape_and_values(caplog):
 
 
 def test_a_device_tells_when_asked_and_a_silent_guard_never(caplog, monkeypatch):
-    monkeypatch.setattr(core_logits, "can_look", lambda values: False)
+    monkeypatch.setattr(core_logits, "can_read_in_place", lambda values: False)
     for module in (processor, watching):
-        monkeypatch.setattr(module, "can_look", lambda values: False)
+        monkeypatch.setattr(module, "can_read_in_place", lambda values: False)
     model, ids = llama(poisoned=True), prompts(2, poisoned=[0])
     with caplog.at_level(logging.WARNING, "hf_nanguard"):
         for verbose in (False, True):
@@ -695,7 +695,7 @@ def test_the_vllm_processor_repairs(vllm, ids, blind, monkeypatch):
     from hf_nanguard.hf.generation import vllm_processor as ours
 
     if blind:
-        monkeypatch.setattr(ours, "can_look", lambda values: False)
+        monkeypatch.setattr(ours, "can_read_in_place", lambda values: False)
     cls = ours.VllmStabilityLogitsProcessor
     assert issubclass(cls, vllm)
     assert pickle.loads(pickle.dumps(cls)) is cls

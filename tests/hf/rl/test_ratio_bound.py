@@ -138,7 +138,7 @@ def make_bound(*bound):
 
 def read_counts(bound):
     """Returns how many values of each term were bounded since the last call, read as at the end of a step."""
-    group = AccumulationGroup()
+    group = AccumulationGroup(None)
     bound.overflow.add_readings(group, 0)
     group.take_notes(read_host(group.notes))
     return bound.overflow.take_counts()

@@ -2,15 +2,15 @@
 
 import json
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .... import __version__
-from ...event import strict
+from ...event import JsonObject, strict
 from ...torch_private import plain_name
 from ..evidence.suspect_batch import SuspectBatch
 from ..evidence.verdict import Verdict
@@ -25,19 +25,11 @@ MAX_NOTES = 200
 
 @dataclass
 class Content:
-    """The content of a bundle.
+    """The content of a bundle."""
 
-    Args:
-        verdict (`Verdict`):
-            The verdict, without text if none is to be kept.
-        facts (`dict`):
-            What becomes `facts.json`.
-        files (`dict[str, dict[str, Tensor]]`):
-            The tensors of each safetensors file, by reference.
-    """
-
-    verdict: Verdict
-    facts: dict[str, Any] = field(default_factory=dict)
+    verdict: Verdict  # without text if none is to be kept
+    facts: JsonObject = field(default_factory=dict)  # what becomes `facts.json`
+    # the tensors of each safetensors file, by reference
     files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     @property
@@ -48,7 +40,7 @@ class Content:
 
 @torch.no_grad()
 def gather_content(
-    suspect: SuspectBatch, verdict: Verdict, facts: dict[str, Any], step: int, weights: str, text: bool, max_bytes: int
+    suspect: SuspectBatch, verdict: Verdict, facts: JsonObject, step: int, weights: str, text: bool, max_bytes: int
 ) -> Content:
     """Gathers what fits: the inputs first, then the weights that were asked for, or else the parameter to blame."""
     if not text:
@@ -115,12 +107,14 @@ class SavedWeights:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
 
-    def add(self, named: dict[str, Any], left_out: dict[str, str]) -> "SavedWeights":
+    def add(self, named: Mapping[str, object], left_out: dict[str, str]) -> "SavedWeights":
         """Adds the tensors that can be saved, and notes why the others cannot."""
-        first: dict[Any, str] = {}
+        first: dict[tuple[object, ...], str] = {}
         for name, value in named.items():
-            reason = why_not(value) if isinstance(value, Tensor) else f"a {type(value).__name__} is not a tensor"
-            if reason is not None:
+            if not isinstance(value, Tensor):
+                left_out[name] = f"a {type(value).__name__} is not a tensor"
+                continue
+            if (reason := why_not(value)) is not None:
                 left_out[name] = reason
                 continue
             part = local_of(value)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...event import strict
+from ...event import JsonObject, JsonValue, strict
 from ...rng import RngState
 from .tensor_file import why_not
 
@@ -27,23 +27,14 @@ MAX_DEVICE_STATE = 8192
 
 @dataclass
 class Packed:
-    """Nested values as JSON and tensors.
+    """Nested values as JSON and tensors."""
 
-    Args:
-        tree (`Any`):
-            JSON values that refer to tensors by name.
-        tensors (`dict[str, Tensor]`):
-            Those tensors, by reference.
-        left_out (`dict[str, str]`):
-            What could not be converted, and why.
-    """
-
-    tree: Any = None
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
+    tree: JsonValue = None  # refers to tensors by name
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # by reference
+    left_out: dict[str, str] = field(default_factory=dict)  # what could not be converted, and why
 
 
-def pack_inputs(inputs: Any, text: bool = True) -> Packed:
+def pack_inputs(inputs: object, text: bool = True) -> Packed:
     """Converts nested inputs; without `text` every string in them is replaced."""
     packer = _Packer(text)
     packer.packed.tree = packer.pack(inputs, "inputs", 0)
@@ -57,7 +48,7 @@ class _Packer:
         self.names: dict[int, str] = {}  # a tensor may occur twice
         self.num_values = 0
 
-    def pack(self, value: Any, name: str, depth: int) -> Any:
+    def pack(self, value: object, name: str, depth: int) -> JsonValue:
         if isinstance(value, Tensor):
             return self._pack_tensor(value, name)
         if isinstance(value, (Mapping, list, tuple)):
@@ -72,7 +63,7 @@ class _Packer:
             return float(value) if math.isfinite(value) else {"float": strict(float(value))}
         return self._leave_out(name, f"a {type(value).__name__} is neither a tensor nor a plain value")
 
-    def _pack_tensor(self, tensor: Tensor, name: str) -> Any:
+    def _pack_tensor(self, tensor: Tensor, name: str) -> JsonValue:
         reason = why_not(tensor)
         if reason is not None:
             return self._leave_out(name, reason)
@@ -83,7 +74,7 @@ class _Packer:
             self.packed.tensors[name] = tensor
         return {"tensor": self.names[id(tensor)]}
 
-    def _pack_container(self, value: Any, name: str, depth: int) -> Any:
+    def _pack_container(self, value: Mapping | list | tuple, name: str, depth: int) -> JsonValue:
         self.num_values += len(value)
         if depth >= MAX_DEPTH or self.num_values > MAX_VALUES:
             return self._leave_out(name, "it is nested too deep or has too many values")
@@ -101,12 +92,12 @@ class _Packer:
         return {"left_out": why}
 
 
-def _part(key: Any) -> str:
+def _part(key: object) -> str:
     """Returns a key as a part of a name that a file can contain."""
     return str(key).encode(errors="backslashreplace").decode()
 
 
-def unpack_inputs(tree: Any, tensors: dict[str, Tensor], depth: int = 0) -> Any:
+def unpack_inputs(tree: object, tensors: dict[str, Tensor], depth: int = 0) -> object:
     """Returns the nested inputs. What was left out is missing from a dictionary and `None` elsewhere.
 
     Raises:
@@ -139,20 +130,23 @@ def unpack_inputs(tree: Any, tensors: dict[str, Tensor], depth: int = 0) -> Any:
 def pack_rng(rng: RngState) -> Packed:
     """Converts a random state."""
     version, words, gauss = rng.python
-    packed = Packed({"device_type": rng.device_type, "python": [version, list(words), gauss], "numpy": None})
+    python = [version, list(words), gauss]
+    packed = Packed()
+    numpy: JsonValue = None
     packed.tensors["rng.cpu"] = rng.cpu
     if rng.device is not None:
         packed.tensors["rng.device"] = rng.device
     if isinstance(rng.numpy, tuple):
         algorithm, words, place, has_gauss, gauss = rng.numpy
         packed.tensors["rng.numpy"] = torch.from_numpy(words)
-        packed.tree["numpy"] = [algorithm, int(place), int(has_gauss), float(gauss)]
+        numpy = [algorithm, int(place), int(has_gauss), float(gauss)]
     elif rng.numpy is not None:
         packed.left_out["rng.numpy"] = "NumPy's global generator was replaced by one of another kind"
+    packed.tree = {"device_type": rng.device_type, "python": python, "numpy": numpy}
     return packed
 
 
-def unpack_rng(tree: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[RngState, dict[str, str]]:
+def unpack_rng(tree: JsonObject, tensors: dict[str, Tensor]) -> tuple[RngState, dict[str, str]]:
     """Returns the random state, and what of it this machine cannot use.
 
     Raises:
@@ -180,7 +174,7 @@ def unpack_rng(tree: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[RngSta
     return RngState(cpu, device, device_type, _unpack_python(tree.get("python")), numpy), left_out
 
 
-def _unpack_python(tree: Any) -> Any:
+def _unpack_python(tree: Any) -> tuple[Any, ...]:
     try:
         version, words, gauss = tree
         state = (version, tuple(words), gauss)
@@ -192,7 +186,7 @@ def _unpack_python(tree: Any) -> Any:
     return state
 
 
-def _unpack_numpy(tree: Any, words: Tensor | None, left_out: dict[str, str]) -> Any:
+def _unpack_numpy(tree: Any, words: Tensor | None, left_out: dict[str, str]) -> object:
     if tree is None:
         return None
     known = isinstance(tree, list) and list(map(type, tree)) == [str, int, int, float] and tree[0] == "MT19937"

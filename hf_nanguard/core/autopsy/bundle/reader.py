@@ -9,11 +9,12 @@ import os
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn, TypeVar
 
 from torch import Tensor
 
 from ....errors import ArgumentError
+from ...event import JsonObject
 from ...rng import RngState
 from .content import MAX_FACTS, SCHEMA, format_bytes
 from .packing import unpack_inputs, unpack_rng
@@ -23,50 +24,26 @@ from .writer import WEIGHTS
 MAX_READ_BYTES = 64 * 2**30  # of one file
 MAX_LEVELS = 100
 MAX_LISTED = 5
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
 class Bundle:
-    """A bundle.
-
-    Args:
-        path (`Path`):
-            Its folder.
-        facts (`dict`):
-            The facts that were given to `write_bundle`, as JSON values.
-        inputs (`Any`):
-            The nested inputs of the loss, as dictionaries, lists and tuples; `None` if they were left out.
-        rng (`RngState`):
-            The random state of the forward.
-        verdict (`dict`):
-            What the autopsy found, as `Verdict.as_dict()` returns it.
-        step, micro_step (`int`):
-            The optimizer step, and the micro-batch in it.
-        inputs_are, weights_are (`str`):
-            `"all"`, `"samples"` (the culprit ones) or `"none"`; `"all"`, `"trainable"` or `"none"`.
-        versions (`dict[str, str]`):
-            Of the libraries in use.
-        left_out (`dict[str, str]`):
-            What is missing or cannot be used on this machine, and why.
-        has_weights (`bool`):
-            Whether there is a file of weights; with `weights_are="none"` it contains only the parameter to blame.
-        aliases (`dict[str, str]`):
-            Further names of tied weights.
-    """
+    """A bundle."""
 
     path: Path
-    facts: dict[str, Any]
-    inputs: Any
-    rng: RngState
-    verdict: dict[str, Any] = field(default_factory=dict)
+    facts: JsonObject  # what was given to `write_bundle`
+    inputs: object  # nested, as dictionaries, lists and tuples; `None` if they were left out
+    rng: RngState  # before the forward
+    verdict: JsonObject = field(default_factory=dict)  # as `Verdict.as_dict()` returns it
     step: int = 0
-    micro_step: int = 0
-    inputs_are: str = "all"
-    weights_are: str = "none"
-    versions: dict[str, str] = field(default_factory=dict)
-    left_out: dict[str, str] = field(default_factory=dict)
-    has_weights: bool = False
-    aliases: dict[str, str] = field(default_factory=dict)
+    micro_step: int = 0  # the micro-batch in the step
+    inputs_are: str = "all"  # "all", "samples" (the culprit ones) or "none"
+    weights_are: str = "none"  # "all", "trainable" or "none"
+    versions: dict[str, str] = field(default_factory=dict)  # of the libraries in use
+    left_out: dict[str, str] = field(default_factory=dict)  # what is missing or cannot be used on this machine, and why
+    has_weights: bool = False  # with `weights_are="none"` the file contains only the parameter to blame
+    aliases: dict[str, str] = field(default_factory=dict)  # further names of tied weights
 
     def read_weights(self) -> dict[str, Tensor]:
         """Returns the weights, tied ones under each of their names; empty if there are none.
@@ -89,23 +66,8 @@ class Bundle:
 def read_bundle(path: str | Path) -> Bundle:
     """Reads a bundle; weights are read later, by `Bundle.read_weights`.
 
-    Args:
-        path (`str` or `Path`):
-            The folder.
-
-    Returns:
-        `Bundle`: what is inside.
-
     Raises:
         ArgumentError: It is not a bundle, or it is damaged or hostile.
-
-    Example:
-
-    ```python
-    bundle = read_bundle("autopsy/step-42")
-    bundle.rng.restore()
-    model(**bundle.inputs)
-    ```
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -169,7 +131,7 @@ def _find_file(folder: Path, name: str) -> Path:
     return path
 
 
-def _read_facts(path: Path) -> dict[str, Any]:
+def _read_facts(path: Path) -> JsonObject:
     try:
         document = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
     except RecursionError as err:
@@ -188,7 +150,7 @@ def _read_facts(path: Path) -> dict[str, Any]:
     return document
 
 
-def measure_depth(value: Any) -> int:
+def measure_depth(value: object) -> int:
     """Returns how deep JSON values are nested, without recursion."""
     depth, level = 0, [value]
     while level and depth <= MAX_LEVELS:
@@ -202,14 +164,14 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"the number {name}")
 
 
-def _take(document: dict[str, Any], key: str, kind: type) -> Any:
+def _take(document: JsonObject, key: str, kind: type[T]) -> T:
     value = document.get(key)
     if type(value) is not kind:
         raise ValueError(f"facts.json has no valid {key!r}")
     return value
 
 
-def _take_texts(document: dict[str, Any], key: str) -> dict[str, str]:
+def _take_texts(document: JsonObject, key: str) -> dict[str, str]:
     texts = _take(document, key, dict)
     if not all(isinstance(value, str) for value in texts.values()):
         raise ValueError(f"facts.json has no valid {key!r}")

@@ -1,7 +1,6 @@
 """The README of a bundle, for a colleague who received the folder and has never heard of hf_nanguard."""
 
-from typing import Any
-
+from ...event import JsonObject
 from ..evidence.verdict import format_verdict
 from .content import Content
 
@@ -69,7 +68,7 @@ def code(text: str) -> str:
     return f"`{clean(text).replace('`', chr(39))}`"
 
 
-def _describe_inputs(inputs: dict[str, Any]) -> str:
+def _describe_inputs(inputs: JsonObject) -> str:
     if inputs["are"] == "samples":
         return f"only the samples {inputs['samples'][:8]} of the micro-batch because all of it was too large"
     return (

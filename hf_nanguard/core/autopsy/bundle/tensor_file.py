@@ -3,7 +3,6 @@ written."""
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -83,7 +82,8 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             for name in file.keys():  # noqa: SIM118 (not a dictionary)
-                _check_entry(name, file.get_slice(name), path.name)
+                entry = file.get_slice(name)
+                _check_entry(name, entry.get_shape(), entry.get_dtype(), path.name)
             found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, RuntimeError) as err:
         raise ValueError(f"{path.name} is damaged or cut short ({err})") from err
@@ -95,9 +95,8 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def _check_entry(name: str, entry: Any, file_name: str) -> None:
-    shape = entry.get_shape()
-    if entry.get_dtype() not in DTYPES:
-        raise ValueError(f"{file_name} contains {name[:80]!r} with the unknown dtype {entry.get_dtype()}")
+def _check_entry(name: str, shape: list[int], dtype: str, file_name: str) -> None:
+    if dtype not in DTYPES:
+        raise ValueError(f"{file_name} contains {name[:80]!r} with the unknown dtype {dtype}")
     if len(shape) > MAX_DIMS or (0 in shape and max(shape) > MAX_EMPTY):
         raise ValueError(f"{file_name} contains {name[:80]!r} with an impossible shape")

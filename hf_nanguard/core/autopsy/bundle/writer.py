@@ -8,8 +8,8 @@ from contextlib import suppress
 from glob import escape
 from itertools import count
 from pathlib import Path
-from typing import Any
 
+from ...event import JsonObject
 from ...settings import SETTINGS
 from ..evidence.suspect_batch import SuspectBatch
 from ..evidence.verdict import Verdict
@@ -23,18 +23,14 @@ SPARE_BYTES = 2**20  # for the file system itself
 
 
 def write_bundle(
-    folder: Path, suspect: SuspectBatch, verdict: Verdict, facts: dict[str, Any], *, weights: str = "none",
+    folder: Path, suspect: SuspectBatch, verdict: Verdict, facts: JsonObject, *, weights: str = "none",
     text: bool = True, max_bytes: int = MAX_BYTES,
 ) -> Path:  # fmt: skip
-    """Writes a bundle completely or not at all.
+    """Writes a bundle completely or not at all and returns its folder.
 
     Args:
         folder (`Path`):
             Where, e.g. `autopsy/step-42`. If it exists, `step-42-2` is used, and so on.
-        suspect (`SuspectBatch`):
-            The micro-batch.
-        verdict (`Verdict`):
-            What the autopsy found.
         facts (`dict`):
             What a replay needs to rebuild model and loss, as JSON values without training data; `"versions"` among them
             are added to the versions recorded here.
@@ -46,19 +42,9 @@ def write_bundle(
             Limit on the size of all tensors. Weights that do not fit are left out; of inputs that do not fit, only the
             culprit samples are saved, if these are known and fit.
 
-    Returns:
-        `Path`: the folder that was written.
-
     Raises:
         ArgumentError: `weights` is not one of the three.
         OSError: The disk is full or not writable. Nothing is left behind.
-
-    Example:
-
-    ```python
-    path = write_bundle(Path("autopsy/step-42"), suspect, verdict, runner.facts(share))
-    read_bundle(path).inputs
-    ```
     """
     SETTINGS["bundle_weights"].check(weights, "weights")
     content = gather_content(suspect, verdict, facts, _find_step(folder.name), weights, text, max_bytes)
@@ -108,8 +94,8 @@ def _is_running(process: int) -> bool:
     return True
 
 
-def _encode(facts: dict[str, Any]) -> bytes:
-    """Returns facts as strict JSON; the type stands for a value that JSON does not support."""
+def _encode(facts: JsonObject) -> bytes:
+    """Returns facts as strict JSON; a value that JSON does not support is replaced by its type."""
     text = json.dumps(facts, allow_nan=False, indent=1, default=lambda value: f"[left out: {type(value).__name__}]")
     if len(text) > MAX_FACTS:
         raise OSError(errno.EFBIG, f"The facts of a bundle take {format_bytes(len(text))}, more than allowed.")

@@ -22,13 +22,7 @@ SEQUENCES = ("input_ids", "decoder_input_ids", "labels", "completion_ids", "atte
 def find_blame(suspect: SuspectBatch, origin: Origin, allowed: Callable[[], bool]) -> Blame:
     """Returns which samples it takes to reproduce a fault.
 
-    Args:
-        suspect (`SuspectBatch`):
-            The bad micro-batch.
-        origin (`Origin`):
-            Where its non-finite value came from.
-        allowed (`Callable`):
-            Called before every replay; once it returns `False`, what is known by then is returned.
+    `allowed` is called before every replay; once it returns `False`, what is known by then is returned.
     """
     number = suspect.num_samples
     if number is None:

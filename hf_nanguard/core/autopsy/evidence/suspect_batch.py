@@ -5,14 +5,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Generic
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...finite import find_nonfinite, read_host
-from ...rerun.micro_batch import MicroBatch
+from ...rerun.micro_batch import MicroBatch, Payload, Weight
 from ...rerun.nested_inputs import map_parts, map_tensors, name_tensors
 from ...rerun.runner import Runner
 from ...torch_private import unwrap_compiled
@@ -33,17 +33,10 @@ MAIN_FIELDS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a replay.
-
-    Args:
-        loss (`float`):
-            The loss.
-        bad (`dict[str, str]`):
-            The gradients that are not finite, each `"nan"` or `"inf"`.
-    """
+    """The result of a replay."""
 
     loss: float
-    bad: dict[str, str]
+    bad: dict[str, str]  # the gradients that are not finite, each "nan" or "inf"
 
     @property
     def healthy(self) -> bool:
@@ -51,23 +44,20 @@ class Outcome:
         return math.isfinite(self.loss) and not self.bad
 
 
-class SuspectBatch:
+class SuspectBatch(Generic[Payload, Weight]):
     """A held micro-batch that can be run again.
 
-    Args:
-        runner (`Runner`):
-            Runs it as the loop did, in isolation.
-        micro (`MicroBatch`):
-            The micro-batch.
-        weight (`Any`):
-            The weight of its loss, as the loop computes it.
-        num_samples (`int`, *optional*):
-            How many samples it has, if that is known; used only if the entries can be divided into as many.
-
-    One sample may have several entries: a preference trainer gives its pairs as two halves.
+    One sample may have several entries: a preference trainer gives its pairs as two halves. `num_samples`, if it is known, is
+    used only if the entries can be divided into as many.
     """
 
-    def __init__(self, runner: Runner, micro: MicroBatch, weight: Any, num_samples: int | None = None):
+    def __init__(
+        self,
+        runner: Runner[Payload, Weight],
+        micro: MicroBatch[Payload],
+        weight: Weight,
+        num_samples: int | None = None,
+    ):
         self.runner = runner
         self.micro = micro
         self.weight = weight
@@ -85,9 +75,9 @@ class SuspectBatch:
     @property
     def model(self) -> nn.Module:
         """The model without wrappers, as the user knows it."""
-        model: Any = self.runner.model
+        model = self.runner.model
         while (inner := unwrap_compiled(model)) is not model or isinstance(model, WRAPPERS):
-            model = inner if inner is not model else model.module
+            model = inner if inner is not model else model.get_submodule("module")
         return model
 
     def reset(self) -> None:
@@ -119,7 +109,7 @@ class SuspectBatch:
         finally:
             self.micro = micro
 
-    def part(self, samples: Sequence[int] | None) -> MicroBatch:
+    def part(self, samples: Sequence[int] | None) -> MicroBatch[Payload]:
         """Returns the micro-batch reduced to some samples: what has one entry per sample is cut, everything else is kept."""
         if samples is None:
             return self.micro
@@ -129,7 +119,7 @@ class SuspectBatch:
         inputs = take_entries(self.runner.inputs_of(self.micro), {self.num_samples: samples, self.num_entries: entries})
         return replace(self.micro, payload=self.runner.with_inputs(self.micro, inputs))
 
-    def _probe(self, micro: MicroBatch, compiled: bool = False) -> Tensor:
+    def _probe(self, micro: MicroBatch[Payload], compiled: bool = False) -> Tensor:
         self.num_runs += 1
         with nullcontext() if compiled else eager():
             return self.runner.probe(micro, self.weight)
@@ -156,15 +146,11 @@ def count_entries(fields: dict[str, Tensor]) -> int | None:
     return next((int(tensor.shape[0]) for tensor in ranked if tensor.ndim and tensor.shape[0]), None)
 
 
-def take_entries(inputs: Any, chosen: Mapping[int, Sequence[int]]) -> Any:
+def take_entries(inputs: object, chosen: Mapping[int, Sequence[int]]) -> object:
     """Returns nested inputs with only some entries of every tensor or list that has one entry per sample.
 
-    Args:
-        inputs (`Any`):
-            The inputs.
-        chosen (`Mapping`):
-            Length to the entries to take from what has this length: a preference trainer gives two rows for each pair, but
-            one reference log-probability.
+    `chosen` maps a length to the entries to take from what has this length: a preference trainer gives two rows for each pair,
+    but one reference log-probability.
     """
     if isinstance(inputs, Tensor):
         if inputs.ndim == 0 or inputs.shape[0] not in chosen:

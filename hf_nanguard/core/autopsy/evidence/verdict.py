@@ -1,9 +1,8 @@
 """What an autopsy found, as plain values, and the block that is logged."""
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
-from ...event import Culprit, Remedy, strict
+from ...event import Culprit, JsonObject, JsonValue, Remedy, strict
 from ...vocabulary import Cause
 from ..trace.memory import SHOWN_POSITIONS
 from ..trace.origin import Origin
@@ -16,61 +15,35 @@ MAX_SHOWN = 6
 class Blame:
     """Which samples of a micro-batch cause a fault.
 
-    Args:
-        scope (`str`):
-            `"samples"`: these suffice to reproduce it. `"every_sample"`: each of them does. `"batch"`: none alone, only
-            together. `"untried"`: not tested; `samples` are then those with non-finite values at the origin, if known.
-        samples (`list[int]`, *optional*):
-            Positions in the micro-batch.
-        tokens (`list[list[int]]`, *optional*):
-            Sample and position of the first non-finite values.
-        rows (`list[int]`, *optional*):
-            Their rows in the training dataset.
-        texts (`dict[int, str]`):
-            Decoded text of some of them.
+    The scope is `"samples"`: these suffice to reproduce it, `"every_sample"`: each of them does, `"batch"`: none alone, only
+    together, or `"untried"`: not tested; `samples` are then those with non-finite values at the origin, if known.
     """
 
     scope: str = "untried"
-    samples: list[int] | None = None
-    tokens: list[list[int]] | None = None
-    rows: list[int] | None = None
-    texts: dict[int, str] = field(default_factory=dict)
+    samples: list[int] | None = None  # positions in the micro-batch
+    tokens: list[list[int]] | None = None  # sample and position of the first non-finite values
+    rows: list[int] | None = None  # their rows in the training dataset
+    texts: dict[int, str] = field(default_factory=dict)  # decoded text of some of them
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What an autopsy found.
+    """What an autopsy found."""
 
-    Args:
-        origin (`Origin`, *optional*):
-            Where the non-finite value came from, `None` if the replay was finite.
-        blame (`Blame`):
-            Which samples cause it.
-        reproducible (`bool`, *optional*):
-            Whether every replay was non-finite; `None` if there was no time for another. Without an origin: whether it is
-            non-finite as the loop runs it, though not under the trace.
-        remedies (`tuple[Remedy, ...]`):
-            What was tried, and what was not.
-        num_samples (`int`, *optional*):
-            How many samples the micro-batch has.
-        num_runs (`int`), seconds (`float`):
-            How many replays and how much time the autopsy took.
-        bundle (`str`, *optional*):
-            Where the bundle is, relative to the run's `nanguard` folder.
-    """
-
-    origin: Origin | None
+    origin: Origin | None  # `None` if the replay was finite
     blame: Blame = Blame()
+    # Whether every replay was non-finite; `None` if there was no time for another. Without an origin: whether it is
+    # non-finite as the loop runs it, though not under the trace.
     reproducible: bool | None = None
-    remedies: tuple[Remedy, ...] = ()
-    num_samples: int | None = None
-    num_runs: int = 0
+    remedies: tuple[Remedy, ...] = ()  # tried or not
+    num_samples: int | None = None  # of the micro-batch
+    num_runs: int = 0  # replays that the autopsy took
     seconds: float = 0.0
-    bundle: str | None = None
+    bundle: str | None = None  # its folder, relative to the run's `nanguard` folder
 
     @property
     def spares_others(self) -> bool:
-        """Whether other samples of the batch are finite, tested or seen at the origin: training can go on without these."""
+        """Whether other samples of the batch are finite, tested or seen at the origin: training can continue without these."""
         found = self.blame.samples
         known = self.blame.scope in ("samples", "untried") and found is not None
         if self.blame.scope == "untried" and self.origin is not None and len(self.origin.positions) >= SHOWN_POSITIONS:
@@ -84,11 +57,11 @@ class Verdict:
             return Cause.TRANSIENT
         return Cause.UNKNOWN if self.origin is None else self.origin.cause
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> JsonObject:
         """Returns the verdict as strict JSON values."""
         return strict({**asdict(self), "cause": str(self.cause)})
 
-    def as_values(self) -> dict[str, Any]:
+    def as_values(self) -> dict[str, JsonValue]:
         """Returns what has no field in an event's culprit, for its `values`."""
         origin = self.origin
         details = {} if origin is None else {
@@ -164,7 +137,7 @@ def _format_what(origin: Origin) -> str:
     if origin.leaf is not None:
         holder = "input" if origin.phase == "input" else "parameter"
         entries = "1 entry" if origin.num_bad == 1 else f"{origin.num_bad} entries"
-        return f"{holder} {origin.leaf} holds {kind} in {entries} ({origin.dtype})"
+        return f"{holder} {origin.leaf} contains {kind} in {entries} ({origin.dtype})"
     facts = str(origin.dtype)
     if origin.largest is not None and origin.limit is not None:
         facts += f", largest input {origin.largest:.4g}, limit {origin.limit:.4g}"

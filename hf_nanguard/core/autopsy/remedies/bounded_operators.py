@@ -7,7 +7,6 @@ A mode above autograd changes an argument before the operator gets it, also whil
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from ...vocabulary import Cause
 
 LOG_RATIO_BOUND = 20.0
 # Changes an argument of an operator, given the argument, all positional and all keyword arguments.
-Change = Callable[[Any, tuple, dict], Any]
+Change = Callable[[object, tuple, dict], object]
 # Operator to the position of the argument and its change.
 Rules = dict[str, tuple[int, Change]]
 
@@ -42,17 +41,16 @@ def bounded(rules: Rules) -> Iterator[None]:
 class Bounded(TorchFunctionMode):
     """Changes an argument of some operators before they see it.
 
-    Args:
-        rules (`dict`):
-            Operator to the position of the argument and its change. `special_` and the underscore of the in-place form are
-            not part of the name.
+    In the names of operators, `special_` and the underscore of the in-place form are left out.
     """
 
     def __init__(self, rules: Rules):
         super().__init__()
         self.rules = rules
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
         kwargs = kwargs or {}
         full = getattr(func, "__name__", "")
         name = full if full.startswith("__") else full.removeprefix("special_").rstrip("_")
@@ -76,23 +74,25 @@ def _floats(change: Callable[[Tensor, torch.finfo], Tensor]) -> Change:
     )
 
 
-def _root_base(x: Any, args: tuple, kwargs: dict) -> Any:
+def _root_base(x: object, args: tuple, kwargs: dict) -> object:
     """Bounds the base of a power with a fractional exponent, which is a root; the base of a square may be negative."""
     exponent = args[1] if len(args) > 1 else kwargs.get("exponent")
     return _above_zero(x, args, kwargs) if isinstance(exponent, float) and not exponent.is_integer() else x
 
 
-def _nonzero(x: Any, args: tuple, kwargs: dict) -> Any:
+def _nonzero(x: object, args: tuple, kwargs: dict) -> object:
     """Replaces the zeros of a divisor with eps, or with 1 in a count."""
     if not isinstance(x, Tensor):
         return x or torch.finfo(torch.float32).eps
     return torch.where(x == 0, torch.finfo(x.dtype).eps if x.is_floating_point() else 1, x)
 
 
-def _some_unmasked(x: Any, args: tuple, kwargs: dict) -> Any:
+def _some_unmasked(x: object, args: tuple, kwargs: dict) -> object:
     """Replaces every row of only -inf with equal scores."""
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
-    return x if dim is None else x.masked_fill((x == -math.inf).all(dim, keepdim=True), 0.0)
+    if dim is None or not isinstance(x, Tensor):
+        return x
+    return x.masked_fill((x == -math.inf).all(dim, keepdim=True), 0.0)
 
 
 # Nine tenths of the largest exponent leave room for sums and products of the result.

@@ -3,11 +3,11 @@
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...finite import dtype_name
 from ...rerun.nested_inputs import map_tensors
 from ..evidence.suspect_batch import SuspectBatch
 from .tensor_swap import swapped
@@ -37,10 +37,10 @@ def autocast_as(
     """Makes every autocast that is entered inside, and those that are active already, cast to `wide` instead."""
     original = torch.autocast.__enter__
 
-    def enter(self: torch.autocast) -> Any:
+    def enter(self: torch.autocast) -> object:
         enabled, dtype = self._enabled, self.fast_dtype
         if enabled and dtype in narrow:
-            remarks.append("autocast off" if wide is torch.float32 else f"autocast to {_name(wide)}")
+            remarks.append("autocast off" if wide is torch.float32 else f"autocast to {dtype_name(wide)}")
             self._enabled, self.fast_dtype = wide is not torch.float32, dtype if wide is torch.float32 else wide
         try:
             return original(self)
@@ -77,7 +77,7 @@ def upcast_module(suspect: SuspectBatch, module: nn.Module, narrow: torch.dtype,
         return result
 
     @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         with torch.autocast(device, enabled=False):
             output = original(*map_tensors(args, cast), **map_tensors(kwargs, cast))
         return map_tensors(output, narrowed)
@@ -91,7 +91,3 @@ def upcast_module(suspect: SuspectBatch, module: nn.Module, narrow: torch.dtype,
                 module.forward = original  # type: ignore[method-assign]
             else:
                 del module.forward
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

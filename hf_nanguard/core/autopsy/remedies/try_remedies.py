@@ -27,24 +27,14 @@ Alter = Callable[[SuspectBatch, list[str]], AbstractContextManager]
 
 @dataclass(frozen=True)
 class Idea:
-    """A remedy that may apply.
-
-    Args:
-        name (`str`), note (`str`):
-            As in [`Remedy`].
-        alter (`Callable`):
-            Returns a context that alters the runs inside; it may add remarks to its second argument.
-        samples (`list[int]`, *optional*):
-            Which samples to run; all if `None`.
-        certain (`bool`):
-            Whether it certainly applies. If not, it applies only if the trial left a remark.
-    """
+    """A remedy that may apply; name and note are those of its [`Remedy`]."""
 
     name: str
     note: str
+    # returns a context that alters the runs inside and may add remarks to its second argument
     alter: Alter = lambda suspect, remarks: nullcontext()
-    samples: list[int] | None = None
-    certain: bool = True
+    samples: list[int] | None = None  # which samples to run; all if `None`
+    certain: bool = True  # if not, it applies only if the trial left a remark
 
 
 def try_remedies(
@@ -53,18 +43,8 @@ def try_remedies(
     """Tries what may help on the bad micro-batch, starting with what follows from the cause.
 
     Gradients are cleared and kept buffers put back; parameters, buffers, modules and autocast are the same objects as
-    before, also after a trial that raises. An exception in a trial counts as its outcome.
-
-    Args:
-        suspect (`SuspectBatch`):
-            The micro-batch.
-        origin (`Origin`), blame (`Blame`):
-            What is known about it.
-        allowed (`Callable`):
-            Called before each trial; once it returns `False`, the rest is left untried.
-
-    Returns:
-        `tuple[Remedy, ...]`: what was tried with its outcome, and what there was no time for.
+    before, also after a trial that raises. An exception in a trial counts as its outcome. `allowed` is called before each
+    trial; once it returns `False`, the rest is returned as untried.
     """
     remedies: list[Remedy] = []
     in_time = True

@@ -33,13 +33,8 @@ LOW_PRECISION = {"torch.float16": Cause.FP16_OVERFLOW, "torch.bfloat16": Cause.B
 def infer_cause(record: Record, text: str, unselected: bool) -> Cause:
     """Returns the cause of a non-finite value that an operator made from finite inputs.
 
-    Args:
-        record (`Record`):
-            The operator.
-        text (`str`):
-            Its source line; the names in it distinguish a policy ratio from a KL term.
-        unselected (`bool`):
-            Whether it met the zero gradient of a branch that `where` did not select.
+    `text` is its source line, whose names distinguish a policy ratio from a KL term. `unselected` says whether it met the zero
+    gradient of a branch that `where` did not select.
     """
     if record.uninitialised:  # on a GPU, a kernel that is not an operator of torch may have written it
         return Cause.UNINITIALISED_WEIGHT if record.device == "cpu" else Cause.UNKNOWN

@@ -17,7 +17,7 @@ _NEGATIONS = ("neg", "neg_", "sub", "sub_", "rsub", "abs", "abs_")
 
 
 class Extent(NamedTuple):
-    """The lowest and highest value of a tensor; both NaN if it holds a NaN."""
+    """The lowest and highest value of a tensor; both NaN if it contains NaN."""
 
     low: float
     high: float
@@ -40,18 +40,9 @@ FINITE = Extent(0.0, 0.0)
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor that was there before the pass.
+    """A tensor that existed before the pass."""
 
-    Args:
-        kind (`str`):
-            `"parameter"`, `"buffer"` or `"input"`.
-        name (`str`):
-            Its name.
-        tensor (`Tensor`):
-            Itself.
-    """
-
-    kind: str
+    kind: str  # "parameter", "buffer" or "input"
     name: str
     tensor: Tensor
 
@@ -82,32 +73,17 @@ class Forward:
 
 @dataclass(frozen=True)
 class Operand:
-    """A float input of an operator, as it was before the operator ran.
-
-    Args:
-        extent (`Extent`):
-            Its extent.
-        dtype (`torch.dtype`):
-            Its dtype.
-        writer (`Record`, *optional*):
-            The operator that wrote the non-finite values in it.
-        leaf (`Leaf`, *optional*):
-            Which leaf it is, if no operator wrote them.
-        shape (`tuple[int, ...]`):
-            Its shape.
-        zero (`bool`):
-            Whether it is exactly 0 at a non-finite place of the output, or anywhere if it cannot be broadcast to the
-            output; determined only if no operator had written a NaN input.
-        selected (`bool`):
-            Whether it is a gradient into which the backward of a selection such as `where` has put zeros.
-    """
+    """A float input of an operator, as it was before the operator ran."""
 
     extent: Extent
     dtype: torch.dtype
-    writer: "Record | None" = None
-    leaf: Leaf | None = None
+    writer: "Record | None" = None  # the operator that wrote the non-finite values in it
+    leaf: Leaf | None = None  # which leaf it is, if no operator wrote them
     shape: tuple[int, ...] = ()
+    # whether it is 0 at a non-finite place of the output, or anywhere if it cannot be broadcast to the output;
+    # determined only if no operator had written a NaN input
     zero: bool = False
+    # whether it is a gradient into which the backward of a selection such as `where` has put zeros
     selected: bool = False
 
     @property
@@ -123,62 +99,29 @@ class Operand:
 
 @dataclass
 class Record:
-    """One operator that wrote a non-finite value.
+    """One operator that wrote a non-finite value."""
 
-    Args:
-        index (`int`):
-            Its number among all operators of the pass.
-        op (`str`):
-            Its name, `aten.exp.default`.
-        extent (`Extent`), dtype (`torch.dtype`), shape (`tuple`):
-            Of its output.
-        place (`Place`):
-            Where it ran; in the backward, where its forward operator ran.
-        node (`str`, *optional*):
-            The autograd node, in the backward.
-        forward (`Forward`, *optional*):
-            The forward operator of that node.
-        operands (`list[Operand]`):
-            Its float inputs.
-        scalars (`list[float]`):
-            Numbers among its arguments.
-        positions (`list`):
-            The first places of non-finite values, as [`first_places`] gives them, if no operator had written a NaN input.
-        zero_args (`set[int]`):
-            Which arguments are 0, as `zero` in [`Operand`].
-        is_pointwise (`bool`):
-            Whether each element of its output depends on one element of each input: an overflow in such an operator is
-            never NaN.
-        in_python (`bool`):
-            Whether Python code of the user ran it inside the backward: a custom function, a hook.
-        uninitialised (`bool`):
-            Whether it is memory from `empty` that no operator has written yet.
-        all_ignored (`bool`):
-            For a loss over classes: whether it ignored every target.
-        device (`str`):
-            The device type of its output.
-
-    `is_mask` says whether its infinities are constants of the program, or passed on from such constants: a mask. It is
-    derived at once, because a chain of writers may be too long for recursion.
-    """
-
-    index: int
-    op: str
-    extent: Extent
+    index: int  # its number among all operators of the pass
+    op: str  # its name, e.g. `aten.exp.default`
+    extent: Extent  # of its output, as are dtype, shape and device
     dtype: torch.dtype
     shape: tuple[int, ...]
-    place: Place
-    node: str | None = None
-    forward: Forward | None = None
-    operands: list[Operand] = field(default_factory=list)
-    scalars: list[float] = field(default_factory=list)
+    place: Place  # where it ran; in the backward, where its forward operator ran
+    node: str | None = None  # the autograd node, in the backward
+    forward: Forward | None = None  # the forward operator of that node
+    operands: list[Operand] = field(default_factory=list)  # its float inputs
+    scalars: list[float] = field(default_factory=list)  # numbers among its arguments
+    # the first places of non-finite values (`first_places`), if no operator had written a NaN input
     positions: list[tuple[int, ...]] = field(default_factory=list)
-    zero_args: set[int] = field(default_factory=set)
+    zero_args: set[int] = field(default_factory=set)  # which arguments are 0, as `zero` in `Operand`
+    # each output element depends on one element of each input: an overflow in such an operator is never NaN
     is_pointwise: bool = False
-    in_python: bool = False
-    uninitialised: bool = False
-    all_ignored: bool = False
+    in_python: bool = False  # whether Python code of the user ran it inside the backward: a custom function, a hook
+    uninitialised: bool = False  # whether it is memory from `empty` that no operator has written yet
+    all_ignored: bool = False  # for a loss over classes: whether it ignored every target
     device: str = "cpu"
+    # whether its infinities are constants of the program, or passed on from such constants. It is derived at once,
+    # because a chain of writers may be too long for recursion.
     is_mask: bool = field(init=False)
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from ...finite import dtype_name
 from ...vocabulary import Cause
 from .cause import infer_cause, infer_leaf_cause
 from .memory import SHOWN_POSITIONS, find_nonfinite_entries, measure, strided
@@ -26,54 +27,29 @@ SOFTMAX = ("softmax", "log_softmax", "logsumexp", "scaled_dot_product")
 class Origin:
     """Where a non-finite value came from. Plain values only; what is not known is `None`.
 
-    Args:
-        phase (`str`):
-            As in the event's culprit: `"input"`, `"forward"`, `"loss"`, `"backward"`, `"parameter"`, `"optimizer"`.
-        kind (`str`):
-            `"nan"` or `"inf"`.
-        cause (`Cause`):
-            Why it happened.
-        op, module, source (`str`, *optional*):
-            The operator, the module in which it ran (as in `named_modules()`), file and line. In the backward: the
-            backward operator, and module and line of its forward operator. For a leaf: the operator that read it first.
-        text (`str`, *optional*):
-            The source line itself.
-        node (`str`, *optional*):
-            The autograd node, in the backward.
-        dtype (`str`, *optional*):
-            The dtype of its output, or of the leaf.
-        largest, limit (`float`, *optional*):
-            The largest magnitude among its finite inputs, and the largest finite number of its dtype.
-        leaf, parameter (`str`, *optional*):
-            The name of an input, parameter or buffer that was not finite itself; `parameter` if it is not an input.
-        num_bad (`int`, *optional*):
-            How many of its entries were not finite.
-        outside (`bool`):
-            Whether the operator read it from a tensor that the trace does not know: without a name, or of another rank.
-        masked (`bool`):
-            Whether the operator read infinities of a mask besides finite values.
-        positions (`tuple`), shape (`tuple`):
-            The first places of non-finite values, without the last dimension, and the shape they refer to.
+    In the backward, `op` is the backward operator, `module` and `source` are those of its forward operator. For a leaf (an
+    input, parameter or buffer that was not finite itself) they are those of the operator that read it first.
     """
 
-    phase: str
-    kind: str
+    phase: str  # as in the event's culprit
+    kind: str  # "nan" or "inf"
     cause: Cause
     op: str | None = None
-    module: str | None = None
-    source: str | None = None
-    text: str | None = None
-    node: str | None = None
-    dtype: str | None = None
-    largest: float | None = None
-    limit: float | None = None
-    leaf: str | None = None
-    parameter: str | None = None
-    num_bad: int | None = None
-    outside: bool = False
-    masked: bool = False
+    module: str | None = None  # as in `named_modules()`
+    source: str | None = None  # file and line
+    text: str | None = None  # the source line itself
+    node: str | None = None  # the autograd node, in the backward
+    dtype: str | None = None  # of the output of the operator, or of the leaf
+    largest: float | None = None  # the largest magnitude among its finite inputs
+    limit: float | None = None  # the largest finite number of its dtype
+    leaf: str | None = None  # the name of the leaf
+    parameter: str | None = None  # the same, if it is not an input
+    num_bad: int | None = None  # entries of the leaf that were not finite
+    outside: bool = False  # whether it was read from a tensor that the trace does not know
+    masked: bool = False  # whether the operator read infinities of a mask besides finite values
+    # the first places of non-finite values, without the last dimension
     positions: tuple[tuple[int, ...], ...] = field(default=(), compare=False)
-    shape: tuple[int, ...] = field(default=(), compare=False)
+    shape: tuple[int, ...] = field(default=(), compare=False)  # the shape that the positions refer to
 
     @property
     def signature(self) -> tuple[str | None, ...]:
@@ -87,15 +63,8 @@ def find_origin(
 ) -> Origin | None:  # fmt: skip
     """Runs a pass under a trace and walks back from its non-finite result; `None` if the result was finite.
 
-    Args:
-        run (`Callable`):
-            Runs forward and backward and returns the loss.
-        model (`nn.Module`):
-            The unwrapped model.
-        gradients (`Callable`):
-            Returns the named gradients afterwards.
-        inputs (`dict[str, Tensor]`):
-            The inputs by name.
+    `run` runs forward and backward and returns the loss; `gradients` returns the named gradients afterwards. The model must be
+    unwrapped.
     """
     trace = Trace(model, inputs)
     with trace.recording():
@@ -158,7 +127,7 @@ def describe_origin(record: Record, operand: Operand | None, unselected: bool) -
         source=place.source,
         text=text,
         node=record.node,
-        dtype=str(record.dtype).removeprefix("torch."),
+        dtype=dtype_name(record.dtype),
         largest=max((o.extent.largest for o in record.operands if o.extent.kind == "finite"), default=None),
         limit=torch.finfo(record.dtype).max,
         outside=any(map(_is_outside, record.bad_operands)) and not record.name.startswith("lift_fresh"),
@@ -197,7 +166,7 @@ def _blame_leaf(reader: Origin, leaf: Leaf) -> Origin:
         kind=measure(leaf.tensor).kind,
         leaf=leaf.name,
         num_bad=int(bad.sum()),
-        dtype=str(leaf.tensor.dtype).removeprefix("torch."),
+        dtype=dtype_name(leaf.tensor.dtype),
         outside=False,
     )
     if leaf.kind == "input":

@@ -9,7 +9,7 @@ training step.
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from types import CodeType
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from ...rerun.nested_inputs import find_tensors
 from ...torch_private import (
@@ -56,7 +57,7 @@ class _Signature(NamedTuple):
 
 
 @cache
-def _signature(func: Any) -> _Signature:
+def _signature(func: object) -> _Signature:
     if not is_operator(func):  # of higher order, e.g. flex attention: recorded as one operator
         return _Signature(str(func), f"higher_order.{func}", False, False, False, (), True)
     arguments = operator_arguments(func)
@@ -72,7 +73,7 @@ def _signature(func: Any) -> _Signature:
     )
 
 
-def _pick(places: Iterable[tuple[int, str]], args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+def _pick(places: Iterable[tuple[int, str]], args: tuple, kwargs: Mapping[str, object]) -> list[Tensor]:
     """Returns the tensors in some arguments of a call."""
     return list(find_tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in places]))
 
@@ -108,11 +109,7 @@ def _find_line() -> tuple[CodeType | None, int]:
 class Trace(TorchDispatchMode):
     """Records what writes non-finite values while it is active.
 
-    Args:
-        model (`nn.Module`):
-            The unwrapped model, for the names of its modules, parameters and buffers.
-        inputs (`dict[str, Tensor]`, *optional*):
-            The inputs of the pass by name.
+    The unwrapped model gives the names of modules, parameters and buffers; `inputs` are the inputs of the pass by name.
     """
 
     supports_higher_order_operators = True
@@ -120,7 +117,7 @@ class Trace(TorchDispatchMode):
     def __init__(self, model: nn.Module, inputs: dict[str, Tensor] | None = None):
         super().__init__()
         self.names = {id(module): name for name, module in model.named_modules()}
-        self.strangers: set[int] = set()
+        self.outside: set[int] = set()
         self.leaves: dict[int, list[Leaf]] = {}
         self._add_leaves([*_name_leaves(model), *(Leaf("input", name, each) for name, each in (inputs or {}).items())])
         self.num_ops = 0
@@ -144,10 +141,10 @@ class Trace(TorchDispatchMode):
                 setattr(nn.Module, name, original)
 
     def _following(self, original: Callable) -> Callable:
-        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def call(module: nn.Module, *args: object, **kwargs: object) -> object:
             outer = self.stack[-1] if self.stack else None
-            if id(module) not in self.names and id(module) not in self.strangers:
-                self._meet_stranger(module)
+            if id(module) not in self.names and id(module) not in self.outside:
+                self._name_outside_module(module)
             self.stack.append(self.names.get(id(module), outer))
             try:
                 return original(module, *args, **kwargs)
@@ -156,10 +153,10 @@ class Trace(TorchDispatchMode):
 
         return call
 
-    def _meet_stranger(self, module: nn.Module) -> None:
+    def _name_outside_module(self, module: nn.Module) -> None:
         """Names the weights of a module outside the model that the loss calls, e.g. a teacher; those of a wrapper have names."""
         inside = {id(each) for each in module.modules()}
-        self.strangers |= inside
+        self.outside |= inside
         if self.names.keys().isdisjoint(inside):
             self._add_leaves(_name_leaves(module, f"{type(module).__name__}."))
 
@@ -169,7 +166,9 @@ class Trace(TorchDispatchMode):
 
     # ---- one operator ----
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., object], types: object, args: tuple = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         signature = _signature(func)
         inputs = list(find_tensors([*args, *kwargs.values()]))
@@ -202,7 +201,7 @@ class Trace(TorchDispatchMode):
             self.made[key] = self._describe(signature, output, inputs, node)
         return result
 
-    def _note_forward(self, signature: _Signature, inputs: list[Tensor], node: Any) -> None:
+    def _note_forward(self, signature: _Signature, inputs: list[Tensor], node: Node | None) -> None:
         """Notes where the forward of the newest autograd node runs, also while a checkpoint is recomputed."""
         sequence = last_sequence_number()
         known = self.forwards.get(sequence)
@@ -210,6 +209,7 @@ class Trace(TorchDispatchMode):
             return
         place = self._locate_running(node)
         if place is None:  # the gradient of a gradient: it has the place of the first one
+            assert node is not None
             outer = self.forwards.get(sequence_number(node))
             place = outer.place if outer else Place()
         of_sum = any(self.made.get(storage_key(tensor), _Made()).of_sum for tensor in inputs)
@@ -217,7 +217,7 @@ class Trace(TorchDispatchMode):
         if signature.written:  # a view that is written in place gets one more node, and that one will run
             self.forwards[sequence + 1] = Forward(signature.op, place, of_sum, provisional=True)
 
-    def _locate_running(self, node: Any) -> Place | None:
+    def _locate_running(self, node: Node | None) -> Place | None:
         """Returns where a forward operator runs, `None` if it is part of a backward that can itself be differentiated."""
         code, line = _find_line()
         if node is not None and code is None:
@@ -227,22 +227,25 @@ class Trace(TorchDispatchMode):
         outer = self.forwards.get(sequence_number(node))
         return Place(outer.place.module if outer else None, code, line)
 
-    def _describe(self, signature: _Signature, output: Tensor, inputs: list[Tensor], node: Any) -> _Made:
+    def _describe(self, signature: _Signature, output: Tensor, inputs: list[Tensor], node: Node | None) -> _Made:
         size = output.numel()
         same = [self.made.get(storage_key(tensor), _Made()) for tensor in inputs if tensor.numel() == size]
         name = signature.name.rstrip("_")
         of_sum = name in _SUMS or (name in _ADJUSTMENTS and any(made.of_sum for made in same))
         selected = node is not None and name not in _PRODUCTS and any(made.selected for made in same)
         if node is not None and not selected and node.name().startswith(_SELECTING):
-            selected = _puts_zeros(name, output, inputs)
+            selected = _puts_zeros(name, inputs)
         return _Made(of_sum, selected)
 
     # ---- a non-finite output ----
 
-    def _record(self, signature: _Signature, output: Tensor, extent: Extent, node: Any, call: "_Call") -> Record:
+    def _record(
+        self, signature: _Signature, output: Tensor, extent: Extent, node: Node | None, call: "_Call"
+    ) -> Record:
         place = self._locate_running(node) if node is None or torch.is_grad_enabled() else None
         node_name, forward, in_python = None, None, False
         if place is None:
+            assert node is not None
             node_name, forward = node.name(), self.forwards.get(sequence_number(node))
             place = forward.place if forward else Place()
             code, line = _find_line()
@@ -312,8 +315,8 @@ class _Call(NamedTuple):
     inputs: list[Tensor]
     changed: list[Tensor]
     before: dict[int, Extent]
-    args: Any
-    kwargs: Any
+    args: Sequence[object]
+    kwargs: Mapping[str, object]
 
 
 def _name_leaves(model: nn.Module, prefix: str = "") -> Iterator[Leaf]:
@@ -328,7 +331,7 @@ def _name_leaves(model: nn.Module, prefix: str = "") -> Iterator[Leaf]:
                 yield Leaf("buffer", prefix + (f"{path}.{name}" if path else name), value)
 
 
-def _puts_zeros(name: str, output: Tensor, inputs: list[Tensor]) -> bool:
+def _puts_zeros(name: str, inputs: list[Tensor]) -> bool:
     """Whether the backward of a selection puts zeros into a gradient; it does not if everything was selected."""
     if name == "where":  # (condition, gradient, 0) for one branch, (condition, 0, gradient) for the other
         condition, first, _ = inputs
@@ -338,7 +341,7 @@ def _puts_zeros(name: str, output: Tensor, inputs: list[Tensor]) -> bool:
     return "scatter" in name or "index_put" in name
 
 
-def _is_zero(arg: Any, zeros: set[int]) -> bool:
+def _is_zero(arg: object, zeros: set[int]) -> bool:
     """Whether an argument is the number 0, or one of the tensors with these ids."""
     return id(arg) in zeros or (isinstance(arg, (int, float)) and not isinstance(arg, bool) and arg == 0)
 
@@ -355,7 +358,7 @@ def _is_zero_at(tensor: Tensor, bad: Tensor) -> bool:
     return bool(zero.any())
 
 
-def _ignores_all(name: str, args: Any) -> bool:
+def _ignores_all(name: str, args: Sequence[Any]) -> bool:
     """Whether an operator is `nll_loss_forward(input, target, weight, reduction, ignore_index)` and ignores every target."""
     if "nll_loss" not in name or "backward" in name:
         return False

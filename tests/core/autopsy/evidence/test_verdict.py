@@ -71,7 +71,7 @@ def test_a_fault_that_does_not_come_back_is_transient():
 
 def test_a_leaf_and_a_backward_node_are_named_as_such():
     leaf = Origin("input", "nan", Cause.INPUT_NONFINITE, op="aten.add.Tensor", leaf="pixel_values", num_bad=3, dtype="float32")  # fmt: skip
-    assert "input pixel_values holds NaN in 3 entries" in format_verdict(Verdict(leaf), 1, 0)
+    assert "input pixel_values contains NaN in 3 entries" in format_verdict(Verdict(leaf), 1, 0)
     back = Origin("backward", "inf", Cause.SQRT_AT_ZERO, op="aten.div.Tensor", node="SqrtBackward0", source="loss.py:3")
     block = format_verdict(Verdict(back), 1, 0)
     assert "aten.div.Tensor in SqrtBackward0 turned finite inputs into inf" in block
