@@ -16,7 +16,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import numpy as np
 import torch
@@ -82,24 +81,17 @@ class BadReward:
 class RewardCheck:
     """What was found while the completions of one generation were scored on this rank.
 
-    Args:
-        names (`Sequence[str]`):
-            Of the reward functions.
-        unusable (`Collection[int]`, *optional*):
-            Completions that are unscorable whatever their rewards.
-        acts (`bool`, *optional*, defaults to `True`):
-            Whether bad rewards are replaced by marks; otherwise TRL gets what the functions returned, errors included.
-        prompts, completions (`Sequence`, *optional*):
-            As TRL has them, in any of its formats.
+    `names` are those of the reward functions. Completions that are `unusable` are unscorable whatever their rewards. If the
+    check `acts`, bad rewards are replaced by marks; otherwise TRL gets what the functions returned, errors included.
     """
 
     def __init__(
         self,
         names: Sequence[str],
-        unusable: Collection[int] = (),
-        acts: bool = True,
-        prompts: Sequence[Any] = (),
-        completions: Sequence[Any] = (),
+        unusable: Collection[int],
+        acts: bool,
+        prompts: Sequence[object],
+        completions: Sequence[object],
     ):
         self.names = names
         self.unusable = frozenset(unusable)
@@ -116,13 +108,13 @@ class RewardCheck:
         return [bad for found in self._found for bad in found]
 
     def set_texts(
-        self, prompts: Sequence[Any] | None = None, completions: Sequence[Any] | None = None, **_: Any
+        self, prompts: Sequence[object] | None = None, completions: Sequence[object] | None = None, **_: object
     ) -> None:
         """Takes prompts and completions from the arguments of a reward function."""
         self.prompts = self.prompts if prompts is None else prompts
         self.completions = self.completions if completions is None else completions
 
-    def check_result(self, place: int, result: Any) -> Any:
+    def check_result(self, place: int, result: object) -> object:
         """Returns what TRL gets for the result of a function: the very same object if nothing is wrong with it."""
         try:
             result = materialise(result)
@@ -192,16 +184,21 @@ class RewardCheck:
             numbers, flat = flat[: len(column)], flat[len(column) :]
             self._check_entries(place, numbers, numbers)
 
-    def _check_entries(self, place: int, numbers: Sequence[Any], entries: Sequence[Any]) -> dict[int, float]:
+    def _check_entries(
+        self, place: int, numbers: Sequence[float | type | None], entries: Sequence[object]
+    ) -> dict[int, float]:
         """Notes the bad entries and returns the replacements by index."""
         marked = {i: UNUSABLE for i in self.unusable if i < len(numbers)}
         for i, (number, entry) in enumerate(zip(numbers, entries, strict=True)):
-            if i in marked:
+            if i in marked or number is None:  # None is TRL's "this function does not apply here"
                 continue
-            if (kind := find_kind(number)) is not None:
+            kind = find_kind(number)
+            if kind is not None:
                 marked[i] = BAD_REWARD
                 self._note(place, kind, f"returned {describe_entry(number)}", i)
-            elif isinstance(entry, np.ndarray):  # without dimensions: a number to us, but TRL cannot take it
+            elif isinstance(number, float) and isinstance(
+                entry, np.ndarray
+            ):  # without dimensions: a number to us, but TRL cannot take it
                 marked[i] = number
         return marked
 
@@ -214,7 +211,7 @@ class RewardCheck:
             self._found[place].append(BadReward(self.names[place], at, kind, detail, whole, prompt, text))
 
 
-def find_held(frames: Sequence[FrameType], completions: Sequence[Any]) -> int | None:
+def find_held(frames: Sequence[FrameType], completions: Sequence[object]) -> int | None:
     """Returns the one completion that functions held in local variables when an error was raised, `None` if there is none
     or more than one. Completions are compared by identity, not by text."""
     owners: dict[int, set[int]] = {}
@@ -229,7 +226,7 @@ def find_held(frames: Sequence[FrameType], completions: Sequence[Any]) -> int | 
     return held.pop() if len(held) == 1 else None
 
 
-def flatten(text: Any) -> str:
+def flatten(text: object) -> str:
     """Returns a prompt or completion in any of TRL's formats as one text."""
     if isinstance(text, Mapping):
         content = text.get("content", text.get("text"))

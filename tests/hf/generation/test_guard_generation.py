@@ -1,4 +1,4 @@
-"""Guarded generation: the same tokens from a healthy model, and the planted row and no other found in a sick one."""
+"""Guarded generation: the same tokens from a healthy model, and the planted row and no other found in a broken one."""
 
 import copy
 import logging
@@ -89,7 +89,7 @@ def lengths(tokens):
 
 
 class Plant:
-    """Makes scores sick: `where` maps a call of the head to rows and the entries to spoil."""
+    """Makes scores non-finite: `where` maps a call of the head to rows and the entries to spoil."""
 
     def __init__(self, model, where, value=NAN):
         self.calls, self.where, self.value = 0, where, value
@@ -210,7 +210,7 @@ def test_continuous_batching_generates_the_same_tokens(kwargs):
     assert watch.find_nonfinite([len(tokens) for tokens in stock]) == []
 
 
-# ---- a sick model ----
+# ---- a broken model ----
 
 
 @pytest.mark.parametrize("kwargs", MODES.values(), ids=MODES)
@@ -377,8 +377,14 @@ def test_a_sick_draft_that_is_thrown_away_does_not_count():
     model, ids = llama(), prompts(1)
     guard = NumericalStabilityLogitsProcessor(verbose=False)
     listener = watching.Generation([guard], prompt_length=5)
-    sick = torch.tensor([[NAN, 1.0, 2.0]])
-    for length, scores in ((5, torch.zeros(1, 3)), (6, sick), (7, sick), (6, torch.zeros(1, 3)), (7, sick)):
+    nonfinite = torch.tensor([[NAN, 1.0, 2.0]])
+    for length, scores in (
+        (5, torch.zeros(1, 3)),
+        (6, nonfinite),
+        (7, nonfinite),
+        (6, torch.zeros(1, 3)),
+        (7, nonfinite),
+    ):
         guard(torch.zeros(1, length, dtype=torch.long), scores)
     assert listener.read() == [(2, core_logits.NEVER)]
     with guard_generation(model) as watch:
@@ -398,20 +404,20 @@ def test_a_sick_model_in_assisted_decoding_is_found():
 
 
 @pytest.mark.parametrize("kwargs", [MODES["sampling"], WARPED, MODES["greedy"], MODES["beam"]], ids=str)
-@pytest.mark.parametrize("sick", [False, True])
-def test_no_host_read_is_added(kwargs, sick, blind):
+@pytest.mark.parametrize("nonfinite", [False, True])
+def test_no_host_read_is_added(kwargs, nonfinite, blind):
     model, ids = llama(), prompts()
     with OperationCounter() as stock:
         run(model, ids, eos_token_id=None, **kwargs)
-    if sick:
+    if nonfinite:
         Plant(model, {step: {1: [5]} for step in range(NEW)})
     with (
         OperationCounter() as guarded,
         guard_generation(model, verbose=False),
-    ):  # on a CPU the log shows values of sick rows
+    ):  # on a CPU the log shows values of non-finite rows
         run(model, ids, eos_token_id=None, **kwargs)
     assert guarded.num_reads <= stock.num_reads
-    if not blind and not sick:
+    if not blind and not nonfinite:
         assert guarded.num_ops - stock.num_ops <= 2 * NEW, "more than one reduction for each of two guards a token"
 
 
@@ -555,10 +561,10 @@ def test_a_processor_of_the_user_is_listened_to():
 def test_completions_of_several_calls_are_counted_on():
     model = llama(poisoned=True)
     with guard_generation(model) as watch:
-        for rows, sick in ((2, []), (3, [2]), (1, [])):
-            completions(model, prompts(rows, poisoned=sick), do_sample=True)
+        for rows, nonfinite in ((2, []), (3, [2]), (1, [])):
+            completions(model, prompts(rows, poisoned=nonfinite), do_sample=True)
     assert watch.find_nonfinite([NEW] * 6) == [4]
-    assert watch.find_nonfinite([NEW] * 5) == [0, 1, 2, 3, 4], "rows cannot be told apart"
+    assert watch.find_nonfinite([NEW] * 5) == [0, 1, 2, 3, 4], "rows cannot be assigned"
 
 
 # ---- modes, arguments, words ----
@@ -631,7 +637,7 @@ def test_a_safe_temperature_keeps_finite_scores_finite_and_masks_masked(dtype):
     divided = SafeTemperatureLogitsWarper(0.2)(None, scores)[0]
     assert divided[:2].tolist() == [limits.max, limits.min]
     assert divided[3] == -INF
-    assert divided[4] == INF, "a sick entry must stay one that the guard can see"
+    assert divided[4] == INF, "a non-finite entry must stay one that the guard can see"
     assert divided[5].isnan()
     assert divided.dtype == dtype
 
