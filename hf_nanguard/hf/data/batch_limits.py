@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -61,18 +60,13 @@ class Limits:
 
 
 def find_limits(model: nn.Module, shifted: bool, own_loss: bool = False) -> Limits:
-    """Returns the limits of a model; what cannot be known is `None` and is not checked.
+    """Returns the limits of a model without DDP wrapper, or of the base model of a PEFT model; what cannot be known is `None`
+    and is not checked.
 
-    Args:
-        model (`nn.Module`):
-            The model, without DDP wrapper; for a PEFT model, those of its base model.
-        shifted (`bool`):
-            Whether its loss shifts the labels by one.
-        own_loss (`bool`, *optional*, defaults to `False`):
-            Whether the loss is the user's own code.
+    `shifted` says whether its loss shifts the labels by one, `own_loss` whether the loss is the user's own code.
     """
     # peft is optional, so its class cannot be imported
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not isinstance(base, PreTrainedModel):
         return Limits()
     config = base.config

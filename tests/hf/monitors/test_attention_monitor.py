@@ -563,7 +563,7 @@ def test_steps_that_are_not_due_cost_nothing_and_others_one_read(tmp_path):
     ours = _count(tmp_path / "ours", Drive(period=3))
     for step in (0, 1, 3, 4):
         assert ours[step].op_counts == stock[step].op_counts
-        assert ours[step].hidden_reads == stock[step].hidden_reads
+        assert ours[step].reads == stock[step].reads
     for step in (2, 5):
         assert ours[step].num_reads == stock[step].num_reads + 1
         assert ours[step].num_ops - stock[step].num_ops <= 2 * 60 + 30  # two layers and the head, views included

@@ -112,7 +112,7 @@ def test_an_eps_that_underflows_in_float16(lora, tmp_path):
     assert any(remedy["works"] for remedy in event["remedies"])
 
 
-def test_a_callback_looks_too(tmp_path):
+def test_a_callback_checks_weights_too(tmp_path):
     spoil = SpoilMoment("embed_tokens.weight", 2, after_step=1)
     callback = NanGuardCallback(GuardArguments(nanguard_weight_check_steps=1))
     trainer = build("plain", tmp_path, guard=False, max_steps=5, extra={"callbacks": [callback, spoil]})
