@@ -596,7 +596,7 @@ class OwnLog(Trainer):
          ["compute_loss_func"]),
     ],
 )  # fmt: skip
-def test_a_loss_of_ones_own_is_told(cls, extra, own, guard, tmp_path):
+def test_a_loss_of_ones_own_is_recorded(cls, extra, own, guard, tmp_path):
     assert find_own_loss(build("plain", tmp_path, trainer_class=cls, guard=guard, extra=extra)) == own
 
 
