@@ -24,21 +24,12 @@ MAX_TOKENS = 16
 
 @dataclass(frozen=True)
 class BatchNote:
-    """What the checks found, as plain values. It travels with the batch and is removed before the model gets the batch.
-
-    Args:
-        findings (`tuple[Finding, ...]`):
-            What is wrong.
-        no_signal (`NoSignal`, *optional*):
-            Why there is hardly anything to learn from the batch.
-        num_samples (`int`, *optional*), kept (`tuple[int, ...]`, *optional*):
-            If bad samples were removed: how many samples there were, and which are left.
-    """
+    """What the checks found, as plain values. It travels with the batch and is removed before the model gets the batch."""
 
     findings: tuple[Finding, ...] = ()
-    no_signal: NoSignal | None = None
-    num_samples: int | None = None
-    kept: tuple[int, ...] | None = None
+    no_signal: NoSignal | None = None  # why there is hardly anything to learn from the batch
+    num_samples: int | None = None  # if bad samples were removed: how many there were,
+    kept: tuple[int, ...] | None = None  # and which are left
 
 
 class CheckedCollator:

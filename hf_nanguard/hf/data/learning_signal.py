@@ -58,23 +58,12 @@ REASONS = {
 
 @dataclass(frozen=True)
 class StepSignal:
-    """What one optimizer step could learn from.
+    """What one optimizer step could learn from."""
 
-    Args:
-        missing (`NoSignal`, *optional*):
-            Why it could learn nothing; `None` if it could.
-        phase (`str`, *optional*, defaults to `"backward"`):
-            The phase in which the cause lies, as in [`Culprit`].
-        evidence (`str`, *optional*, defaults to `""`):
-            A sentence for the event's message.
-        is_global (`bool`, *optional*, defaults to `False`):
-            Whether every rank classifies the step alike, so that one event is enough.
-    """
-
-    missing: NoSignal | None
-    phase: str = "backward"
-    evidence: str = ""
-    is_global: bool = False
+    missing: NoSignal | None  # why it could learn nothing; None if it could
+    phase: str = "backward"  # the phase in which the cause lies, as in [`Culprit`]
+    evidence: str = ""  # a sentence for the event's message
+    is_global: bool = False  # every rank classifies the step alike, so that one event is enough
 
     @classmethod
     def of_batches(cls, batches: Sequence[NoSignal | None], grad_norm: float | None) -> "StepSignal":
@@ -127,15 +116,7 @@ def _all_same(array: np.ndarray) -> bool:
 
 class NoSignalDetector:
     """Counts optimizer steps in a row that had nothing to learn from, and emits `no_learning_signal` once per streak of
-    `stall_steps`; 0 turns the detector off.
-
-    Example:
-
-    ```python
-    detector = NoSignalDetector(20, guard.journal)
-    detector.observe(step, StepSignal(NoSignal.ZERO_GRADIENT), grad_norm=0.0)
-    ```
-    """
+    `stall_steps`; 0 turns the detector off."""
 
     def __init__(self, stall_steps: int, journal: Journal):
         self.stall_steps = stall_steps

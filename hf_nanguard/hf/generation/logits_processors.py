@@ -37,8 +37,8 @@ def check_number(name: str, value: float, lowest: float, highest: float = math.i
 class LogBudget:
     """Logs the first few occurrences; guards that work together share one."""
 
-    def __init__(self, left: int = 3):
-        self.left = left
+    def __init__(self) -> None:
+        self.left = 3
 
     def log(self, describe: Callable[[], str]) -> None:
         """Logs a text, which is built only if it is logged."""

@@ -168,14 +168,10 @@ class RequestGuard:
 
 
 class GenerationWatch:
-    """Knows which completions of a guarded block were drawn from non-finite scores. Nothing is read before it is asked.
+    """Knows which completions of a guarded block were drawn from non-finite scores. Nothing is read before it is asked; if
+    `verbose`, the result is logged when it is first read."""
 
-    Args:
-        verbose (`bool`, *optional*, defaults to `True`):
-            Whether the result is logged, once, when it is first read.
-    """
-
-    def __init__(self, verbose: bool = True):
+    def __init__(self, verbose: bool):
         self.generations: list[Generation] = []
         self.verbose = verbose
         self._logged = ""

@@ -198,9 +198,7 @@ class RatioBound:
     def __init__(self, bound: float, overflow: RatioOverflow):
         self.bound = bound
         self.overflow = overflow
-        self._inputs: Completions | None = None
-        self._counted = True
-        self._stack: ExitStack | None = None
+        self._pending: tuple[Completions, RatioOverflow | None, ExitStack] | None = None  # a loss without log-probs yet
 
     @contextmanager
     def around_loss(self, inputs: Completions, counted: bool = True) -> Iterator[Completions]:
@@ -209,25 +207,24 @@ class RatioBound:
         Yields a shallow copy of the inputs to pass to the host's `_compute_loss`; the inputs and their tensors are not
         changed. With `counted=False`, for a second run of the same batch, what is bounded is not counted.
         """
-        outer, given = (self._inputs, self._counted, self._stack), copy(inputs)
+        outer, given = self._pending, copy(inputs)
         if counted:
             self.overflow.begin_loss()
         with ExitStack() as stack:
-            self._inputs, self._counted, self._stack = given, counted, stack
+            self._pending = given, self.overflow if counted else None, stack
             try:
                 yield given
             finally:
-                self._inputs, self._counted, self._stack = outer
+                self._pending = outer
 
     def on_log_probs(self, result: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Takes the result of the host's `_get_per_token_logps_and_entropies` and returns what the loss should get.
 
         Outside of [`~RatioBound.around_loss`], e.g. when completions are scored, it is returned unchanged.
         """
-        inputs, stack = self._inputs, self._stack
-        if inputs is None or stack is None:
+        if self._pending is None:
             return result
-        self._inputs = None  # only the first log-probs are the policy's
+        (inputs, overflow, stack), self._pending = self._pending, None  # only the first log-probs are the policy's
         if not any(inputs.get(name) is not None for name in (OLD, OLD_SUM, REFERENCE)):
             return result  # on policy and without a KL: every ratio is 1
         inactive = completion_mask(inputs) == 0
@@ -237,6 +234,5 @@ class RatioBound:
         log_probs, entropies, *others = result
         log_probs = _Selected.apply(log_probs, inactive)
         entropies = None if entropies is None else _Selected.apply(entropies, inactive)
-        overflow = self.overflow if self._counted else None
         stack.enter_context(_Bounding(self.bound, inputs.get(REFERENCE), inactive, overflow, inputs.get(ROWS)))
         return log_probs, entropies, *others

@@ -31,31 +31,15 @@ MAX_TEXT = 200  # characters of a prompt, a completion or an error
 
 @dataclass(frozen=True)
 class BadReward:
-    """One thing that was wrong with what a reward function returned.
+    """One thing that was wrong with what a reward function returned."""
 
-    Args:
-        function (`str`):
-            Its name, as in TRL's metrics.
-        completion (`int` or `None`):
-            The index among the completions of this rank. Of a call that failed: the one it held at that moment, `None`
-            if that is not clear.
-        kind (`str`):
-            `"nan"`, `"inf"`, `"-inf"`, `"type"`, `"length"` or `"error"`.
-        detail (`str`):
-            What it did, as one clause.
-        whole (`bool`):
-            Whether the call failed, so that no completion of it has a score.
-        prompt, text (`str`, *optional*):
-            Of that completion, cut and printable.
-    """
-
-    function: str
-    completion: int | None
-    kind: str
-    detail: str
-    whole: bool = False
-    prompt: str | None = None
-    text: str | None = None
+    function: str  # its name, as in TRL's metrics
+    completion: int | None  # on this rank; of a call that failed: the one it held at that moment, if that is clear
+    kind: str  # "nan", "inf", "-inf", "type", "length" or "error"
+    detail: str  # what it did, as one clause
+    whole: bool = False  # the call failed, so that no completion of it has a score
+    prompt: str | None = None  # of that completion, cut and printable
+    text: str | None = None  # likewise, the completion itself
 
     @property
     def message(self) -> str:
@@ -129,18 +113,15 @@ class RewardCheck:
         else:
             kind = "None" if result is None else f"a {type(result).__name__}"
             self._note(place, "type", f"returned {kind} in place of a list of rewards", whole=True)
-        return self._marks() if self.acts else result
+        return self._marks(len(self.prompts)) if self.acts else result
 
     def fail(self, place: int, error: Exception) -> list[float]:
-        """Notes that a function raised, and returns marks in place of its rewards.
-
-        Raises:
-            Exception: the same error, if this check does not act.
-        """
+        """Notes that a function raised and returns marks in place of its rewards; raises the error if this check does not
+        act."""
         self.note_error(place, error)
         if not self.acts:
             raise error
-        return self._marks()
+        return self._marks(len(self.prompts))
 
     def note_error(self, place: int, error: Exception) -> None:
         """Notes that a function or a reward model raised."""
@@ -163,18 +144,15 @@ class RewardCheck:
         if not self.acts:
             return scores
         wide = torch.where(torch.isfinite(wide), wide, BAD_REWARD)
-        return wide.index_fill(0, self._unusable_dev(size, scores.device), UNUSABLE) if self.unusable else wide
+        unusable = [i for i in self.unusable if i < size]
+        return wide.index_fill(0, torch.tensor(unusable, device=scores.device), UNUSABLE) if unusable else wide
 
     def mark_scores(self, size: int, device: torch.device) -> Tensor:
         """Returns marks in place of all scores of a reward model."""
-        marks = torch.full((size,), BAD_REWARD, device=device)
-        return marks.index_fill(0, self._unusable_dev(size, device), UNUSABLE)
+        return torch.tensor(self._marks(size), device=device)
 
-    def _unusable_dev(self, size: int, device: torch.device) -> Tensor:
-        return torch.tensor([i for i in self.unusable if i < size], dtype=torch.long, device=device)
-
-    def _marks(self) -> list[float]:
-        return [UNUSABLE if i in self.unusable else BAD_REWARD for i in range(len(self.prompts))]
+    def _marks(self, size: int) -> list[float]:
+        return [UNUSABLE if i in self.unusable else BAD_REWARD for i in range(size)]
 
     def _read_models(self) -> None:
         """Checks the scores of reward models: the one place where they are read, and only on request."""
@@ -196,10 +174,8 @@ class RewardCheck:
             if kind is not None:
                 marked[i] = BAD_REWARD
                 self._note(place, kind, f"returned {describe_entry(number)}", i)
-            elif isinstance(number, float) and isinstance(
-                entry, np.ndarray
-            ):  # without dimensions: a number to us, but TRL cannot take it
-                marked[i] = number
+            elif isinstance(number, float) and isinstance(entry, np.ndarray):
+                marked[i] = number  # without dimensions the array is a number to us, but TRL cannot take it
         return marked
 
     def _note(self, place: int, kind: str, detail: str, at: int | None = None, whole: bool = False) -> None:

@@ -30,14 +30,6 @@ def checked_rewards(
     Completions of this rank that are `unusable` are unscorable whatever their rewards, without a finding. `prompts` and
     `completions` are needed for the findings of reward models only, because functions are given both. With `acts=False`
     there are findings only; values and errors reach TRL as they are.
-
-    Example:
-
-    ```python
-    with checked_rewards(self, unusable, prompts, completions) as check:
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-    rewards = mark_unscorable(rewards)
-    ```
     """
     check = RewardCheck(name_reward_functions(trainer), unusable, acts, prompts, completions)
     sharded = trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)

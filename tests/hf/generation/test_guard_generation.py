@@ -214,7 +214,7 @@ def test_continuous_batching_generates_the_same_tokens(kwargs):
 
 
 @pytest.mark.parametrize("kwargs", MODES.values(), ids=MODES)
-def test_the_sick_prompt_and_no_other_is_found(kwargs, blind):
+def test_the_nonfinite_prompt_and_no_other_is_found(kwargs, blind):
     model, ids = llama(poisoned=True), prompts(3, poisoned=[1])
     with guard_generation(model) as watch:
         tokens = completions(model, ids, **kwargs)
@@ -248,7 +248,7 @@ def test_a_policy_that_is_all_nan_ends_everything(kwargs):
 
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("step", [0, 3])
-def test_a_partly_sick_row_goes_on_without_its_sick_entries(value, step, blind):
+def test_a_partly_nonfinite_row_goes_on_without_its_bad_entries(value, step, blind):
     model, ids = llama(), prompts()
     healthy = completions(model, ids, do_sample=False, eos_token_id=None)
     best = int(healthy[1, step])
@@ -319,7 +319,7 @@ def test_repaired_rows_are_drawn_by_their_surviving_tokens(dtype):
 
 
 @pytest.mark.parametrize("kwargs", BATCHES, ids=str)
-def test_continuous_batching_tells_the_sick_request(kwargs, blind):
+def test_continuous_batching_finds_the_nonfinite_request(kwargs, blind):
     model, ids = batch_llama(), batch_prompts(4, poisoned=[2])
     with guard_generation(model) as watch:
         tokens = batch(model, ids, **kwargs)
@@ -364,7 +364,7 @@ def test_slots_of_earlier_steps_are_cleared():
 # ---- drafts ----
 
 
-def test_a_sick_assistant_harms_nobody():
+def test_a_broken_assistant_harms_nobody():
     model, ids = llama(), prompts(1, poisoned=[0])
     stock = run(model, ids, do_sample=False)
     with guard_generation(model) as watch:
@@ -373,7 +373,7 @@ def test_a_sick_assistant_harms_nobody():
     assert watch.find_nonfinite([NEW]) == []
 
 
-def test_a_sick_draft_that_is_thrown_away_does_not_count():
+def test_a_nonfinite_draft_that_is_thrown_away_does_not_count():
     model, ids = llama(), prompts(1)
     guard = NumericalStabilityLogitsProcessor(verbose=False)
     listener = watching.Generation([guard], prompt_length=5)
@@ -392,7 +392,7 @@ def test_a_sick_draft_that_is_thrown_away_does_not_count():
     assert watch.find_nonfinite([NEW]) == []
 
 
-def test_a_sick_model_in_assisted_decoding_is_found():
+def test_a_broken_model_in_assisted_decoding_is_found():
     model, ids = llama(poisoned=True), prompts(1, poisoned=[0])
     with guard_generation(model) as watch:
         tokens = completions(model, ids, do_sample=False, assistant_model=llama(seed=1))
@@ -610,7 +610,7 @@ def test_off_does_nothing():
         (lambda: SafeTemperatureLogitsWarper(-1.0), "temperature"),
         (lambda: SafeTemperatureLogitsWarper("hot"), "temperature"),
         (lambda: SafeTemperatureLogitsWarper(1.0, min_temperature=0), "min_temperature"),
-        (lambda: guard_generation(llama(), mode="mend").__enter__(), "mode"),
+        (lambda: guard_generation(llama(), mode="fix").__enter__(), "mode"),
         (lambda: guard_generation(llama(), clip_value=-3).__enter__(), "clip_value"),
         (lambda: guard_generation(torch.nn.Linear(2, 2)).__enter__(), "model"),
     ],
@@ -657,7 +657,7 @@ def test_the_first_ones_are_logged_with_shape_and_values(caplog):
     assert (guard.num_repaired, guard.num_ended) == (5, 5)
 
 
-def test_a_device_tells_when_asked_and_a_silent_guard_never(caplog, monkeypatch):
+def test_a_device_logs_when_read_and_a_silent_guard_never(caplog, monkeypatch):
     monkeypatch.setattr(core_logits, "can_look", lambda values: False)
     for module in (processor, watching):
         monkeypatch.setattr(module, "can_look", lambda values: False)

@@ -291,11 +291,11 @@ def test_attention_that_turns_one_hot_is_named(name):
     assert event["culprit"]["phase"] == "forward"
     low = [row["nanguard/attention_entropy_min"] < 0.05 for row in rows]
     assert low.index(True) > 3
-    assert event["step"] == low.index(True) + 2  # the third look in a row
+    assert event["step"] == low.index(True) + 2  # the third check in a row
     json.dumps(event, allow_nan=False)
 
 
-def test_growing_scores_are_told_as_the_collapse_they_lead_to():
+def test_growing_scores_are_reported_as_the_collapse_they_lead_to():
     architecture = BY_NAME["llama"]
     model = architecture.build()
     monitor, events = make(model)
@@ -500,7 +500,7 @@ QUICK = {("plain", name) for name in RUNS} | {("sft", "lora"), ("sft", "default"
         for name in RUNS
     ],
 )
-def test_a_run_that_is_looked_at_is_identical(kind, name, tmp_path):
+def test_a_monitored_run_is_identical(kind, name, tmp_path):
     settings = RUNS[name]
     stock = build(kind, tmp_path / "stock", guard=False, **settings)
     stock.train()
@@ -658,7 +658,7 @@ def test_an_implementation_that_hides_its_mask_is_named(caplog):
 
 
 @pytest.mark.parametrize("first", [pytest.param(0, marks=SLOW), 2])
-def test_a_compiled_model_is_told_once_and_left_alone(first):
+def test_a_compiled_model_is_reported_once_and_left_alone(first):
     architecture = BY_NAME["llama"]
     model, batch = architecture.build(), architecture.inputs()
     torch._dynamo.reset()
@@ -673,7 +673,7 @@ def test_a_compiled_model_is_told_once_and_left_alone(first):
     assert len(set(losses)) <= 1
 
 
-def test_a_model_of_another_kind_is_told_once():
+def test_a_model_of_another_kind_is_reported_once():
     class Plain(nn.Module):
         def __init__(self):
             super().__init__()

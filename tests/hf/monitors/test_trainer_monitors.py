@@ -47,7 +47,7 @@ def test_a_moment_of_a_row_that_no_batch_uses(kind, tmp_path):
         trainer.train()
     [event] = emitted(trainer, "optimizer_nonfinite", "param_nonfinite")
     name = "model.embed_tokens.weight"
-    # Spoiled after the first step was checked and before it was saved: the save looks as well.
+    # Spoiled after the first step was checked and before it was saved: the save checks as well.
     assert (event["signal"], event["action"], event["step"]) == ("optimizer_nonfinite", "halted", 1)
     assert (event["culprit"]["parameter"], event["culprit"]["phase"]) == (name, "optimizer")
     assert (event["cause"], event["values"]["rows"], event["values"]["state"]) == ("optimizer_state", [2], "exp_avg")
@@ -71,7 +71,7 @@ def test_the_last_good_checkpoint_is_named(tmp_path):
 
 @pytest.mark.parametrize("on_halt", ["raise", "stop"])
 def test_a_bad_state_is_never_saved(on_halt, tmp_path):
-    """No look is due before the save, which looks by itself."""
+    """No check is due before the save, which checks by itself."""
     guard = GuardArguments(nanguard_weight_check_steps=0, nanguard_on_halt=on_halt)
     spoil = SpoilMoment("embed_tokens.weight", 2, after_step=1)
     trainer = build("plain", tmp_path, max_steps=6, save_strategy="steps", save_steps=3,
@@ -86,7 +86,7 @@ def test_a_bad_state_is_never_saved(on_halt, tmp_path):
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
-def test_observe_tells_of_each_tensor_once_and_goes_on(tmp_path):
+def test_observe_reports_each_tensor_once_and_goes_on(tmp_path):
     guard = GuardArguments(nanguard_weight_check_steps=1, nanguard_mode="observe")
     spoil = SpoilMoment("embed_tokens.weight", 2, after_step=1)
     trainer = build("plain", tmp_path, max_steps=5, extra={"guard": guard, "callbacks": [spoil]})
@@ -256,8 +256,8 @@ def test_a_callback_that_stops_a_run_lets_nothing_bad_be_saved(strategy, tmp_pat
     assert str(trainer.state.best_model_checkpoint).endswith("checkpoint-2") == bool(saved)
 
 
-def test_a_callback_looks_before_a_save(tmp_path):
-    """No look is due before it."""
+def test_a_callback_checks_before_a_save(tmp_path):
+    """No check is due before it."""
     spoil = SpoilMoment("embed_tokens.weight", 2, after_step=3)
     callback = NanGuardCallback(GuardArguments(nanguard_weight_check_steps=0))
     trainer = build("plain", tmp_path, guard=False, max_steps=8, save_strategy="steps", save_steps=2,
@@ -294,7 +294,7 @@ class Copying(Trainer):
         return loss
 
 
-def test_a_model_may_be_copied_at_a_step_that_is_looked_at(tmp_path):
+def test_a_model_may_be_copied_at_a_step_that_is_checked(tmp_path):
     guard = GuardArguments(nanguard_activation_steps=1, nanguard_attention_steps=1, nanguard_weight_check_steps=1)
     trainer = build("plain", tmp_path, Copying, max_steps=2, extra={"guard": guard})
     trainer.train()

@@ -364,7 +364,7 @@ def test_no_pull_of_the_kl_is_multiplied_by_a_bounded_ratio(pair):
     assert read_counts(pair[1].ratio_bound) == {"ratio": 1, "kl": 0}
 
 
-def test_a_sick_policy_is_not_hidden(pair):
+def test_a_nonfinite_policy_is_not_hidden(pair):
     policy, inputs = make_inputs(spread=0.5)
     policy[ACTIVE] = NAN
     set_up(pair[1], beta=0.1)

@@ -244,7 +244,7 @@ def test_a_bad_reward_can_end_the_run(tmp_path):
     assert {event["action"] for event in emitted(trainer, "reward_nonfinite")} == {"halted"}
 
 
-def test_equal_rewards_for_long_are_told_once(tmp_path):
+def test_equal_rewards_for_long_are_reported_once(tmp_path):
     guard = GuardArguments(nanguard_stall_steps=3)
     extra = {"reward_funcs": lambda completions, **kwargs: [1.0] * len(completions), "guard": guard}
     trainer = build("grpo", tmp_path, extra=extra, max_steps=8, gradient_accumulation_steps=1)

@@ -81,7 +81,7 @@ def test_a_healthy_vision_run_is_the_stock_run(tmp_path):
 
 
 def sicken_images(model, value, marked):
-    """Makes the features of some images bad, whenever they are looked at."""
+    """Makes the features of some images bad, in every forward."""
 
     def hook(module, args, kwargs, output):
         rows = kwargs["pixel_values"][:, 0, 0, 0] if "pixel_values" in kwargs else args[0][:, 0, 0, 0]
@@ -313,7 +313,7 @@ def test_continuous_batches_are_those_of_the_stock_run(tmp_path):
     assert_same(runs[True][0], runs[False][0])
 
 
-def test_sick_requests_of_a_continuous_batch_are_left_out(tmp_path):
+def test_bad_requests_of_a_continuous_batch_are_left_out(tmp_path):
     poisoned = {1, 6}
     trainer, bad = make_batched(tmp_path, poisoned=poisoned, max_steps=4)
     seen = keep_outputs(trainer)
