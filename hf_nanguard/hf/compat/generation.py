@@ -8,7 +8,7 @@ from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
 if TYPE_CHECKING:
-    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+    from transformers import ContinuousBatchingManager
     from transformers.generation.continuous_batching.requests import FutureRequestState
 
 PROCESSORS, DRAFTS, MANAGER, BATCH = "processors", "drafts", "manager", "batch"

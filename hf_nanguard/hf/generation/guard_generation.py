@@ -21,7 +21,7 @@ from .logits_processors import MODES, NumericalStabilityLogitsProcessor
 from .sampling_record import Generation, GenerationWatch, RequestGuard, RequestNotes
 
 if TYPE_CHECKING:
-    from transformers.generation.continuous_batching.continuous_api import ContinuousBatchingManager
+    from transformers import ContinuousBatchingManager
 
 logger = logging.getLogger("hf_nanguard")
 

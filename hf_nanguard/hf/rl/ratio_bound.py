@@ -25,7 +25,7 @@ gradient through that term until it is back in range; at e^19.9 its gradient is 
 term has the gradient +1 where the true one is 1 - e^x, and would push the policy away from the reference. The lower side
 keeps its +1, which is the pull on the tokens that have left the reference the furthest. With `use_bias_correction_kl` the KL
 is multiplied by the ratio, and the two gradients, (1 - e^x) and (e^x - x - 1) times the ratio, nearly cancel. With one of the
-factors above its bound what is left of them would be a spike of e^20, for the KL of the wrong sign, so the product
+factors above its bound what is left of them would be a spike of e^20, with the wrong sign in the KL, so the product
 gets no gradient there.
 
 Passing TRL a bounded `old` or `ref` instead does not work: with a detached one the position gets the spike e^20, with an
