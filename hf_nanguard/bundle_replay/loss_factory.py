@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from ..core.autopsy.bundle.reader import Bundle
 from ..core.autopsy.evidence.suspect_batch import name_tensors
 from ..errors import ArgumentError
 
-LossFunction = Callable[[nn.Module, Any], Tensor]
+LossFunction = Callable[[nn.Module, object], Tensor]
 
 
 def call_factory(name: str, bundle: Bundle) -> tuple[nn.Module, LossFunction | None]:
@@ -41,7 +40,18 @@ def call_factory(name: str, bundle: Bundle) -> tuple[nn.Module, LossFunction | N
     return model, loss_fn
 
 
-def make_model_loss(inputs: Any, mixed_precision: str | None, device: torch.device) -> LossFunction:
+def read_calls(inputs: object) -> list[tuple[list, dict]]:
+    """Returns the arguments and keyword arguments of the recorded calls of a model's forward."""
+    calls = []
+    for call in inputs if isinstance(inputs, list) and inputs else [inputs]:
+        args, kwargs = (call.get("args"), call.get("kwargs")) if isinstance(call, dict) else (None, None)
+        if not isinstance(args, list) or not isinstance(kwargs, dict):
+            raise ArgumentError("The bundle's inputs must be calls of the model's forward, got something else.")
+        calls.append((args, kwargs))
+    return calls
+
+
+def make_model_loss(inputs: object, mixed_precision: str | None, device: torch.device) -> LossFunction:
     """Returns the loss that a model computes itself in the recorded calls of its forward, under the same autocast.
 
     A model that returns no loss is given the mean of its first differentiable output, without masked logits: this reaches
@@ -51,16 +61,13 @@ def make_model_loss(inputs: Any, mixed_precision: str | None, device: torch.devi
         ArgumentError: The inputs are not calls of a model's forward.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision or "no")
-    for call in inputs if isinstance(inputs, list) and inputs else [inputs]:
-        known = isinstance(call, dict) and isinstance(call.get("args"), list) and isinstance(call.get("kwargs"), dict)
-        if not known:
-            raise ArgumentError("The bundle's inputs must be calls of the model's forward, got something else.")
+    read_calls(inputs)
 
-    def loss_fn(model: nn.Module, inputs: Any) -> Tensor:
+    def loss_fn(model: nn.Module, inputs: object) -> Tensor:
         losses = []
-        for call in inputs if isinstance(inputs, list) else [inputs]:
+        for args, kwargs in read_calls(inputs):
             with torch.autocast(device.type, dtype) if dtype is not None else nullcontext():
-                output = model(*call["args"], **call["kwargs"])
+                output = model(*args, **kwargs)
             loss = output.get("loss") if isinstance(output, Mapping) else None
             if not isinstance(loss, Tensor) or not loss.requires_grad:
                 first = next(tensor for tensor in name_tensors(output).values() if tensor.requires_grad)

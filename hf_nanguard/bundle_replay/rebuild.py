@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -21,7 +20,7 @@ from ..core.rerun.nested_inputs import map_tensors
 from ..core.rerun.runner import LoopRunner, Runner
 from ..core.rng import RngState
 from ..errors import ArgumentError
-from ..hf.trainer.held_inputs import HeldInputs
+from ..hf.trainer.held_inputs import HeldInputs, LossWeight
 from ..hf.trainer.trainer_runner import TrainerRunner
 from .loss_factory import LossFunction, call_factory, make_model_loss
 from .rebuilt_model import build_model, find_adapters, match_adapters
@@ -88,16 +87,8 @@ def rebuild(
 ) -> SuspectBatch:
     """Rebuilds the model and the loss of a bundle and returns its micro-batch, ready to be run with them.
 
-    Args:
-        bundle (`Bundle`):
-            The bundle.
-        checkpoint, factory:
-            As in [`replay`].
-        device (`str`, *optional*):
-            Where to run it. By default where it ran, or on the CPU if this machine has no such device.
-
-    Raises:
-        ArgumentError: Something is missing; the message says what to do.
+    `checkpoint` and `factory` are as in [`replay`]. Without `device` it runs where it ran before, or on the CPU if this
+    machine has no such device. If something is missing, the [`ArgumentError`] says what to do.
     """
     if bundle.inputs_are == "none":
         why = bundle.left_out.get("inputs", "they were left out")
@@ -146,7 +137,7 @@ def hold_trainer(
     bundle: Bundle, name: str, model: nn.Module, recorded: Facts, known: set[int] | None, device: torch.device
 ) -> SuspectBatch:
     """Returns the micro-batch with a rebuilt trainer."""
-    trainer: Any = build_trainer(name, model, bundle.facts, device)
+    trainer = build_trainer(name, model, bundle.facts, device)
     fill(trainer.model, bundle, recorded, known)
     set_up_training(trainer, bundle.facts)
     model = trainer.accelerator.prepare_model(trainer.model)
@@ -166,7 +157,7 @@ def build_loop(model: nn.Module, loss_fn: LossFunction) -> LoopRunner:
     return runner
 
 
-def hold(bundle: Bundle, runner: Runner, payload: Any, weight: Any) -> SuspectBatch:
+def hold(bundle: Bundle, runner: Runner, payload: object, weight: LossWeight | float) -> SuspectBatch:
     """Returns the micro-batch, with as many samples as it had in the run."""
     runner.model.train()
     runner.buffers.keep()
@@ -180,7 +171,7 @@ def hold(bundle: Bundle, runner: Runner, payload: Any, weight: Any) -> SuspectBa
     return SuspectBatch(runner, MicroBatch(0, payload, rng, row_numbers=rows), weight, known)
 
 
-def find_device(asked: str | None, recorded: Any) -> torch.device:
+def find_device(asked: str | None, recorded: object) -> torch.device:
     """Returns the device that was asked for, or the recorded one if this machine has it, or the CPU."""
     name = asked or (recorded if isinstance(recorded, str) else "cpu")
     try:

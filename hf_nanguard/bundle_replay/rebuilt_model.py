@@ -8,7 +8,7 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -19,6 +19,9 @@ from ..errors import ArgumentError
 from ..hf.compat import model_config as compat_model
 from .rebuilt_weights import ADAPTER, check_folder, find_dtype, load_adapter
 from .untrusted_facts import Facts, needs_factory, take
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
 
 ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
@@ -46,17 +49,8 @@ LORA_IGNORED = (
 
 
 def build_model(facts: Facts, checkpoints: list[Path]) -> tuple[nn.Module, set[int]]:
-    """Builds a model from the facts of a bundle.
-
-    Args:
-        facts (`Mapping`):
-            As `describe_model` returned them.
-        checkpoints (`list[Path]`):
-            Folders of safetensors with weights of the model or its adapter.
-
-    Returns:
-        `tuple[nn.Module, set[int]]`: the model, and the ids of the parameters that have weights from a checkpoint.
-    """
+    """Builds a model from facts as `describe_model` returned them, and loads checkpoints: folders of safetensors with weights
+    of the model or its adapter. Returns the model and the ids of the parameters that have weights from a checkpoint."""
     if "class" not in facts:
         raise needs_factory("The bundle does not describe its model")
     model_class = find_model_class(facts["class"], facts.get("module"))
@@ -77,20 +71,21 @@ def build_model(facts: Facts, checkpoints: list[Path]) -> tuple[nn.Module, set[i
     else:
         model = compat_model.build_empty(model_class, config, dtype)
         model.tie_weights()
-    model = add_adapters(model, {name: recorded for name, recorded in find_adapters(facts).items() if name != "ref"})
+    recorded = {name: adapter for name, adapter in find_adapters(facts).items() if name != "ref"}
+    adapted = add_adapters(model, recorded)
     for folder in adapters:
-        known |= load_adapter(model, folder, take(facts, "active_adapter", str) or "default")
-    return model, known
+        known |= load_adapter(adapted, folder, take(facts, "active_adapter", str) or "default")
+    return adapted, known
 
 
 # ---- architecture ----
 
 
-def find_model_class(name: Any, module: Any) -> type[PreTrainedModel]:
+def find_model_class(name: object, module: object) -> type[PreTrainedModel]:
     """Returns the model class of that name in transformers, if the bundle's model was of transformers."""
-    found: Any = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
+    found = getattr(transformers, name, None) if isinstance(name, str) and name.isidentifier() else None
     known = isinstance(found, type) and issubclass(found, PreTrainedModel) and found.config_class is not None
-    if not known or not str(module).startswith("transformers."):
+    if found is None or not known or not str(module).startswith("transformers."):
         raise needs_factory(
             f"The bundle's model class must be one of transformers {transformers.__version__}, got {name!r} of {module!r}"
         )
@@ -111,32 +106,37 @@ def build_config(facts: Facts, model_class: type[PreTrainedModel]) -> PreTrained
     config = config_class.from_dict(clean_config(recorded))
     for name, allowed in ((compat_model.ATTENTION, ATTENTIONS), (compat_model.EXPERTS, EXPERTS)):
         parts = facts.get("attention" if name == compat_model.ATTENTION else "experts") or {}
-        parts = parts if isinstance(parts, dict) else {"": parts}
-        for value in parts.values():
-            if value not in allowed:
+        checked: dict[str, str] = {}
+        for key, value in (parts if isinstance(parts, dict) else {"": parts}).items():
+            if not isinstance(value, str) or value not in allowed:
                 raise needs_factory(
                     f"The bundle's {name.strip('_')} must be one of {', '.join(allowed)} because kernels are not downloaded, "
                     f"got {value!r}"
                 )
-        compat_model.set_implementation(config, name, parts)
+            checked[key] = value
+        compat_model.set_implementation(config, name, checked)
     return config
 
 
-def clean_config(recorded: Any, name: str = "config") -> Any:
+def clean_config(recorded: Facts) -> dict[str, Any]:
     """Returns config values without those that could download or run anything; refuses impossible sizes."""
-    if isinstance(recorded, dict):
-        return {
-            key: False if key in SWITCHED_OFF and not isinstance(item, (dict, list)) else clean_config(item, key)
-            for key, item in recorded.items()
-            if key not in DROPPED and not (key == "quantization_config" and item is None)
-        }
-    if isinstance(recorded, list):
-        return [clean_config(item, name) for item in recorded]
-    if isinstance(recorded, str):
-        return NUMBERS.get(recorded, recorded)
-    if isinstance(recorded, int) and (abs(recorded) > LARGEST or (LAYERS.search(name) and recorded > MOST_LAYERS)):
-        raise needs_factory(f"The bundle's config has {name}={recorded}, which is impossible")
-    return recorded
+    return {
+        key: False if key in SWITCHED_OFF and not isinstance(item, (dict, list)) else _clean_value(item, key)
+        for key, item in recorded.items()
+        if key not in DROPPED and not (key == "quantization_config" and item is None)
+    }
+
+
+def _clean_value(value: object, name: str) -> object:
+    if isinstance(value, dict):
+        return clean_config(value)
+    if isinstance(value, list):
+        return [_clean_value(item, name) for item in value]
+    if isinstance(value, str):
+        return NUMBERS.get(value, value)
+    if isinstance(value, int) and (abs(value) > LARGEST or (LAYERS.search(name) and value > MOST_LAYERS)):
+        raise needs_factory(f"The bundle's config has {name}={value}, which is impossible")
+    return value
 
 
 def check_size(
@@ -166,16 +166,16 @@ def find_free_memory() -> int:
 # ---- adapters ----
 
 
-def find_adapters(facts: Facts) -> dict[str, Any]:
+def find_adapters(facts: Facts) -> dict[str, object]:
     """Returns the recorded configs of the model's adapters by name."""
     return {name: recorded for name, recorded in (take(facts, "adapters", dict) or {}).items() if name.isidentifier()}
 
 
-def add_adapters(model: Any, adapters: dict[str, Any]) -> Any:
+def add_adapters(model: "PreTrainedModel | PeftModel", adapters: dict[str, object]) -> "PreTrainedModel | PeftModel":
     """Returns the model with the adapters it does not have yet."""
     for name, recorded in adapters.items():
         config = build_adapter(recorded)
-        if not hasattr(model, "peft_config"):
+        if isinstance(model, PreTrainedModel):
             from peft import get_peft_model
 
             model = get_peft_model(model, config, adapter_name=name)
@@ -184,7 +184,7 @@ def add_adapters(model: Any, adapters: dict[str, Any]) -> Any:
     return model
 
 
-def match_adapters(model: Any, adapters: dict[str, Any]) -> None:
+def match_adapters(model: Any, adapters: dict[str, object]) -> None:
     """Makes the adapters of a model those of the run: a constructor of TRL may have added a copy named `ref`, or not."""
     if adapters:
         for name in [name for name in model.peft_config if name not in adapters]:
@@ -192,7 +192,7 @@ def match_adapters(model: Any, adapters: dict[str, Any]) -> None:
         add_adapters(model, adapters)
 
 
-def build_adapter(recorded: Any) -> Any:
+def build_adapter(recorded: object) -> "LoraConfig":
     """Returns the config of a LoRA adapter."""
     try:
         from peft import LoraConfig
@@ -204,4 +204,5 @@ def build_adapter(recorded: Any) -> Any:
     for name, value in recorded.items():
         if value and name not in LORA and name not in LORA_IGNORED:
             raise needs_factory(f"The bundle's adapter has {name}={value!r}, which cannot be rebuilt")
-    return LoraConfig(**{name: clean_config(recorded[name], name) for name in LORA if recorded.get(name) is not None})
+    taken = {name: recorded[name] for name in LORA if recorded.get(name) is not None}
+    return LoraConfig(**clean_config(taken))

@@ -10,14 +10,15 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers import PreTrainedTokenizerFast, TrainingArguments
 from transformers.integrations.neftune import activate_neftune
 
 from ..errors import ArgumentError
+from ..hf.compat.host_trainer import HostTrainer
 from ..hf.compat.trainer import ITEMS
 from ..hf.compat.trainer_class import without_data
 from ..hf.trainer.held_inputs import LossWeight
@@ -51,7 +52,7 @@ OFF = (
 CHECKPOINTING = ("use_reentrant", "every_n_layers", "preserve_rng_state")
 
 
-def check_trainer(facts: Facts, inputs: Any) -> str:
+def check_trainer(facts: Facts, inputs: object) -> str:
     """Returns the name of the trainer in the table, if the bundle contains everything that its loss needs."""
     recorded: Facts = take(facts, "trainer", dict) or {}
     name, own_loss = recorded.get("host"), take_names(recorded, "own_loss")
@@ -66,7 +67,7 @@ def check_trainer(facts: Facts, inputs: Any) -> str:
     return name
 
 
-def build_trainer(name: str, model: nn.Module, facts: Facts, device: torch.device) -> Trainer:
+def build_trainer(name: str, model: nn.Module, facts: Facts, device: torch.device) -> HostTrainer:
     """Returns a trainer of the table around the model."""
     package, arguments_name = TRAINERS[name]
     try:
@@ -89,7 +90,7 @@ def build_trainer(name: str, model: nn.Module, facts: Facts, device: torch.devic
     for key in LOSS_ATTRIBUTES:
         if hasattr(trainer, key) and isinstance(attributes.get(key), (bool, int, float)):
             setattr(trainer, key, attributes[key])
-    return trainer
+    return cast(HostTrainer, trainer)
 
 
 def build_arguments(
@@ -120,7 +121,7 @@ def build_arguments(
     return arguments_class(**kwargs)
 
 
-def _no_reward(completions: list, **kwargs: Any) -> list[float]:
+def _no_reward(completions: list, **kwargs: object) -> list[float]:
     return [0.0] * len(completions)
 
 
@@ -139,7 +140,7 @@ def build_tokenizer(model: nn.Module) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words)), eos_token="<eos>", pad_token=pad)
 
 
-def set_up_training(trainer: Trainer, facts: Facts) -> None:
+def set_up_training(trainer: HostTrainer, facts: Facts) -> None:
     """Does what `train()` does with a model before its first step."""
     args, model, accelerator = trainer.args, trainer.model, trainer.accelerator
     host: Any = model
@@ -157,7 +158,7 @@ def set_up_training(trainer: Trainer, facts: Facts) -> None:
         accelerator.scaler = torch.amp.GradScaler(args.device.type, init_scale=float(scale))
 
 
-def build_weight(facts: Facts, inputs: Any, device: torch.device) -> LossWeight:
+def build_weight(facts: Facts, inputs: object, device: torch.device) -> LossWeight:
     """Returns how the micro-batch was weighed. Losses multiply by the number of processes, which is one here."""
     recorded: Facts = take(facts, "share", dict) or {}
     size = max(take(facts, "world_size", int) or 1, 1)

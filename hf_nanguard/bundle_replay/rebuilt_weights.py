@@ -64,20 +64,10 @@ def load_adapter(model: nn.Module, folder: Path, name: str) -> set[int]:
 
 
 def fill_model(model: nn.Module, bundle: Bundle, facts: Facts, known: set[int]) -> None:
-    """Loads the bundle's weights into a rebuilt model and sets dtypes and trainable parameters as recorded.
+    """Loads the bundle's weights into a rebuilt model and sets dtypes and trainable parameters as recorded in its facts.
 
-    Args:
-        model (`nn.Module`):
-            The model without wrappers.
-        bundle (`Bundle`):
-            The bundle.
-        facts (`Mapping`):
-            Its facts about the model.
-        known (`set[int]`):
-            The ids of parameters whose weights came from a checkpoint.
-
-    Raises:
-        ArgumentError: A parameter has no weights.
+    `known` are the ids of parameters whose weights came from a checkpoint. An [`ArgumentError`] says that a parameter has no
+    weights.
     """
     known = known | load_weights(model, bundle.read_weights())
     named = dict(model.named_parameters())
@@ -97,19 +87,8 @@ def fill_model(model: nn.Module, bundle: Bundle, facts: Facts, known: set[int]) 
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor], strict: bool = True) -> set[int]:
-    """Loads weights of a bundle into the existing parameters and buffers of a model.
-
-    Args:
-        model (`nn.Module`):
-            The model without wrappers.
-        weights (`dict[str, Tensor]`):
-            Weights by the names of its parameters and buffers.
-        strict (`bool`):
-            Whether every name must be known.
-
-    Returns:
-        `set[int]`: the ids of the parameters and buffers that were set.
-    """
+    """Loads weights, by name, into the existing parameters and buffers of a model without wrappers, and returns the ids of
+    those that were set. If `strict`, every name must be known."""
     named = dict(named_tensors(model))
     if not strict:
         weights = {name: tensor for name, tensor in weights.items() if name in named}
@@ -124,7 +103,7 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], strict: bool = Tr
     return {id(named[name]) for name in weights}
 
 
-def find_dtype(name: Any) -> torch.dtype:
+def find_dtype(name: object) -> torch.dtype:
     """Returns a floating-point dtype by its name."""
     if not isinstance(name, str) or name not in DTYPES:
         raise needs_factory(f"The bundle's dtype must be one of {', '.join(DTYPES)}, got {name!r}")

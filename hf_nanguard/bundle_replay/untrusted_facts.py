@@ -2,15 +2,16 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import huggingface_hub.constants
 from transformers.utils import logging
 
 from ..errors import ArgumentError
+from ..plain_text import format_error
 
 Kind = TypeVar("Kind")
-Facts = Mapping[str, Any]
+Facts = Mapping[str, object]
 
 
 def take(facts: Facts, name: str, kind: type[Kind]) -> Kind | None:
@@ -52,8 +53,7 @@ def foreign_code(failure: str) -> Iterator[None]:
     except ArgumentError:
         raise
     except Exception as error:
-        first = (str(error).strip().splitlines() or ["no message"])[0][:200]
-        raise needs_factory(f"{failure} ({type(error).__name__}: {first})") from error
+        raise needs_factory(f"{failure} ({format_error(error, 200)})") from error
     finally:
         huggingface_hub.constants.HF_HUB_OFFLINE = offline
         logging.set_verbosity(verbosity)

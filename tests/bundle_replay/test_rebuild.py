@@ -241,8 +241,8 @@ def test_the_same_origin_in_a_fresh_process(tmp_path):
     for (name, (_, verdict)), again in zip(written.items(), json.loads(done.stdout), strict=True):
         before = json.loads(json.dumps(verdict.as_dict()))
         assert before["origin"] is not None, name
-        told = ("origin", "blame", "cause", "reproducible", "num_samples")
-        assert {key: again[key] for key in told} == {key: before[key] for key in told}, name
+        compared = ("origin", "blame", "cause", "reproducible", "num_samples")
+        assert {key: again[key] for key in compared} == {key: before[key] for key in compared}, name
     assert written["plain"][1].blame.samples == [1]
     assert written["half"][1].origin.module == "model.layers.0.mlp"
     assert written["lora"][1].origin.leaf == f"base_model.model.model.{UP}"
@@ -297,7 +297,7 @@ def test_weights_of_base_model_and_adapter(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "told"),
+    ("files", "message"),
     [
         (["pytorch_model.bin"], "pytorch_model.bin is a pickle"),
         (["model.pt", "config.json"], "model.pt is a pickle"),
@@ -305,7 +305,7 @@ def test_weights_of_base_model_and_adapter(tmp_path):
         (None, "must be a folder"),
     ],
 )
-def test_only_safetensors_are_loaded(files, told, tmp_path):
+def test_only_safetensors_are_loaded(files, message, tmp_path):
     path, _ = write(tmp_path, weights="none")
     folder = tmp_path / "checkpoint"
     for file in files or ():
@@ -313,7 +313,7 @@ def test_only_safetensors_are_loaded(files, told, tmp_path):
         (folder / file).write_bytes(b"cos\nsystem\n(S'true'\ntR.")
     if files == []:
         folder.mkdir()
-    with pytest.raises(ArgumentError, match=told):
+    with pytest.raises(ArgumentError, match=message):
         rebuild(read_bundle(path), folder)
 
 
@@ -378,12 +378,12 @@ def suspect(tmp_path_factory):
     return hold(build("plain", tmp_path_factory.mktemp("run"), guard=False), bad_weight)
 
 
-@pytest.mark.parametrize(("change", "told"), HOSTILE.values(), ids=HOSTILE)
-def test_a_hostile_bundle_is_refused(change, told, suspect, tmp_path):
+@pytest.mark.parametrize(("change", "message"), HOSTILE.values(), ids=HOSTILE)
+def test_a_hostile_bundle_is_refused(change, message, suspect, tmp_path):
     facts = suspect.runner.facts(suspect.weight)
     change(facts)
     path = write_bundle(tmp_path / "step-7", suspect, Verdict(None), facts, weights="all")
-    with pytest.raises(ArgumentError, match=told) as refused:
+    with pytest.raises(ArgumentError, match=message) as refused:
         rebuild(read_bundle(path))
     assert "\n" not in str(refused.value)
 
@@ -452,7 +452,7 @@ def test_output_hub_reporting_and_launchers_stay_off(name, tmp_path):
         "activation_offloading": True, "generation_kwargs": {"evil": 1}, "use_transformers_paged": True,
         "generation_config": "evil", "dataset_kwargs": {"evil": 1}, "dataset_num_proc": 10**6,
     }  # fmt: skip
-    told = {
+    recorded = {
         "output_dir": "evil",
         "report_to": ["wandb"],
         "loss_type": "../evil",
@@ -460,7 +460,7 @@ def test_output_hub_reporting_and_launchers_stay_off(name, tmp_path):
         "num_generations": 2,
         **hostile,
     }
-    args = build_arguments(cls, {"arguments": told}, torch.device("cpu"), str(tmp_path))
+    args = build_arguments(cls, {"arguments": recorded}, torch.device("cpu"), str(tmp_path))
     stock = cls(str(tmp_path), use_cpu=True, report_to="none")
     assert [key for key in hostile if getattr(args, key, None) != getattr(stock, key, None)] == []
     assert (args.output_dir, args.report_to, args.label_smoothing_factor) == (str(tmp_path), [], 0.25)
@@ -519,7 +519,7 @@ def test_a_factory_for_the_loss(own_module, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("factory", "told"),
+    ("factory", "message"),
     [
         ("own_factory", "module:function"),
         ("own_factory:", "module:function"),
@@ -528,9 +528,9 @@ def test_a_factory_for_the_loss(own_module, tmp_path):
         ("own_factory:wrong", "returned str"),
     ],
 )
-def test_a_factory_that_cannot_be(factory, told, own_module, tmp_path):
+def test_a_factory_that_cannot_be(factory, message, own_module, tmp_path):
     path, _ = write(tmp_path)
-    with pytest.raises(ArgumentError, match=told):
+    with pytest.raises(ArgumentError, match=message):
         rebuild(read_bundle(path), factory=factory)
 
 
@@ -550,7 +550,7 @@ def test_a_callback_has_the_models_own_loss(suspect, tmp_path):
     assert again.run().healthy
 
 
-# ---- what is told ----
+# ---- facts and text ----
 
 
 def test_facts_are_strict_json_without_places(tmp_path):
@@ -596,7 +596,7 @@ class OwnLog(Trainer):
          ["compute_loss_func"]),
     ],
 )  # fmt: skip
-def test_a_loss_of_ones_own_is_told(cls, extra, own, guard, tmp_path):
+def test_a_loss_of_ones_own_is_recorded(cls, extra, own, guard, tmp_path):
     assert find_own_loss(build("plain", tmp_path, trainer_class=cls, guard=guard, extra=extra)) == own
 
 

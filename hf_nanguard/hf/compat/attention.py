@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import torch
+from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
@@ -19,10 +18,15 @@ def observed_attention(observe: Callable[..., None]) -> Iterator[None]:
     """
     original = AttentionInterface.get_interface
 
-    def get_interface(self: AttentionInterface, attn_implementation: str, default: Callable) -> Callable:
+    def get_interface(
+        self: AttentionInterface, attn_implementation: str, default: Callable[..., object]
+    ) -> Callable[..., object]:
         function = original(self, attn_implementation, default)
 
-        def call(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(
+            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, *args: object,
+            **kwargs: object,
+        ) -> object:  # fmt: skip
             observe(attn_implementation, module, query, key, attention_mask, kwargs)
             return function(module, query, key, value, attention_mask, *args, **kwargs)
 
@@ -35,7 +39,9 @@ def observed_attention(observe: Callable[..., None]) -> Iterator[None]:
         AttentionInterface.get_interface = original  # type: ignore[method-assign]
 
 
-def implies_causality(implementation: str, module: Any, query: torch.Tensor, mask: Any, options: dict) -> bool:
+def implies_causality(
+    implementation: str, module: nn.Module, query: Tensor, mask: object, options: dict[str, object]
+) -> bool:
     """Returns whether an attention without a mask is causal, by the rule of `sdpa_attention_forward`.
 
     Can go together with `observed_attention`.
@@ -45,13 +51,13 @@ def implies_causality(implementation: str, module: Any, query: torch.Tensor, mas
     return implementation == "sdpa" and mask is None and query.shape[2] > 1 and bool(causal)
 
 
-def find_routers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, int]]:
+def find_routers(model: nn.Module) -> list[tuple[str, nn.Module, int]]:
     """Returns name, module and position in its output of everything that a transformers model, or one inside `model`,
     declares as router logits.
 
     Can go when transformers lists the modules behind a recordable output.
     """
-    found: dict[int, tuple[str, torch.nn.Module, int]] = {}
+    found: dict[int, tuple[str, nn.Module, int]] = {}
     for prefix, owner in model.named_modules():
         declared = owner.can_record_outputs.get("router_logits", []) if isinstance(owner, PreTrainedModel) else []
         for spec in declared if isinstance(declared, list) else [declared]:

@@ -2,10 +2,14 @@
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers import LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+
+if TYPE_CHECKING:
+    from transformers import ContinuousBatchingManager
+    from transformers.generation.continuous_batching.requests import FutureRequestState
 
 PROCESSORS, DRAFTS, MANAGER, BATCH = "processors", "drafts", "manager", "batch"
 SEAMS = {
@@ -23,7 +27,7 @@ class Override:
     A copy or a pickle of the model that is made meanwhile gets the model's own method. Can go together with `find_seams`.
     """
 
-    def __init__(self, model: nn.Module, name: str, function: Callable):
+    def __init__(self, model: nn.Module, name: str, function: Callable[..., object]):
         self.model = model
         self.name = name
         self.function = function
@@ -31,7 +35,7 @@ class Override:
         self.before = vars(model).get(name)
         vars(model)[name] = self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         return self.function(self.original, *args, **kwargs)
 
     def __reduce__(self) -> tuple:
@@ -46,7 +50,7 @@ class Override:
             vars(self.model)[self.name] = self.before
 
 
-def find_seams(model: Any) -> dict[str, str]:
+def find_seams(model: nn.Module) -> dict[str, str]:
     """Returns the methods with which a model builds its processors, its draft generator and its continuous batches, and runs
     a batch; only those that it has.
 
@@ -55,7 +59,7 @@ def find_seams(model: Any) -> dict[str, str]:
     return {what: name for what, name in SEAMS.items() if hasattr(model, name)}
 
 
-def read_processor_call(args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int | None]:
+def read_processor_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[GenerationConfig, int | None]:
     """Returns the generation config and, if given, the length of the prompt from a call that builds the processors.
 
     Can go together with `find_seams`.
@@ -64,7 +68,7 @@ def read_processor_call(args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int |
     return config, kwargs.get("input_ids_seq_length", args[1] if len(args) > 1 else None)
 
 
-def is_draft(config: Any) -> bool:
+def is_draft(config: GenerationConfig) -> bool:
     """Returns whether a generation config belongs to a model that drafts tokens for another.
 
     Can go together with `find_seams`.
@@ -72,7 +76,7 @@ def is_draft(config: Any) -> bool:
     return bool(getattr(config, "is_assistant", False))
 
 
-def list_processors(manager: Any) -> list:
+def list_processors(manager: "ContinuousBatchingManager") -> list[LogitsProcessor]:
     """Returns the processors of a manager of continuous batching.
 
     Can go together with `find_seams`.
@@ -80,7 +84,7 @@ def list_processors(manager: Any) -> list:
     return list(manager.logit_processor.logits_processor)
 
 
-def has_begun(manager: Any) -> bool:
+def has_begun(manager: "ContinuousBatchingManager") -> bool:
     """Returns whether a manager of continuous batching has built its batches, after which processors cannot be added.
 
     Can go together with `find_seams`.
@@ -88,7 +92,7 @@ def has_begun(manager: Any) -> bool:
     return manager.batch_processor is not None or manager.warmed_up
 
 
-def put_processors(manager: Any, processors: list, own_class: type) -> None:
+def put_processors(manager: "ContinuousBatchingManager", processors: list[object], own_class: type) -> None:
     """Sets the processors of a manager of continuous batching; those of `own_class` are called with a tensor each.
 
     Can go together with `find_seams`.
@@ -102,7 +106,7 @@ def put_processors(manager: Any, processors: list, own_class: type) -> None:
     held.do_processing = True
 
 
-def find_request(request: Any) -> str | None:
+def find_request(request: "FutureRequestState") -> str | None:
     """Returns the id of a request that gets a new token, `None` for a warm-up request.
 
     Can go when continuous batching passes the requests to its processors.

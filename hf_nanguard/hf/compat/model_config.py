@@ -1,7 +1,5 @@
 """Private names of transformers' configs and model classes, each with the condition under which it can go."""
 
-from typing import Any
-
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -9,7 +7,7 @@ from transformers.initialization import no_init_weights
 ATTENTION, EXPERTS = "_attn_implementation", "_experts_implementation"
 
 
-def find_implementation(config: Any, name: str) -> dict[str, str] | None:
+def find_implementation(config: object, name: str) -> dict[str, str] | None:
     """Returns the implementation of attention or experts: under `""`, and for each part with a config of its own.
 
     Can go when `to_dict` has both.

@@ -6,22 +6,24 @@ from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
-from accelerate import Accelerator
-from transformers import Trainer
+from torch import Tensor
 
+from .host_trainer import HostTrainer
+
+Completions = dict[str, Any]
+"""The batch of an online trainer: prompts, completions and what was computed for them, by TRL's names."""
 # Keys of an online trainer's batch: log-probs of the policy that sampled, their sums (RLOO), and those of the reference.
 OLD, OLD_SUM, REFERENCE = "old_per_token_logps", "old_logps", "ref_per_token_logps"
 SCORING = "_calculate_rewards"
 
 
-class OnlineTrainer(Protocol):
-    """What we use of a TRL online trainer to check its rewards."""
+class OnlineTrainer(HostTrainer, Protocol):
+    """A TRL online trainer. One without reward functions has no `reward_funcs` (distillation)."""
 
-    accelerator: Accelerator
-    reward_funcs: list[Any]
+    reward_funcs: list[Callable[..., object]]  # functions and reward models
 
 
-def name_reward_functions(trainer: OnlineTrainer | Trainer) -> list[str]:
+def name_reward_functions(trainer: HostTrainer) -> list[str]:
     """Returns the names of a trainer's reward functions, as in TRL's metrics; a model without a name there is called by its
     class. `[]` for a trainer without reward functions.
 
@@ -33,7 +35,7 @@ def name_reward_functions(trainer: OnlineTrainer | Trainer) -> list[str]:
 
 
 @contextmanager
-def replaced_reward_functions(trainer: OnlineTrainer, functions: list[Any]) -> Iterator[None]:
+def replaced_reward_functions(trainer: OnlineTrainer, functions: list[Callable[..., object]]) -> Iterator[None]:
     """Makes a TRL trainer call other reward functions inside the block.
 
     Can go when TRL has a hook for what its reward functions return.
@@ -53,7 +55,7 @@ def is_policy_loss(frame: FrameType) -> bool:
     return frame.f_code.co_name == "_compute_loss" and frame.f_globals.get("__name__", "").startswith("trl.")
 
 
-def find_own_scoring(trainer: Any) -> str | None:
+def find_own_scoring(trainer: HostTrainer) -> str | None:
     """Returns the name of the user's own `_calculate_rewards`, `None` if it is TRL's.
 
     Can go when TRL has a public method for it.
@@ -67,7 +69,7 @@ def find_own_scoring(trainer: Any) -> str | None:
 
 
 @contextmanager
-def replaced_scoring(trainer: Any, score: Callable[..., Any]) -> Iterator[None]:
+def replaced_scoring(trainer: HostTrainer, score: Callable[..., Tensor]) -> Iterator[None]:
     """Makes a TRL trainer call `score(calculate, ...)` in place of its `_calculate_rewards`, which is passed as `calculate`
     even if a subclass has overridden it.
 
@@ -86,7 +88,7 @@ def replaced_scoring(trainer: Any, score: Callable[..., Any]) -> Iterator[None]:
             vars(trainer)[SCORING] = before
 
 
-def split_images(batch: dict[str, Any]) -> dict[str, Any]:
+def split_images(batch: Completions) -> Completions:
     """Returns a shallow copy of a TRL online trainer's batch with image fields as lists of one entry per completion; a model
     may keep the patches of all images in one tensor.
 
@@ -97,7 +99,7 @@ def split_images(batch: dict[str, Any]) -> dict[str, Any]:
     return dict(split_pixel_values_by_grid(batch))
 
 
-def join_images(batch: dict[str, Any]) -> dict[str, Any]:
+def join_images(batch: Completions) -> Completions:
     """Undoes [`split_images`].
 
     Can go together with it.

@@ -1,7 +1,5 @@
 """What the class of a trainer says about its loss, each private host name with the condition under which it can go."""
 
-from typing import Any
-
 from transformers import Trainer
 
 from .host_trainer import HostTrainer
@@ -30,9 +28,9 @@ def without_data(trainer_class: type[Trainer]) -> type[Trainer]:
     Can go when a TRL trainer can be constructed without a dataset.
     """
 
-    def keep(self: Trainer, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def keep(self: Trainer, value: object, *args: object, **kwargs: object) -> object:
         return value
 
-    body: dict[str, Any] = dict.fromkeys(("_prepare_dataset", "_precompute_ref_logps", "_prepare_inputs"), keep)
+    body: dict[str, object] = dict.fromkeys(("_prepare_dataset", "_precompute_ref_logps", "_prepare_inputs"), keep)
     body |= {"_send_telemetry": lambda self: None, "__module__": trainer_class.__module__}
     return type(trainer_class.__name__, (trainer_class,), body)

@@ -2,7 +2,7 @@
 
 import dis
 import inspect
-from typing import Any
+from types import CodeType
 
 from transformers import Trainer
 
@@ -22,7 +22,7 @@ def _is_replaced(trainer_class: type, name: str) -> bool:
     for owner in trainer_class.__mro__:
         if owner is Trainer:
             return False
-        method: Any = vars(owner).get(name)
+        method = vars(owner).get(name)
         if method is None:
             continue
         code = getattr(inspect.unwrap(method), "__code__", None)  # a method that is not a function cannot be judged
@@ -31,7 +31,7 @@ def _is_replaced(trainer_class: type, name: str) -> bool:
     return False
 
 
-def _calls_overridden(code: Any, name: str) -> bool:
+def _calls_overridden(code: CodeType, name: str) -> bool:
     inner = [constant for constant in code.co_consts if inspect.iscode(constant)]
     return name in code.co_names or any(_calls_overridden(part, name) for part in inner)
 
@@ -43,7 +43,7 @@ def find_own_super(trainer_class: type) -> list[str]:
     return [name for name, value in methods.items() if inspect.isfunction(value) and _names_own_class(value.__code__)]
 
 
-def _names_own_class(code: Any) -> bool:
+def _names_own_class(code: CodeType) -> bool:
     loads = [step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD_")]
     calls = [loads[place + 1 : place + 3] for place, name in enumerate(loads) if name == "super"]
     return any(call[:1] == ["type"] or call[1:] == ["__class__"] for call in calls)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -24,55 +23,30 @@ CLASS_LABELS = (
     modeling_auto.MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
 )
 PLACEHOLDER_IDS = (
-    "image_token_id",
-    "image_token_index",
-    "video_token_id",
-    "video_token_index",
-    "audio_token_id",
-    "audio_token_index",
-)
+    "image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id", "audio_token_index",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a batch may contain.
+    """What a batch may contain."""
 
-    Args:
-        num_labels (`int`, *optional*):
-            Valid labels are 0 to this, exclusive, and -100; `None` if the meaning of labels is not known.
-        token_labels (`bool`):
-            Whether labels are tokens of a sequence, so that all of them may be masked.
-        shifted (`bool`):
-            Whether position 0 of the labels is never a target.
-        num_ids (`int`, *optional*):
-            Valid input ids are 0 to this, exclusive; `None` if not known.
-        placeholders (`tuple[int, ...]`):
-            Ids that the model replaces before it embeds them.
-        ignored (`tuple[int, ...]`):
-            Labels that the loss leaves out: -100, and -1 too where the loss is the user's own.
-    """
-
-    num_labels: int | None = None
-    token_labels: bool = False
-    shifted: bool = False
-    num_ids: int | None = None
-    placeholders: tuple[int, ...] = ()
-    ignored: tuple[int, ...] = (IGNORED_LABEL,)
+    num_labels: int | None = None  # labels are 0 to this, exclusive, and -100; None if their meaning is not known
+    token_labels: bool = False  # labels are tokens of a sequence, so that all of them may be masked
+    shifted: bool = False  # position 0 of the labels is never a target
+    num_ids: int | None = None  # input ids are 0 to this, exclusive; None if not known
+    placeholders: tuple[int, ...] = ()  # ids that the model replaces before it embeds them
+    ignored: tuple[int, ...] = (IGNORED_LABEL,)  # labels that the loss leaves out; -1 too if the loss is the user's own
 
 
 def find_limits(model: nn.Module, shifted: bool, own_loss: bool = False) -> Limits:
-    """Returns the limits of a model; what cannot be known is `None` and is not checked.
+    """Returns the limits of a model without DDP wrapper, or of the base model of a PEFT model; what cannot be known is `None`
+    and is not checked.
 
-    Args:
-        model (`nn.Module`):
-            The model, without DDP wrapper; for a PEFT model, those of its base model.
-        shifted (`bool`):
-            Whether its loss shifts the labels by one.
-        own_loss (`bool`, *optional*, defaults to `False`):
-            Whether the loss is the user's own code.
+    `shifted` says whether its loss shifts the labels by one, `own_loss` whether the loss is the user's own code.
     """
     # peft is optional, so its class cannot be imported
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not isinstance(base, PreTrainedModel):
         return Limits()
     config = base.config

@@ -6,7 +6,6 @@ views of the CPU tensors, so they add no torch operation and no device read.
 
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from ...core.vocabulary import Cause, Signal
 from .batch_limits import IGNORED_LABEL, Limits
 from .learning_signal import NoSignal, find_no_signal
 from .numpy_view import is_viewable, view
-from .samples import remove_samples
+from .samples import Batch, remove_samples
 
 NOTE = "nanguard_note"
 MAX_TOKENS = 16
@@ -25,44 +24,28 @@ MAX_TOKENS = 16
 
 @dataclass(frozen=True)
 class BatchNote:
-    """What the checks found, as plain values. It travels with the batch and is removed before the model gets the batch.
-
-    Args:
-        findings (`tuple[Finding, ...]`):
-            What is wrong.
-        no_signal (`NoSignal`, *optional*):
-            Why there is hardly anything to learn from the batch.
-        num_samples (`int`, *optional*), kept (`tuple[int, ...]`, *optional*):
-            If bad samples were removed: how many samples there were, and which are left.
-    """
+    """What the checks found, as plain values. It travels with the batch and is removed before the model gets the batch."""
 
     findings: tuple[Finding, ...] = ()
-    no_signal: NoSignal | None = None
-    num_samples: int | None = None
-    kept: tuple[int, ...] | None = None
+    no_signal: NoSignal | None = None  # why there is hardly anything to learn from the batch
+    num_samples: int | None = None  # if bad samples were removed: how many there were,
+    kept: tuple[int, ...] | None = None  # and which are left
 
 
 class CheckedCollator:
     """Runs the user's collator and checks the batch.
 
-    Args:
-        collator (`Callable`):
-            The user's collator.
-        limits (`Limits`):
-            What the model can take.
-        verdict (`str`):
-            What to do with a bad batch: `"drop"`, `"drop_samples"`, `"repair"`, `"halt"` or `"observe"`.
-        can_drop (`bool`, *optional*, defaults to `True`):
-            Whether the loop can leave a batch out; if not, one that cannot be filled is only observed.
+    `verdict` says what to do with a bad batch: `"drop"`, `"drop_samples"`, `"repair"`, `"halt"` or `"observe"`. Unless
+    the loop `can_drop` a batch, one that cannot be filled is only observed.
     """
 
-    def __init__(self, collator: Callable, limits: Limits, verdict: str, can_drop: bool = True):
+    def __init__(self, collator: Callable[[list], object], limits: Limits, verdict: str, can_drop: bool = True):
         self.collator = collator
         self.limits = limits
         self.verdict = verdict
         self.can_drop = can_drop
 
-    def __call__(self, examples: list) -> Any:
+    def __call__(self, examples: list) -> object:
         batch = self.collator(examples)
         if not isinstance(batch, MutableMapping):
             return batch
@@ -78,7 +61,7 @@ class CheckedCollator:
         return batch
 
 
-def take_apart(batch: MutableMapping, findings: list[Finding], num_samples: int, limits: Limits) -> BatchNote:
+def take_apart(batch: Batch, findings: list[Finding], num_samples: int, limits: Limits) -> BatchNote:
     """Removes the bad samples from a batch and returns its note; if they cannot be removed, the whole batch is dropped."""
     drops = [finding for finding in findings if finding.action is BatchAction.DROP]
     bad = {sample for finding in drops for sample in finding.samples}
@@ -106,18 +89,9 @@ def name_rows(note: BatchNote, rows: list[int] | None) -> tuple[BatchNote, list[
     return replace(note, findings=findings), [rows[sample] for sample in note.kept]
 
 
-def check_batch(batch: MutableMapping, limits: Limits, verdict: str) -> list[Finding]:
+def check_batch(batch: Batch, limits: Limits, verdict: str) -> list[Finding]:
     """Checks a batch and, unless `verdict` is `"observe"`, makes it safe to run: bad entries are filled before they reach a
-    kernel, so that a rank whose batch is bad can still take part in collective operations.
-
-    Args:
-        batch (`MutableMapping`):
-            The collated batch, on the CPU.
-        limits (`Limits`):
-            What the model can take.
-        verdict (`str`):
-            As in [`CheckedCollator`].
-    """
+    kernel, so that a rank whose batch is bad can still take part in collective operations."""
     certain = verdict == "drop_samples"  # a sample that is suspected costs no more than itself; a target may be missing
     action = BatchAction.DROP if certain else BatchAction(verdict)
     findings: list[Finding] = []
@@ -158,7 +132,7 @@ def _where(bad: np.ndarray) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...
 
 
 def check_finite(name: str, value: Tensor, action: BatchAction) -> tuple[Finding | None, np.ndarray | None]:
-    """Looks for NaN and inf in a float input; an additive attention mask may hold -inf.
+    """Finds NaN and inf in a float input; an additive attention mask may hold -inf.
 
     NaN may be a missing target and -inf a bias that masks, so such a batch is dropped only if its loss or gradients are not
     finite either.
@@ -176,7 +150,7 @@ def check_finite(name: str, value: Tensor, action: BatchAction) -> tuple[Finding
 
 
 def check_labels(labels: Tensor, limits: Limits, action: BatchAction) -> tuple[Finding | None, np.ndarray | None]:
-    """Looks for labels the loss cannot take, and for a batch whose labels are all masked."""
+    """Finds labels that the loss cannot take, and a batch whose labels are all masked."""
     array = view(labels)
     if limits.num_labels is None or labels.dtype == torch.bool:
         return None, None
@@ -203,8 +177,8 @@ def check_labels(labels: Tensor, limits: Limits, action: BatchAction) -> tuple[F
 
 
 def check_mask(mask: Tensor, action: BatchAction) -> Finding | None:
-    """Looks for samples without a single token to attend to. Most models cope, so a batch is not dropped for it unless its
-    loss or gradients are not finite."""
+    """Finds samples without a single token to attend to. Most models handle them, so the batch is dropped only if its loss or
+    gradients are not finite."""
     if mask.ndim != 2:
         return None
     empty = tuple(int(sample) for sample in np.flatnonzero(~view(mask).any(axis=1)))
@@ -215,8 +189,8 @@ def check_mask(mask: Tensor, action: BatchAction) -> Finding | None:
     return Finding(Signal.INPUT_OUT_OF_RANGE, message, action, None, "input", empty)
 
 
-def check_length(batch: MutableMapping, action: BatchAction) -> Finding | None:
-    """Looks for a batch of sequences without a token. Unless it is only observed it gets one, or no rank could run it."""
+def check_length(batch: Batch, action: BatchAction) -> Finding | None:
+    """Finds a batch of sequences without a token. Unless it is only observed it gets one, or no rank could run it."""
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or not len(ids) or ids.shape[1]:
         return None
@@ -231,7 +205,7 @@ def check_length(batch: MutableMapping, action: BatchAction) -> Finding | None:
 
 
 def check_ids(name: str, ids: Tensor, limits: Limits, action: BatchAction) -> tuple[Finding | None, np.ndarray | None]:
-    """Looks for ids outside the embedding, except those that the model replaces itself."""
+    """Finds ids outside the embedding, except those that the model replaces itself."""
     array = view(ids)
     if array.min() >= 0 and array.max() < limits.num_ids:
         return None, None

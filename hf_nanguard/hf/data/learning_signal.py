@@ -6,10 +6,9 @@ that example can be learned, so equal inputs count only if their labels differ, 
 same. GRPO's loss is 0.0 in healthy runs too, so the loss says nothing.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -19,6 +18,7 @@ from ...core.journal import Journal
 from ...core.vocabulary import Action, Signal
 from .batch_limits import Limits
 from .numpy_view import is_viewable, view
+from .samples import Batch
 
 MAX_EMPTY = 0.9  # samples without a single label, as a share of the batch
 MIN_TARGETS = 0.001  # labels, as a share of the tokens
@@ -58,23 +58,12 @@ REASONS = {
 
 @dataclass(frozen=True)
 class StepSignal:
-    """What one optimizer step could learn from.
+    """What one optimizer step could learn from."""
 
-    Args:
-        missing (`NoSignal`, *optional*):
-            Why it could learn nothing; `None` if it could.
-        phase (`str`, *optional*, defaults to `"backward"`):
-            Where to look for the cause, as in [`Culprit`].
-        evidence (`str`, *optional*, defaults to `""`):
-            A sentence for the event's message.
-        is_global (`bool`, *optional*, defaults to `False`):
-            Whether every rank classifies the step alike, so that one event is enough.
-    """
-
-    missing: NoSignal | None
-    phase: str = "backward"
-    evidence: str = ""
-    is_global: bool = False
+    missing: NoSignal | None  # why it could learn nothing; None if it could
+    phase: str = "backward"  # the phase in which the cause lies, as in [`Culprit`]
+    evidence: str = ""  # a sentence for the event's message
+    is_global: bool = False  # every rank classifies the step alike, so that one event is enough
 
     @classmethod
     def of_batches(cls, batches: Sequence[NoSignal | None], grad_norm: float | None) -> "StepSignal":
@@ -84,15 +73,8 @@ class StepSignal:
         return cls(missing, "input" if any(batches) else "backward")
 
 
-def find_no_signal(batch: Mapping, limits: Limits) -> NoSignal | None:
-    """Returns why there is hardly anything to learn from a batch, `None` if there is enough.
-
-    Args:
-        batch (`Mapping`):
-            The collated batch, on the CPU.
-        limits (`Limits`):
-            The limits of the model.
-    """
+def find_no_signal(batch: Batch, limits: Limits) -> NoSignal | None:
+    """Returns why there is hardly anything to learn from a batch, `None` if there is enough."""
     labels = _array(batch.get("labels"))
     if labels is not None and limits.token_labels and labels.ndim == 2:
         targets = ~np.isin(labels[:, 1:] if limits.shifted else labels, limits.ignored)
@@ -120,7 +102,7 @@ def _is_one_token(inputs: np.ndarray, mask: np.ndarray | None) -> bool:
     return tokens.size > len(inputs) and bool((tokens == tokens[0]).all())
 
 
-def _array(value: Any) -> np.ndarray | None:
+def _array(value: object) -> np.ndarray | None:
     return view(value) if isinstance(value, Tensor) and is_viewable(value) else None
 
 
@@ -133,21 +115,8 @@ def _all_same(array: np.ndarray) -> bool:
 
 
 class NoSignalDetector:
-    """Counts optimizer steps in a row that had nothing to learn from, and emits `no_learning_signal` once per streak.
-
-    Args:
-        stall_steps (`int`):
-            The length of a streak that is reported; 0 turns the detector off.
-        journal (`Journal`):
-            Where the event goes.
-
-    Example:
-
-    ```python
-    detector = NoSignalDetector(20, guard.journal)
-    detector.observe(step, StepSignal(NoSignal.ZERO_GRADIENT), grad_norm=0.0)
-    ```
-    """
+    """Counts optimizer steps in a row that had nothing to learn from, and emits `no_learning_signal` once per streak of
+    `stall_steps`; 0 turns the detector off."""
 
     def __init__(self, stall_steps: int, journal: Journal):
         self.stall_steps = stall_steps
@@ -157,16 +126,7 @@ class NoSignalDetector:
         self.kinds: list[NoSignal] = []
 
     def observe(self, step: int, signal: StepSignal, grad_norm: float | None) -> None:
-        """Counts one optimizer step.
-
-        Args:
-            step (`int`):
-                The step.
-            signal (`StepSignal`):
-                What it could learn from.
-            grad_norm (`float`, *optional*):
-                Its gradient norm before clipping, for the event.
-        """
+        """Counts one optimizer step; its gradient norm before clipping is shown in the event."""
         if signal.missing is None:
             self.num_steps, self.kinds = 0, []
             return

@@ -7,19 +7,21 @@ bit-identical: clipping it would make the sampled policy differ from the one who
 """
 
 import logging
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
-from transformers import LogitsProcessorList
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
 from ...errors import ArgumentError
 from ..compat import generation as compat
-from .logits_processors import MODES, LogBudget, NumericalStabilityLogitsProcessor
+from .logits_processors import MODES, NumericalStabilityLogitsProcessor
 from .sampling_record import Generation, GenerationWatch, RequestGuard, RequestNotes
+
+if TYPE_CHECKING:
+    from transformers import ContinuousBatchingManager
 
 logger = logging.getLogger("hf_nanguard")
 
@@ -30,26 +32,27 @@ SPREADING = {f"{name}LogitsWarper" for name in ("Temperature", "SafeTemperature"
              "WatermarkLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor"}  # fmt: skip
 
 
-def find_innermost(model: Any) -> Any:
-    """Returns the model whose own `generate` draws the tokens, without compilation, data parallel wrappers and adapters."""
+def find_generator(model: nn.Module) -> PreTrainedModel | None:
+    """Returns the model whose own `generate` draws the tokens, without compilation, data parallel wrappers and adapters;
+    `None` if there is none."""
     while True:
         inner = extract_model_from_parallel(model, keep_torch_compile=False)
         inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-        if inner is model:
-            return model
-        model = inner
+        is_innermost, model = inner is model, inner
+        if is_innermost:
+            return inner if compat.PROCESSORS in compat.find_seams(inner) else None
 
 
-def find_end(config: Any, model: Any) -> list[int]:
-    """Returns the ids that end a sequence: EOS, else padding, else 0."""
+def find_end(config: GenerationConfig, model: PreTrainedModel) -> int:
+    """Returns the id that ends a sequence: EOS, else padding, else 0."""
     for ids in (config.eos_token_id, getattr(model.config, "eos_token_id", None), config.pad_token_id):
-        ids = [ids] if isinstance(ids, int) else ids if isinstance(ids, (list, tuple)) else []
-        if ids and ids[0] >= 0:  # continuous batching writes -1 for none
-            return list(ids)
-    return [0]
+        first = ids[0] if isinstance(ids, (list, tuple)) and ids else ids
+        if isinstance(first, int) and first >= 0:  # continuous batching writes -1 for none
+            return first
+    return 0
 
 
-def place_guards(processors: list, head: Any, last: Any) -> list:
+def place_guards(processors: Sequence[object], head: object, last: object) -> list[object]:
     """Puts one guard before the first processor that would spread a NaN and one last; only the last if there is none."""
     spreads = [
         {cls.__name__.removeprefix("ContinuousBatching") for cls in type(processor).__mro__} & SPREADING
@@ -62,23 +65,16 @@ def place_guards(processors: list, head: Any, last: Any) -> list:
 class GenerationGuard:
     """Adds guards to the processors that a model builds while it generates. The seams are in `hf/compat/generation.py`.
 
-    Args:
-        model (`PreTrainedModel`):
-            The innermost model.
-        watch (`GenerationWatch`):
-            Gets a record of every generation.
-        mode (`str`), clip_value (`float`), min_prob (`float`), verbose (`bool`):
-            As in [`NumericalStabilityLogitsProcessor`].
+    The guards are copies of `processor`; `watch` gets a record of every generation.
     """
 
-    def __init__(self, model: Any, watch: GenerationWatch, mode: str, **settings: Any):
+    def __init__(self, model: PreTrainedModel, watch: GenerationWatch, processor: NumericalStabilityLogitsProcessor):
         self.model = model
         self.watch = watch
-        self.mode = mode
-        self.settings = settings
+        self.processor = processor
+        self.mode = processor.mode
         self.building = False
-        self.budget = LogBudget()
-        functions = {
+        functions: dict[str, Callable[..., object]] = {
             compat.PROCESSORS: self.add_guards,
             compat.DRAFTS: self.mute_drafts,
             compat.MANAGER: self.guard_manager,
@@ -95,15 +91,16 @@ class GenerationGuard:
         for generation in self.watch.generations:
             generation.close()
 
-    def _make_guard(self, config: Any, mode: str, rest: float = -math.inf) -> NumericalStabilityLogitsProcessor:
-        end = find_end(config, self.model)
-        return NumericalStabilityLogitsProcessor.place(self.budget, rest, mode=mode, eos_token_id=end, **self.settings)
-
-    def _make_pair(self, config: Any) -> tuple[NumericalStabilityLogitsProcessor, NumericalStabilityLogitsProcessor]:
+    def _make_pair(
+        self, config: GenerationConfig
+    ) -> tuple[NumericalStabilityLogitsProcessor, NumericalStabilityLogitsProcessor]:
         """Returns the guard before the warpers and the last one; only the last bounds finite rows, in mode `"always"`."""
-        return self._make_guard(config, "repair"), self._make_guard(config, self.mode)
+        end = find_end(config, self.model)
+        return self.processor.place(end, "repair"), self.processor.place(end, self.mode)
 
-    def add_guards(self, original: Callable, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+    def add_guards(
+        self, original: Callable[..., LogitsProcessorList], *args: object, **kwargs: object
+    ) -> LogitsProcessorList:
         """Adds guards to the processors of one `generate` and records it, also from guards that are there already."""
         processors = original(*args, **kwargs)
         config, prompt_length = compat.read_processor_call(args, kwargs)
@@ -115,7 +112,8 @@ class GenerationGuard:
             if num_beams > 1 and config.do_sample:
                 # Beams are drawn without replacement, so a row must offer more than its end token. Warpers would remove
                 # the rest again, and there is nothing to repair before them: log-softmax has already spread a NaN.
-                processors = LogitsProcessorList([*processors, self._make_guard(config, self.mode, BEAM_REST)])
+                guard = self.processor.place(find_end(config, self.model), self.mode, BEAM_REST)
+                processors = LogitsProcessorList([*processors, guard])
             else:
                 processors = LogitsProcessorList(place_guards(processors, *self._make_pair(config)))
         guards = [p for p in processors if isinstance(p, NumericalStabilityLogitsProcessor)]
@@ -123,10 +121,10 @@ class GenerationGuard:
         self.watch.generations.append(generation)
         return processors
 
-    def mute_drafts(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    def mute_drafts(self, original: Callable[..., object], *args: object, **kwargs: object) -> object:
         """Gives the draft generator of assisted decoding guards of its own, because a draft is not part of a completion."""
 
-        def mute(value: Any) -> Any:
+        def mute(value: object) -> object:
             if not isinstance(value, LogitsProcessorList):
                 return value
             ours = NumericalStabilityLogitsProcessor
@@ -134,7 +132,9 @@ class GenerationGuard:
 
         return original(*map(mute, args), **{name: mute(value) for name, value in kwargs.items()})
 
-    def guard_manager(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    def guard_manager(
+        self, original: Callable[..., "ContinuousBatchingManager"], *args: object, **kwargs: object
+    ) -> "ContinuousBatchingManager":
         """Adds guards to a new manager of continuous batching.
 
         They are added after its settings were resolved, because those reserve less memory for the cache if there is a
@@ -161,7 +161,9 @@ class GenerationGuard:
         self.watch.generations.append(notes)
         return manager
 
-    def note_requests(self, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    def note_requests(
+        self, original: Callable[..., dict[str, object]], *args: object, **kwargs: object
+    ) -> dict[str, object]:
         """Records the order in which `generate_batch` returns its requests."""
         known = len(self.watch.generations)
         results = original(*args, **kwargs)
@@ -171,9 +173,9 @@ class GenerationGuard:
         return results
 
 
-def can_generate(model: Any) -> bool:
+def can_generate(model: nn.Module) -> bool:
     """Returns whether a model, wrapped or not, has a `generate` to guard."""
-    return compat.PROCESSORS in compat.find_seams(find_innermost(model))
+    return find_generator(model) is not None
 
 
 @contextmanager
@@ -212,14 +214,13 @@ def guard_generation(
     if mode == "off":
         yield watch
         return
-    settings = {"clip_value": clip_value, "min_prob": min_prob, "verbose": verbose}
-    NumericalStabilityLogitsProcessor(mode=mode, **settings)  # type: ignore[arg-type] # raises if one is wrong
-    inner = find_innermost(model)
-    if not can_generate(inner):
+    processor = NumericalStabilityLogitsProcessor(clip_value, min_prob, verbose, mode)
+    generator = find_generator(model)
+    if generator is None:
         raise ArgumentError(
-            f"model must be one that can generate, got {type(inner).__name__}. Give a causal or seq2seq LM."
+            f"model must be one that can generate, got {type(model).__name__}. Give a causal or seq2seq LM."
         )
-    guard = GenerationGuard(inner, watch, mode, **settings)
+    guard = GenerationGuard(generator, watch, processor)
     try:
         yield watch
     finally:

@@ -7,7 +7,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ MODES = SETTINGS["logits_mode"].choices
 MAX_ROWS = 4
 
 
-def check_number(name: str, value: Any, lowest: float, highest: float = math.inf, above: bool = False) -> None:
+def check_number(name: str, value: float, lowest: float, highest: float = math.inf, above: bool = False) -> None:
     """Raises an [`ArgumentError`] unless the value is a finite number in the range, without `lowest` if `above`."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < lowest or value > highest or (above and value == lowest):
@@ -37,8 +37,8 @@ def check_number(name: str, value: Any, lowest: float, highest: float = math.inf
 class LogBudget:
     """Logs the first few occurrences; guards that work together share one."""
 
-    def __init__(self, left: int = 3):
-        self.left = left
+    def __init__(self) -> None:
+        self.left = 3
 
     def log(self, describe: Callable[[], str]) -> None:
         """Logs a text, which is built only if it is logged."""
@@ -51,7 +51,9 @@ class LogBudget:
 class Listener(Protocol):
     """Follows the calls of a processor during one `generate`."""
 
-    def note(self, processor: Any, length: int, num_rows: int, maxima: RowMaxima | None) -> None:
+    def note(
+        self, processor: "NumericalStabilityLogitsProcessor", length: int, num_rows: int, maxima: RowMaxima | None
+    ) -> None:
         """Takes the scores after `length` tokens; without maxima all rows were finite."""
 
 
@@ -117,13 +119,12 @@ class NumericalStabilityLogitsProcessor(LogitsProcessor):
         self.placed = False
         self.budget = LogBudget()
 
-    @classmethod
-    def place(cls, budget: LogBudget, rest: float = -math.inf, **settings: Any) -> Self:
-        """Returns a processor that is placed by [`guard_generation`]: with a shared log budget, and `rest` as in
+    def place(self, end_id: int, mode: str, rest: float = -math.inf) -> Self:
+        """Returns a copy that [`guard_generation`] places: it shares the log budget, and `rest` is as in
         [`repair_scores`]."""
-        processor = cls(**settings)
-        processor.placed, processor.budget, processor.rest = True, budget, rest
-        return processor
+        placed = self.muted()
+        placed.placed, placed.end_id, placed.mode, placed.rest = True, end_id, mode, rest
+        return placed
 
     def muted(self) -> Self:
         """Returns a copy with counts of its own and without listeners."""

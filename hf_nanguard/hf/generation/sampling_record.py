@@ -22,13 +22,8 @@ UNKNOWN = -1  # a step
 class Generation:
     """Records one `generate`: which rows of scores were not finite, and which completions they belong to.
 
-    Args:
-        processors (`Sequence[NumericalStabilityLogitsProcessor]`, *optional*):
-            The guards that see its scores, in the order in which they are called.
-        prompt_length (`int`, *optional*):
-            The number of tokens before the first generated one; by default that of the first call.
-        num_beams (`int`, *optional*, defaults to `1`), num_returned (`int`, *optional*, defaults to `1`):
-            How many rows of scores and how many completions belong to one sample.
+    `processors` are the guards that see its scores, in the order in which they are called. The default of `prompt_length` is
+    the number of tokens at the first call. One sample has `num_beams` rows of scores and `num_returned` completions.
     """
 
     def __init__(
@@ -173,14 +168,10 @@ class RequestGuard:
 
 
 class GenerationWatch:
-    """Knows which completions of a guarded block were drawn from non-finite scores. Nothing is read before it is asked.
+    """Knows which completions of a guarded block were drawn from non-finite scores. Nothing is read before it is asked; if
+    `verbose`, the result is logged when it is first read."""
 
-    Args:
-        verbose (`bool`, *optional*, defaults to `True`):
-            Whether the result is logged, once, when it is first read.
-    """
-
-    def __init__(self, verbose: bool = True):
+    def __init__(self, verbose: bool):
         self.generations: list[Generation] = []
         self.verbose = verbose
         self._logged = ""

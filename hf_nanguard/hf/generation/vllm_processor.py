@@ -43,20 +43,15 @@ def build_processor() -> type:
         ) from error
 
     class VllmStabilityLogitsProcessor(LogitsProcessor):
-        """Masks NaN and +inf, and ends a sequence without a finite score; finite rows stay as they are.
+        """Masks NaN and +inf, and ends a sequence without a finite score; finite rows stay as they are."""
 
-        Args:
-            vllm_config (`VllmConfig`), device (`torch.device`), is_pin_memory (`bool`):
-                As vLLM passes them.
-        """
-
-        def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool):
+        def __init__(self, vllm_config: Any, device: object, is_pin_memory: bool):
             ids = getattr(vllm_config.model_config.hf_config, "eos_token_id", None)
             self.end_id = (ids[0] if isinstance(ids, (list, tuple)) and ids else ids) or 0
             self.tally = Tally()
 
         @classmethod
-        def validate_params(cls, sampling_params: Any) -> None:
+        def validate_params(cls, sampling_params: object) -> None:
             """Accepts all requests."""
 
         def apply(self, logits: Tensor) -> Tensor:
@@ -70,7 +65,7 @@ def build_processor() -> type:
             """Returns `False`: greedy requests need the repair as well."""
             return False
 
-        def update_state(self, batch_update: Any) -> None:
+        def update_state(self, batch_update: object) -> None:
             """Does nothing: there is no state per request."""
 
     VllmStabilityLogitsProcessor.__qualname__ = NAME  # so that a pickled class is found here again

@@ -105,7 +105,7 @@ class AttentionMonitor(Monitor):
             self.probe.close()
         self.probe = None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """Returns the state of the detectors, as JSON values."""
         return {kind: detector.state_dict() for kind, detector in self.detectors.items()}
 

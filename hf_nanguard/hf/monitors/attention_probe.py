@@ -39,14 +39,7 @@ def trains_now() -> bool:
 
 
 class AttentionProbe:
-    """Hooks that measure one step, and the measurements in one buffer on the device.
-
-    Args:
-        model (`nn.Module`):
-            The model, without DDP wrapper.
-        device (`torch.device`):
-            Where the buffer lives.
-    """
+    """Hooks that measure one step of a model without DDP wrapper, and the measurements in one buffer on the device."""
 
     def __init__(self, model: nn.Module, device: torch.device):
         named = list(model.named_modules())
@@ -127,20 +120,20 @@ class AttentionProbe:
     def _write(self, start: int, values: Tensor) -> None:
         self.buffer[start : start + len(values)] = values
 
-    def _is_first(self, module: Any) -> bool:
+    def _is_first(self, module: nn.Module) -> bool:
         """Returns whether a module is called for the first time in a training forward of the step."""
         if not trains_now() or id(module) in self.seen:
             return False
         self.seen.add(id(module))
         return True
 
-    def _see_inputs(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _see_inputs(self, module: nn.Module, args: object, kwargs: dict[str, object]) -> None:
         mask = kwargs.get("attention_mask")
         if trains_now():
             self.real = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
 
     def _see_attention(
-        self, implementation: str, module: Any, query: Tensor, key: Tensor, mask: Any, options: dict
+        self, implementation: str, module: nn.Module, query: Tensor, key: Tensor, mask: Any, options: dict[str, Any]
     ) -> None:
         start = self.layers.get(id(module))
         if start is None or not self._is_first(module):
@@ -154,7 +147,7 @@ class AttentionProbe:
         self._write(start, measure_attention(query, key, scaling, mask, causal, bias, softcap))
 
     def _see_router(self, start: int, place: int) -> Callable[..., None]:
-        def see(module: nn.Module, args: Any, output: Any) -> None:
+        def see(module: nn.Module, args: object, output: object) -> None:
             logits = output[place] if isinstance(output, tuple) else output
             if not isinstance(logits, Tensor) or logits.ndim < 2 or logits.shape[-1] < 2 or not self._is_first(module):
                 return
@@ -163,11 +156,11 @@ class AttentionProbe:
 
         return see
 
-    def _see_head(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _see_head(self, module: nn.Module, args: object, output: object) -> None:
         if isinstance(output, Tensor) and output.ndim >= 2 and self._is_first(module):
             self._write(self.head_start, measure_logsumexp(*self._sample(output.detach())))
 
-    def _see_backbone(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _see_backbone(self, module: nn.Module, args: object, output: Any) -> None:
         states = output if isinstance(output, Tensor) else output[0]
         if isinstance(states, Tensor) and states.ndim == 3 and self._is_first(module):
             states, self.states_real = self._sample(states.detach())
@@ -181,7 +174,7 @@ class AttentionProbe:
         return states[:SAMPLES, picked] if states.ndim == 3 else states[:SAMPLES], real
 
 
-def matches(query: Any, key: Any, *masks: Any) -> bool:
+def matches(query: object, key: object, *masks: object) -> bool:
     """Returns whether queries and keys have the usual four dimensions, heads the usual groups, and masks, if any, a shape
     that broadcasts to the scores."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and query.ndim == key.ndim == 4):

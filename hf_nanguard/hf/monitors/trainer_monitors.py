@@ -14,18 +14,8 @@ from .attention_monitor import AttentionMonitor
 def build_monitors(
     args: TrainingArguments, model: nn.Module, optimizer: Optimizer | None, guard: Guard
 ) -> tuple[Monitor, ...]:
-    """Builds the monitors of a run once its model and optimizer exist.
-
-    Args:
-        args (`TrainingArguments`):
-            The arguments of the trainer.
-        model (`nn.Module`):
-            The model, without DDP wrapper.
-        optimizer (`AcceleratedOptimizer`, *optional*):
-            The optimizer of the trainer; `None` if weights and optimizer state cannot be read from here.
-        guard (`Guard`):
-            The guard of the run.
-    """
+    """Builds the monitors of a run once its model, without DDP wrapper, and its optimizer exist. The optimizer is `None` if
+    weights and optimizer state cannot be read from here."""
     policy, journal = guard.policy, guard.journal
     bare = None if optimizer is None else bare_optimizer(optimizer)
     monitors = monitor_set.build_monitors(policy, model, bare, journal, compiled=bool(args.torch_compile))

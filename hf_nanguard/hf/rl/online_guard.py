@@ -1,9 +1,8 @@
 """The guard of an online trainer's data, as its [`TrainerGuard`] sees it: completions, rewards and log-ratios."""
 
-from transformers import Trainer
-
 from ...core.rerun.micro_batch import AccumulationGroup
 from ...core.step.guard import Guard
+from ..compat.online_trainer import OnlineTrainer
 from ..data.learning_signal import StepSignal
 from .ratio_bound import RatioBound
 from .ratio_overflow import RatioOverflow
@@ -11,16 +10,9 @@ from .rollout import Rollout
 
 
 class OnlineGuard:
-    """Owns the rollout and the ratio bound of an online trainer. Implements [`OnlineData`].
+    """Owns the rollout and the ratio bound of an online trainer. Implements [`OnlineData`]."""
 
-    Args:
-        trainer (`Trainer`):
-            The online trainer.
-        guard (`Guard`):
-            Its guard.
-    """
-
-    def __init__(self, trainer: Trainer, guard: Guard):
+    def __init__(self, trainer: OnlineTrainer, guard: Guard):
         self.trainer = trainer
         self.rollout = Rollout(trainer, guard)
         self.overflow = RatioOverflow(guard.journal)

@@ -25,7 +25,7 @@ gradient through that term until it is back in range; at e^19.9 its gradient is 
 term has the gradient +1 where the true one is 1 - e^x, and would push the policy away from the reference. The lower side
 keeps its +1, which is the pull on the tokens that have left the reference the furthest. With `use_bias_correction_kl` the KL
 is multiplied by the ratio, and the two gradients, (1 - e^x) and (e^x - x - 1) times the ratio, nearly cancel. With one of the
-factors above its bound what is left of them would be a spike of e^20, for the KL of the wrong sign, so the product
+factors above its bound what is left of them would be a spike of e^20, with the wrong sign in the KL, so the product
 gets no gradient there.
 
 Passing TRL a bounded `old` or `ref` instead does not work: with a detached one the position gets the spike e^20, with an
@@ -44,39 +44,46 @@ vLLM's correction, whose bound is TRL's `vllm_importance_sampling_clip_max`. `us
 """
 
 import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...errors import ArgumentError
-from ..compat.online_trainer import OLD, OLD_SUM, REFERENCE, is_policy_loss
+from ..compat.online_trainer import OLD, OLD_SUM, REFERENCE, Completions, is_policy_loss
 from ..compat.trainer import completion_mask
 from ..data.dataset_rows import ROWS
 from .ratio_overflow import RatioOverflow
 
-MAX_BOUND = 40.0  # a bias-corrected KL is a product of two such exponentials: e^80 is still finite in float32
 EXPONENTIALS = (torch.exp, Tensor.exp)
 DIFFERENCES = (torch.sub, Tensor.sub)
 PRODUCTS = (torch.mul, Tensor.mul)
 WATCHED = EXPONENTIALS + DIFFERENCES + PRODUCTS
 
 
+class _Context(Protocol):
+    """What a [`~torch.autograd.Function`] keeps from its forward to its backward."""
+
+    bound: float
+    saved_tensors: tuple[Tensor, ...]
+
+    def save_for_backward(self, *tensors: Tensor) -> None: ...
+
+
 class _Bounded(torch.autograd.Function):
     """x within +/-bound; no gradient above, all of it below."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bound: float) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, bound: float) -> Tensor:
         ctx.save_for_backward(x)
         ctx.bound = bound
         return x.clamp(-bound, bound)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (x,) = ctx.saved_tensors
         return gradient.masked_fill(x > ctx.bound, 0.0), None
 
@@ -85,12 +92,12 @@ class _Cut(torch.autograd.Function):
     """x, with a gradient of 0 where `cut` is true."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cut: Tensor) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, cut: Tensor) -> Tensor:
         ctx.save_for_backward(cut)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (cut,) = ctx.saved_tensors
         return gradient.masked_fill(cut, 0.0), None
 
@@ -99,28 +106,19 @@ class _Selected(torch.autograd.Function):
     """x, with 0 for inactive entries that are not finite. The gradient is unchanged; the mask makes it 0 there."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, inactive: Tensor) -> Tensor:
+    def forward(ctx: _Context, x: Tensor, inactive: Tensor) -> Tensor:
         return torch.where(inactive, x.nan_to_num(0.0, 0.0, 0.0), x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return gradient, None
 
 
 class _Bounding(TorchFunctionMode):
     """Bounds the arguments of `exp` in TRL's loss; entered once its log-probs are known.
 
-    Args:
-        bound (`float`):
-            The bound.
-        reference (`Tensor`, *optional*):
-            The reference's log-probs, as passed to TRL.
-        inactive (`Tensor`):
-            True at the masked positions.
-        overflow (`RatioOverflow`, *optional*):
-            Where what is bounded is counted; `None` not to count.
-        rows (`Tensor`, *optional*):
-            The dataset row of each completion.
+    `reference` are the log-probs of the reference, as passed to TRL; `inactive` is true at masked positions. Without
+    `overflow` nothing is counted.
     """
 
     def __init__(
@@ -142,7 +140,9 @@ class _Bounding(TorchFunctionMode):
         self.gap: Tensor | None = None  # likewise
         self.bounded_gap: Tensor | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
         kwargs = kwargs or {}
         by_loss = func in WATCHED and len(args) > 0 and is_policy_loss(sys._getframe(1))
         if by_loss and func in EXPONENTIALS and args[0] is not self.bounded_gap:
@@ -154,20 +154,20 @@ class _Bounding(TorchFunctionMode):
             return self.cut_product(result)
         return result
 
-    def exponentiate(self, func: Any, log_ratio: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def exponentiate(self, func: Callable[..., Tensor], log_ratio: Tensor, *args: object, **kwargs: object) -> Tensor:
         """Returns the ratio."""
         self.count("ratio", log_ratio)
         self.log_ratio = log_ratio.detach()
-        self.ratio = func(_Bounded.apply(log_ratio, self.bound), *args, **kwargs)
-        return self.ratio  # type: ignore[return-value]
+        self.ratio = ratio = func(_Bounded.apply(log_ratio, self.bound), *args, **kwargs)
+        return ratio
 
     def bound_gap(self, gap: Tensor) -> Tensor:
         """Returns the bounded gap to the reference; TRL computes it twice, for the two terms of its KL."""
         if self.gap is None:
             self.count("kl", gap)
             self.gap = gap.detach()
-        self.bounded_gap = _Bounded.apply(gap, self.bound)
-        return self.bounded_gap  # type: ignore[return-value]
+        self.bounded_gap = bounded = _Bounded.apply(gap, self.bound)
+        return bounded
 
     def cut_product(self, product: Tensor) -> Tensor:
         """Returns the KL times the ratio, without a gradient where one of them was above its bound."""
@@ -187,15 +187,6 @@ class _Bounding(TorchFunctionMode):
 class RatioBound:
     """Keeps the log-ratios and KL gaps of TRL's policy losses within +/-`bound`; see the module for what that means.
 
-    Args:
-        bound (`float`, *optional*, defaults to `20.0`):
-            The bound, above 0 and at most 40.
-        overflow (`RatioOverflow`, *optional*):
-            Where what is bounded is counted.
-
-    Raises:
-        ArgumentError: if the bound is not a number in that range.
-
     Example:
 
     ```python
@@ -204,56 +195,44 @@ class RatioBound:
     ```
     """
 
-    def __init__(self, bound: float = 20.0, overflow: RatioOverflow | None = None):
-        if not 0.0 < bound <= MAX_BOUND:
-            raise ArgumentError(f"ratio_bound must be above 0 and at most {MAX_BOUND:g}, got {bound!r}.")
+    def __init__(self, bound: float, overflow: RatioOverflow):
         self.bound = bound
         self.overflow = overflow
-        self._inputs: MutableMapping[str, Any] | None = None
-        self._counted = True
-        self._stack: ExitStack | None = None
+        self._pending: tuple[Completions, RatioOverflow | None, ExitStack] | None = None  # a loss without log-probs yet
 
     @contextmanager
-    def around_loss(self, inputs: Any, counted: bool = True) -> Iterator[Any]:
+    def around_loss(self, inputs: Completions, counted: bool = True) -> Iterator[Completions]:
         """Bounds inside the block, once [`~RatioBound.on_log_probs`] has been given the policy's log-probs.
 
-        Args:
-            inputs (`dict`):
-                The inputs of the loss. Neither the mapping nor its tensors are changed.
-            counted (`bool`, *optional*, defaults to `True`):
-                Whether what is bounded is counted; not for a second run of the same batch.
-
-        Returns:
-            `dict`: a shallow copy, to pass to the host's `_compute_loss`.
+        Yields a shallow copy of the inputs to pass to the host's `_compute_loss`; the inputs and their tensors are not
+        changed. With `counted=False`, for a second run of the same batch, what is bounded is not counted.
         """
-        outer = self._inputs, self._counted, self._stack
-        if self.overflow is not None and counted:
+        outer, given = self._pending, copy(inputs)
+        if counted:
             self.overflow.begin_loss()
         with ExitStack() as stack:
-            self._inputs, self._counted, self._stack = copy(inputs), counted, stack
+            self._pending = given, self.overflow if counted else None, stack
             try:
-                yield self._inputs
+                yield given
             finally:
-                self._inputs, self._counted, self._stack = outer
+                self._pending = outer
 
-    def on_log_probs(self, result: Any) -> Any:
+    def on_log_probs(self, result: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
         """Takes the result of the host's `_get_per_token_logps_and_entropies` and returns what the loss should get.
 
         Outside of [`~RatioBound.around_loss`], e.g. when completions are scored, it is returned unchanged.
         """
-        inputs, stack = self._inputs, self._stack
-        if inputs is None or stack is None:
+        if self._pending is None:
             return result
-        self._inputs = None  # only the first log-probs are the policy's
+        (inputs, overflow, stack), self._pending = self._pending, None  # only the first log-probs are the policy's
         if not any(inputs.get(name) is not None for name in (OLD, OLD_SUM, REFERENCE)):
             return result  # on policy and without a KL: every ratio is 1
-        inactive = completion_mask(inputs) == 0  # type: ignore[arg-type]
+        inactive = completion_mask(inputs) == 0
         for name in (OLD, REFERENCE):  # TRL reads them after the log-probs
             if inputs.get(name) is not None:
                 inputs[name] = _Selected.apply(inputs[name], inactive)
         log_probs, entropies, *others = result
         log_probs = _Selected.apply(log_probs, inactive)
         entropies = None if entropies is None else _Selected.apply(entropies, inactive)
-        overflow = self.overflow if self._counted else None
         stack.enter_context(_Bounding(self.bound, inputs.get(REFERENCE), inactive, overflow, inputs.get(ROWS)))
         return log_probs, entropies, *others

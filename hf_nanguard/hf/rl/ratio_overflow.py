@@ -34,12 +34,7 @@ class _Term:
 
 
 class RatioOverflow:
-    """Counts what [`RatioBound`] has bounded on this rank.
-
-    Args:
-        journal (`Journal`):
-            Where the event of the first one goes.
-    """
+    """Counts what [`RatioBound`] has bounded on this rank."""
 
     def __init__(self, journal: Journal):
         self.journal = journal

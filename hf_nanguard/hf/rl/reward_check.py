@@ -16,7 +16,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,31 +31,15 @@ MAX_TEXT = 200  # characters of a prompt, a completion or an error
 
 @dataclass(frozen=True)
 class BadReward:
-    """One thing that was wrong with what a reward function returned.
+    """One thing that was wrong with what a reward function returned."""
 
-    Args:
-        function (`str`):
-            Its name, as in TRL's metrics.
-        completion (`int` or `None`):
-            The index among the completions of this rank. Of a call that failed: the one it held at that moment, `None`
-            if that is not clear.
-        kind (`str`):
-            `"nan"`, `"inf"`, `"-inf"`, `"type"`, `"length"` or `"error"`.
-        detail (`str`):
-            What it did, as one clause.
-        whole (`bool`):
-            Whether the call failed, so that no completion of it has a score.
-        prompt, text (`str`, *optional*):
-            Of that completion, cut and printable.
-    """
-
-    function: str
-    completion: int | None
-    kind: str
-    detail: str
-    whole: bool = False
-    prompt: str | None = None
-    text: str | None = None
+    function: str  # its name, as in TRL's metrics
+    completion: int | None  # on this rank; of a call that failed: the one it held at that moment, if that is clear
+    kind: str  # "nan", "inf", "-inf", "type", "length" or "error"
+    detail: str  # what it did, as one clause
+    whole: bool = False  # the call failed, so that no completion of it has a score
+    prompt: str | None = None  # of that completion, cut and printable
+    text: str | None = None  # likewise, the completion itself
 
     @property
     def message(self) -> str:
@@ -82,24 +65,17 @@ class BadReward:
 class RewardCheck:
     """What was found while the completions of one generation were scored on this rank.
 
-    Args:
-        names (`Sequence[str]`):
-            Of the reward functions.
-        unusable (`Collection[int]`, *optional*):
-            Completions that are unscorable whatever their rewards.
-        acts (`bool`, *optional*, defaults to `True`):
-            Whether bad rewards are replaced by marks; otherwise TRL gets what the functions returned, errors included.
-        prompts, completions (`Sequence`, *optional*):
-            As TRL has them, in any of its formats.
+    `names` are those of the reward functions. Completions that are `unusable` are unscorable whatever their rewards. If the
+    check `acts`, bad rewards are replaced by marks; otherwise TRL gets what the functions returned, errors included.
     """
 
     def __init__(
         self,
         names: Sequence[str],
-        unusable: Collection[int] = (),
-        acts: bool = True,
-        prompts: Sequence[Any] = (),
-        completions: Sequence[Any] = (),
+        unusable: Collection[int],
+        acts: bool,
+        prompts: Sequence[object],
+        completions: Sequence[object],
     ):
         self.names = names
         self.unusable = frozenset(unusable)
@@ -116,13 +92,13 @@ class RewardCheck:
         return [bad for found in self._found for bad in found]
 
     def set_texts(
-        self, prompts: Sequence[Any] | None = None, completions: Sequence[Any] | None = None, **_: Any
+        self, prompts: Sequence[object] | None = None, completions: Sequence[object] | None = None, **_: object
     ) -> None:
         """Takes prompts and completions from the arguments of a reward function."""
         self.prompts = self.prompts if prompts is None else prompts
         self.completions = self.completions if completions is None else completions
 
-    def check_result(self, place: int, result: Any) -> Any:
+    def check_result(self, place: int, result: object) -> object:
         """Returns what TRL gets for the result of a function: the very same object if nothing is wrong with it."""
         try:
             result = materialise(result)
@@ -137,18 +113,15 @@ class RewardCheck:
         else:
             kind = "None" if result is None else f"a {type(result).__name__}"
             self._note(place, "type", f"returned {kind} in place of a list of rewards", whole=True)
-        return self._marks() if self.acts else result
+        return self._marks(len(self.prompts)) if self.acts else result
 
     def fail(self, place: int, error: Exception) -> list[float]:
-        """Notes that a function raised, and returns marks in place of its rewards.
-
-        Raises:
-            Exception: the same error, if this check does not act.
-        """
+        """Notes that a function raised and returns marks in place of its rewards; raises the error if this check does not
+        act."""
         self.note_error(place, error)
         if not self.acts:
             raise error
-        return self._marks()
+        return self._marks(len(self.prompts))
 
     def note_error(self, place: int, error: Exception) -> None:
         """Notes that a function or a reward model raised."""
@@ -171,18 +144,15 @@ class RewardCheck:
         if not self.acts:
             return scores
         wide = torch.where(torch.isfinite(wide), wide, BAD_REWARD)
-        return wide.index_fill(0, self._unusable_dev(size, scores.device), UNUSABLE) if self.unusable else wide
+        unusable = [i for i in self.unusable if i < size]
+        return wide.index_fill(0, torch.tensor(unusable, device=scores.device), UNUSABLE) if unusable else wide
 
     def mark_scores(self, size: int, device: torch.device) -> Tensor:
         """Returns marks in place of all scores of a reward model."""
-        marks = torch.full((size,), BAD_REWARD, device=device)
-        return marks.index_fill(0, self._unusable_dev(size, device), UNUSABLE)
+        return torch.tensor(self._marks(size), device=device)
 
-    def _unusable_dev(self, size: int, device: torch.device) -> Tensor:
-        return torch.tensor([i for i in self.unusable if i < size], dtype=torch.long, device=device)
-
-    def _marks(self) -> list[float]:
-        return [UNUSABLE if i in self.unusable else BAD_REWARD for i in range(len(self.prompts))]
+    def _marks(self, size: int) -> list[float]:
+        return [UNUSABLE if i in self.unusable else BAD_REWARD for i in range(size)]
 
     def _read_models(self) -> None:
         """Checks the scores of reward models: the one place where they are read, and only on request."""
@@ -192,17 +162,20 @@ class RewardCheck:
             numbers, flat = flat[: len(column)], flat[len(column) :]
             self._check_entries(place, numbers, numbers)
 
-    def _check_entries(self, place: int, numbers: Sequence[Any], entries: Sequence[Any]) -> dict[int, float]:
+    def _check_entries(
+        self, place: int, numbers: Sequence[float | type | None], entries: Sequence[object]
+    ) -> dict[int, float]:
         """Notes the bad entries and returns the replacements by index."""
         marked = {i: UNUSABLE for i in self.unusable if i < len(numbers)}
         for i, (number, entry) in enumerate(zip(numbers, entries, strict=True)):
-            if i in marked:
+            if i in marked or number is None:  # None is TRL's "this function does not apply here"
                 continue
-            if (kind := find_kind(number)) is not None:
+            kind = find_kind(number)
+            if kind is not None:
                 marked[i] = BAD_REWARD
                 self._note(place, kind, f"returned {describe_entry(number)}", i)
-            elif isinstance(entry, np.ndarray):  # without dimensions: a number to us, but TRL cannot take it
-                marked[i] = number
+            elif isinstance(number, float) and isinstance(entry, np.ndarray):
+                marked[i] = number  # without dimensions the array is a number to us, but TRL cannot take it
         return marked
 
     def _note(self, place: int, kind: str, detail: str, at: int | None = None, whole: bool = False) -> None:
@@ -214,7 +187,7 @@ class RewardCheck:
             self._found[place].append(BadReward(self.names[place], at, kind, detail, whole, prompt, text))
 
 
-def find_held(frames: Sequence[FrameType], completions: Sequence[Any]) -> int | None:
+def find_held(frames: Sequence[FrameType], completions: Sequence[object]) -> int | None:
     """Returns the one completion that functions held in local variables when an error was raised, `None` if there is none
     or more than one. Completions are compared by identity, not by text."""
     owners: dict[int, set[int]] = {}
@@ -229,7 +202,7 @@ def find_held(frames: Sequence[FrameType], completions: Sequence[Any]) -> int | 
     return held.pop() if len(held) == 1 else None
 
 
-def flatten(text: Any) -> str:
+def flatten(text: object) -> str:
     """Returns a prompt or completion in any of TRL's formats as one text."""
     if isinstance(text, Mapping):
         content = text.get("content", text.get("text"))

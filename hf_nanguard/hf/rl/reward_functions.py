@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from accelerate.utils import DistributedType
-from torch import nn
+from torch import Tensor, nn
 
 from ..compat.online_trainer import OnlineTrainer, name_reward_functions, replaced_reward_functions
 from .reward_check import RewardCheck
@@ -18,35 +18,18 @@ from .reward_check import RewardCheck
 def checked_rewards(
     trainer: OnlineTrainer,
     unusable: Collection[int] = (),
-    prompts: Sequence[Any] = (),
-    completions: Sequence[Any] = (),
+    prompts: Sequence[object] = (),
+    completions: Sequence[object] = (),
     acts: bool = True,
 ) -> Iterator[RewardCheck]:
     """Checks what the reward functions of a TRL trainer return while its `_calculate_rewards` runs inside.
 
     Errors are caught on the rank where they are raised, which then goes on to TRL's gather as the others do. A function that
-    communicates with other ranks must fail on all of them.
+    communicates with other ranks must fail on all of them. The trainer gets the very same list of functions back.
 
-    Args:
-        trainer (`OnlineTrainer`):
-            A trainer with `reward_funcs`; it gets the very same list back.
-        unusable (`Collection[int]`, *optional*):
-            Completions of this rank that are unscorable whatever their rewards, without a finding.
-        prompts, completions (`Sequence`, *optional*):
-            What is scored. Functions are given both anyway; for the findings of reward models they are needed here.
-        acts (`bool`, *optional*, defaults to `True`):
-            `False`: findings only; values and errors reach TRL as they are.
-
-    Returns:
-        A context manager that gives the [`RewardCheck`].
-
-    Example:
-
-    ```python
-    with checked_rewards(self, unusable, prompts, completions) as check:
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-    rewards = mark_unscorable(rewards)
-    ```
+    Completions of this rank that are `unusable` are unscorable whatever their rewards, without a finding. `prompts` and
+    `completions` are needed for the findings of reward models only, because functions are given both. With `acts=False`
+    there are findings only; values and errors reach TRL as they are.
     """
     check = RewardCheck(name_reward_functions(trainer), unusable, acts, prompts, completions)
     sharded = trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
@@ -64,15 +47,8 @@ def checked_rewards(
 class CheckedModel(nn.Module):
     """A reward model whose scores are checked. A module, because TRL distinguishes models from functions by that.
 
-    Args:
-        model (`nn.Module`):
-            The reward model.
-        place (`int`):
-            Its place among the reward functions.
-        check (`RewardCheck`):
-            Where findings go.
-        alone (`bool`):
-            Whether its forward runs without other ranks. If not, an error must end the run because the others wait.
+    `place` is its index among the reward functions. Unless its forward runs `alone`, without other ranks, an error must
+    end the run because the others wait.
     """
 
     def __init__(self, model: nn.Module, place: int, check: RewardCheck, alone: bool):
@@ -82,7 +58,7 @@ class CheckedModel(nn.Module):
         self.check = check
         self.alone = alone
 
-    def forward(self, **inputs: Any) -> SimpleNamespace:
+    def forward(self, **inputs: Tensor) -> SimpleNamespace:
         first = next(iter(inputs.values()))
         try:
             scores = self.model(**inputs).logits[:, 0]
@@ -94,14 +70,14 @@ class CheckedModel(nn.Module):
         return SimpleNamespace(logits=self.check.check_scores(self.place, scores, len(first)).unsqueeze(1))
 
 
-def _wrap(function: Callable[..., Any], place: int, check: RewardCheck) -> Callable[..., Any]:
+def _wrap(function: Callable[..., Any], place: int, check: RewardCheck) -> Callable[..., object]:
     """Returns the function with its result checked; async if the function is."""
     inner: Any = function
     while isinstance(inner, partial):
         inner = inner.func
 
     @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: Any) -> object:
         check.set_texts(**kwargs)
         try:
             result = function(*args, **kwargs)
@@ -110,7 +86,7 @@ def _wrap(function: Callable[..., Any], place: int, check: RewardCheck) -> Calla
         return check.check_result(place, result)
 
     @wraps(function)
-    async def call_async(*args: Any, **kwargs: Any) -> Any:
+    async def call_async(*args: object, **kwargs: Any) -> object:
         check.set_texts(**kwargs)
         try:
             result = await function(*args, **kwargs)
@@ -118,4 +94,4 @@ def _wrap(function: Callable[..., Any], place: int, check: RewardCheck) -> Calla
             return check.fail(place, error)
         return check.check_result(place, result)
 
-    return call_async if inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(inner.__call__) else call
+    return call_async if any(map(inspect.iscoroutinefunction, (inner, inner.__call__))) else call

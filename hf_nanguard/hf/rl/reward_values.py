@@ -3,13 +3,14 @@
 import inspect
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...core.finite import read_host
+from ..compat.online_trainer import Completions
 
 BAD_REWARD = math.inf
 """What TRL gets in place of a reward that is not a finite number."""
@@ -23,10 +24,8 @@ KEPT = (list, tuple, Tensor, np.ndarray, str, bytes, bytearray, Mapping, Set)
 """What is not converted to a list: it is a list already, or it has no order."""
 
 
-def find_kind(number: float | type | None) -> str | None:
+def find_kind(number: float | type) -> str | None:
     """Returns what is wrong with an entry of [`read_entries`], `None` if nothing is."""
-    if number is None:  # TRL's "this function does not apply here"
-        return None
     if not isinstance(number, float):
         return "type"
     if math.isnan(number):
@@ -34,7 +33,7 @@ def find_kind(number: float | type | None) -> str | None:
     return None if abs(number) < FLOAT32_LIMIT else "inf" if number > 0 else "-inf"
 
 
-def read_entries(entries: Sequence[Any]) -> list[float | type | None]:
+def read_entries(entries: Sequence[object]) -> list[float | type | None]:
     """Returns the entries as floats, `None` as `None`, and anything else as its type. All tensors together cost one read."""
     tensors = {i: e for i, e in enumerate(entries) if isinstance(e, Tensor) and e.numel() == 1 and not e.is_complex()}
     read = dict(zip(tensors, read_host([tensor.detach() for tensor in tensors.values()]), strict=True))
@@ -55,14 +54,14 @@ def _read_entry(entry: Any) -> float | type | None:
         return type(entry)
 
 
-def is_listing(result: Any) -> bool:
+def is_listing(result: object) -> TypeGuard[Sequence[object]]:
     """Returns whether a result is an ordered collection of rewards."""
     if isinstance(result, (Tensor, np.ndarray)):
         return result.ndim > 0
     return hasattr(result, "__len__") and not isinstance(result, (str, bytes, bytearray, Mapping, Set))
 
 
-def materialise(result: Any) -> Any:
+def materialise(result: object) -> object:
     """Returns a result that has a length and can be read twice: generators and other iterables become lists."""
     if inspect.iscoroutine(result):
         result.close()  # nobody will await it, because its function is not async
@@ -93,15 +92,10 @@ def is_bad_advantage(advantage: float) -> bool:
     return not abs(advantage) < MAX_ADVANTAGE  # False for NaN
 
 
-def zero_bad_advantages(output: dict[str, Any]) -> list[int]:
-    """Sets bad advantages to 0, in place; TRL's `nan_to_num` turns an infinity into 3.4e38.
+def zero_bad_advantages(output: Completions) -> list[int]:
+    """Sets bad advantages to 0, in place, and returns the completions of this rank that had one. One host read.
 
-    Args:
-        output (`dict`):
-            Of `_generate_and_score_completions`; one advantage per completion or per token. One host read.
-
-    Returns:
-        `list[int]`: the completions of this rank whose advantage was set to 0.
+    There is one advantage per completion or per token. TRL's `nan_to_num` turns an infinity into 3.4e38.
     """
     advantages = output.get("advantages")
     if not isinstance(advantages, Tensor) or not advantages.numel():

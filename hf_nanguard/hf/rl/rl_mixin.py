@@ -3,12 +3,12 @@
 import logging
 from contextlib import nullcontext
 from copy import copy
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from transformers import TrainingArguments
 
-from ..compat.online_trainer import find_own_scoring, replaced_scoring
+from ..compat.online_trainer import OnlineTrainer, find_own_scoring, replaced_scoring
 from ..data.dataset_rows import ROWS
 from ..trainer.arguments import GuardArguments, find_guard_arguments
 from ..trainer.guarded_class import entered_once
@@ -16,6 +16,7 @@ from ..trainer.mixin import GuardedTrainerMixin
 from .online_guard import OnlineGuard
 
 logger = logging.getLogger("hf_nanguard")
+Value = TypeVar("Value")
 
 
 class ReinforcementMixin(GuardedTrainerMixin):
@@ -32,11 +33,11 @@ class ReinforcementMixin(GuardedTrainerMixin):
 
     def begin_guarding(self, guard: GuardArguments | None) -> None:
         super().begin_guarding(guard)
-        session = self.nanguard
-        session.use_online(OnlineGuard(self, session.guard))
-        lowest = session.policy.min_temperature
+        trainer_guard = self.nanguard
+        trainer_guard.use_online(OnlineGuard(cast(OnlineTrainer, self), trainer_guard.guard))
+        lowest = trainer_guard.policy.min_temperature
         temperature = getattr(self.args, "temperature", lowest)
-        if session.on and temperature < lowest:
+        if trainer_guard.on and temperature < lowest:
             logger.warning(
                 "hf_nanguard: temperature is %s, below nanguard_min_temperature=%s, and this trainer was built with it "
                 "already. Build it with a higher one, or as a guarded trainer.",
@@ -76,20 +77,20 @@ class ReinforcementMixin(GuardedTrainerMixin):
 
     @entered_once
     def _generate_and_score_completions(self, inputs):
-        session, rollout = self.nanguard, self._online.rollout
-        rows = session.recorder.current_rows()
-        rollout.begin(len(inputs), rows, find_own_scoring(self))
+        guard, online = self.nanguard, self._online
+        rollout, rows = online.rollout, guard.recorder.current_rows()
+        rollout.begin(len(inputs), rows, find_own_scoring(online.trainer))
         # Not by overriding it here: a subclass of this class may override it too.
-        with replaced_scoring(self, rollout.score) if session.on else nullcontext():
+        with replaced_scoring(online.trainer, rollout.score) if guard.on else nullcontext():
             output = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         if rows is not None and len(rows) == len(inputs):
             output[ROWS] = torch.tensor(rows)
-        if session.on:
-            session.end_if(rollout.finish(output))
+        if guard.on:
+            guard.end_if(rollout.finish(output))
         return output
 
 
-def raise_temperature(value: Any, guard: GuardArguments | None) -> Any:
+def raise_temperature(value: Value, guard: GuardArguments | None) -> Value:
     """Returns training arguments with at least the lowest temperature that the guard allows; any other value unchanged.
 
     The trainer samples and scores with the value it is built with, so the temperature is raised before that, in a copy.

@@ -6,12 +6,10 @@ checked, and the run ends rather than train on meaningless samples.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor
-from transformers import Trainer
 
 from ...core.event import Culprit, Event, JsonValue
 from ...core.finite import find_nonfinite
@@ -21,6 +19,8 @@ from ..compat.online_trainer import (
     OLD,
     OLD_SUM,
     REFERENCE,
+    Completions,
+    OnlineTrainer,
     join_images,
     name_reward_functions,
     split_images,
@@ -42,17 +42,10 @@ REPLACED = ("prompt_ids", "prompt_mask", "completion_ids", "token_type_ids", "mm
 
 
 class Rollout:
-    """What is known about the completions that are being generated and scored.
+    """What is known about the completions that are being generated and scored."""
 
-    Args:
-        trainer (`Trainer`):
-            The online trainer.
-        guard (`Guard`):
-            Its guard.
-    """
-
-    def __init__(self, trainer: Trainer, guard: Guard):
-        self.trainer: Any = trainer
+    def __init__(self, trainer: OnlineTrainer, guard: Guard):
+        self.trainer = trainer
         self.guard = guard
         self.policy = guard.policy
         self.rows: list[int] | None = None
@@ -61,7 +54,7 @@ class Rollout:
         self.unusable: set[int] = set()
         self.tokens: dict[int, list[int]] = {}  # of prompt and completion so far, by completion
         self.num_affected = 0  # generations in a row with an unusable completion
-        self.num_flooded = 0  # generations in a row most of which was unusable
+        self.num_mostly_unusable = 0  # generations in a row most of which was unusable
         self.events: list[Event] = []
         self.bad_reward = False
         self.equal_rewards = False  # within every group of the last generation
@@ -122,7 +115,13 @@ class Rollout:
     # ---- scoring ----
 
     def score(
-        self, calculate: Callable[..., Tensor], inputs: Any, prompts: Any, completions: Any, *args: Any, **kwargs: Any
+        self,
+        calculate: Callable[..., Tensor],
+        inputs: object,
+        prompts: Sequence[object],
+        completions: Sequence[object],
+        *args: object,
+        **kwargs: object,
     ) -> Tensor:
         """Runs the host's `_calculate_rewards`; completions with a bad reward become unscorable, on every rank alike."""
         acts = self.policy.acts
@@ -142,7 +141,7 @@ class Rollout:
 
     # ---- the result ----
 
-    def finish(self, output: dict[str, Any]) -> str | None:
+    def finish(self, output: Completions) -> str | None:
         """Leaves unusable completions out of the loss and returns why the run has to end, `None` if it goes on. Every rank
         must call it."""
         if not self.policy.acts:
@@ -160,12 +159,12 @@ class Rollout:
         equal = metric_lists(self.trainer).get("frac_reward_zero_std")
         self.note_rewards(equal[-1] == 1.0 if equal else None)
         if not self.guard.ranks.any(bool(self.events or self.unusable or self.bad_reward)):
-            self.num_affected = self.num_flooded = 0
+            self.num_affected = self.num_mostly_unusable = 0
             return None
         self.guard.journal.write_shared(self.events)
         return self._escalate()
 
-    def _replace_unusable(self, output: dict[str, Any]) -> None:
+    def _replace_unusable(self, output: Completions) -> None:
         """Gives unusable completions the tokens and images of a usable one. A model that cannot sample for a prompt cannot
         score it either, and 0 * NaN would spoil every completion that shares the forward."""
         usable = next((i for i in range(self.size) if i not in self.unusable), None)
@@ -191,11 +190,11 @@ class Rollout:
                 "(on_bad_reward='halt'). The event names the reward function."
             )
         num_unusable, size = (sum(numbers) for numbers in zip(*facts, strict=True))
-        flooded = num_unusable > MAX_SHARE * size
+        most = num_unusable > MAX_SHARE * size
         if self.trainer.model.training:  # generations of an evaluation are not counted
             self.num_affected = self.num_affected + 1 if num_unusable else 0
-            self.num_flooded = self.num_flooded + 1 if flooded else 0
-        if not flooded and self.num_affected < MAX_IN_A_ROW:
+            self.num_mostly_unusable = self.num_mostly_unusable + 1 if most else 0
+        if not most and self.num_affected < MAX_IN_A_ROW:
             return None
         found = self.guard.ranks.gather(find_nonfinite(self.trainer.model.named_parameters()))
         bad = {name: kind for report in found for name, kind in report.items()}
@@ -210,10 +209,10 @@ class Rollout:
             event = Event(self.step, Signal.PARAM_NONFINITE, Action.HALTED, message, None, 0, values, culprit, cause)
             self.guard.journal.write_once(event)
             return f"Training was halted because the model's samples are meaningless. {message}"
-        if self.num_flooded < self.policy.max_bad_steps:
+        if self.num_mostly_unusable < self.policy.max_bad_steps:
             return None
         message = (
-            f"Most completions were unusable in {self.num_flooded} generations in a row up to step {self.step}, although "
+            f"Most completions were unusable in {self.num_mostly_unusable} generations in a row up to step {self.step}, although "
             "every parameter is finite."
         )
         self.guard.journal.write_once(
@@ -229,7 +228,7 @@ class Rollout:
         action: Action,
         message: str,
         culprit: Culprit,
-        values: dict[str, Any] | None = None,
+        values: dict[str, JsonValue] | None = None,
         cause: Cause | None = None,
     ) -> None:
         """Adds an event that is written once the generation is finished."""
@@ -240,7 +239,7 @@ class Rollout:
     def _add_bad_reward(self, bad: BadReward) -> None:
         action = Action.HALTED if self.policy.on_bad_reward == "halt" else Action.DROPPED
         action = action if self.policy.acts else Action.OBSERVED
-        values = {"kind": bad.kind, "whole_call": bad.whole}
+        values: dict[str, JsonValue] = {"kind": bad.kind, "whole_call": bad.whole}
         culprit, cause = bad.culprit(self.rows), Cause.REWARD_NONFINITE
         self._add_event(Signal.REWARD_NONFINITE, action, bad.message, culprit, values, cause)
 
@@ -250,7 +249,7 @@ class Rollout:
             f"{num} of {self.size} completions left out of loss and baseline because their logits were NaN or inf while "
             "they were sampled"
         )
-        values = {"num_unusable": num, "num_completions": self.size}
+        values: dict[str, JsonValue] = {"num_unusable": num, "num_completions": self.size}
         culprit = self._blame(self.unusable, "sampling")
         self._add_event(Signal.LOGITS_NONFINITE, Action.DROPPED, message, culprit, values)
 

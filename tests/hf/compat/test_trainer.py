@@ -52,8 +52,9 @@ MODULES = (compat, compat_accelerate, compat_attention, compat_generation, compa
 
 
 def own(module):
-    """Returns the functions and classes that a module defines."""
+    """Returns the functions and classes that a module defines, without protocols."""
     items = {name: item for name, item in vars(module).items() if inspect.isfunction(item) or inspect.isclass(item)}
+    items = {name: item for name, item in items.items() if not getattr(item, "_is_protocol", False)}
     return {name: item for name, item in items.items() if item.__module__ == module.__name__}
 
 
@@ -620,6 +621,23 @@ def test_scoring_is_replaced_and_put_back(tmp_path):
     with pytest.raises(ZeroDivisionError), compat_reinforcement.replaced_scoring(trainer, score):
         _ = 1 / 0
     assert trainer._calculate_rewards is score
+
+
+def test_reward_functions_are_named_as_in_the_metrics_and_replaced(tmp_path):
+    trainer = build("grpo", tmp_path, guard=False, max_steps=1, logging_steps=1)
+    [name] = compat_reinforcement.name_reward_functions(trainer)
+    assert compat_reinforcement.name_reward_functions(build("plain", tmp_path, guard=False)) == []
+    before, calls = trainer.reward_funcs, []
+
+    def reward(completions, **kwargs):
+        calls.append(len(completions))
+        return reward_length(completions, **kwargs)
+
+    with compat_reinforcement.replaced_reward_functions(trainer, [reward]):
+        trainer.train()
+    assert calls == [6]
+    assert trainer.reward_funcs is before
+    assert f"rewards/{name}/mean" in trainer.state.log_history[0]
 
 
 def test_images_are_split_by_completion_and_joined_again():

@@ -61,7 +61,7 @@ def test_a_decoder_that_classifies():
 
 
 @pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "embed_tokens"]])
-def test_a_lora_model_is_looked_into(targets):
+def test_the_limits_of_a_lora_model_are_those_of_its_base(targets):
     model = get_peft_model(tiny_llama(), LoraConfig(target_modules=targets, r=2))
     limits = find_limits(model, True)
     assert limits.num_labels == VOCAB

@@ -191,7 +191,7 @@ def test_an_additive_mask_may_hold_minus_inf_only():
         assert batch["attention_mask"][0, 0, 1, 0] == -INF, "the mask itself stays"
 
 
-def test_several_things_wrong_are_all_told():
+def test_several_things_wrong_are_all_found():
     batch = lm_batch(x=torch.tensor([[NAN]]))
     batch["labels"] = put(batch["labels"], (0, 1), 77)
     batch["input_ids"] = put(batch["input_ids"], (0, 0), 88)

@@ -32,7 +32,7 @@ def lm_batch(num_samples=10, length=12, targets=()):
         ([(0, 5)], NoSignal.MASKED),
         ([(0, 5), (1, 5)], None),
         ([(i, 11) for i in range(10)], None),
-        ([], None),  # not a single one: the batch is dropped, and told, as labels_masked
+        ([], None),  # not a single one: the batch is dropped as labels_masked
     ],
     ids=["one sample in ten", "two in ten", "one label each", "none"],
 )
@@ -152,7 +152,7 @@ def test_a_mixed_streak_names_both():
 # ---- in a run ----
 
 
-def told(trainer):
+def emitted(trainer):
     return [event for event in events_of(trainer) if event["signal"] == "no_learning_signal"]
 
 
@@ -174,7 +174,7 @@ def test_a_run_whose_labels_are_nearly_all_masked(tmp_path, masked):
         guard=GuardArguments(nanguard_stall_steps=4),
     )
     trainer.train()
-    events = told(trainer)
+    events = emitted(trainer)
     assert [event["step"] for event in events] == ([3] if masked else [])
     if masked:
         assert "nearly all labels were masked" in events[0]["message"]
@@ -191,7 +191,7 @@ class Detached(Trainer):
 def test_a_run_whose_gradient_is_zero(tmp_path, guard):
     trainer = build("plain", tmp_path, Detached, max_steps=25, extra={"guard": GuardArguments(**guard)})
     trainer.train()
-    events = told(trainer)
+    events = emitted(trainer)
     assert [event["step"] for event in events] == ([] if guard else [19])
     if events:
         assert "the gradient was exactly zero" in events[0]["message"]
@@ -203,5 +203,5 @@ def test_a_tokenizer_that_knows_no_word(tmp_path):
     trainer = build("plain", tmp_path, max_steps=5, extra={
         "train_dataset": Dataset.from_list(rows), "guard": GuardArguments(nanguard_stall_steps=5)})  # fmt: skip
     trainer.train()
-    [event] = told(trainer)
+    [event] = emitted(trainer)
     assert "all samples had the same input" in event["message"]

@@ -1,4 +1,4 @@
-"""Guarded generation: the same tokens from a healthy model, and the planted row and no other found in a sick one."""
+"""Guarded generation: the same tokens from a healthy model, and the planted row and no other found in a broken one."""
 
 import copy
 import logging
@@ -89,7 +89,7 @@ def lengths(tokens):
 
 
 class Plant:
-    """Makes scores sick: `where` maps a call of the head to rows and the entries to spoil."""
+    """Makes scores non-finite: `where` maps a call of the head to rows and the entries to spoil."""
 
     def __init__(self, model, where, value=NAN):
         self.calls, self.where, self.value = 0, where, value
@@ -210,11 +210,11 @@ def test_continuous_batching_generates_the_same_tokens(kwargs):
     assert watch.find_nonfinite([len(tokens) for tokens in stock]) == []
 
 
-# ---- a sick model ----
+# ---- a broken model ----
 
 
 @pytest.mark.parametrize("kwargs", MODES.values(), ids=MODES)
-def test_the_sick_prompt_and_no_other_is_found(kwargs, blind):
+def test_the_nonfinite_prompt_and_no_other_is_found(kwargs, blind):
     model, ids = llama(poisoned=True), prompts(3, poisoned=[1])
     with guard_generation(model) as watch:
         tokens = completions(model, ids, **kwargs)
@@ -248,7 +248,7 @@ def test_a_policy_that_is_all_nan_ends_everything(kwargs):
 
 @pytest.mark.parametrize("value", [NAN, INF])
 @pytest.mark.parametrize("step", [0, 3])
-def test_a_partly_sick_row_goes_on_without_its_sick_entries(value, step, blind):
+def test_a_partly_nonfinite_row_goes_on_without_its_bad_entries(value, step, blind):
     model, ids = llama(), prompts()
     healthy = completions(model, ids, do_sample=False, eos_token_id=None)
     best = int(healthy[1, step])
@@ -319,7 +319,7 @@ def test_repaired_rows_are_drawn_by_their_surviving_tokens(dtype):
 
 
 @pytest.mark.parametrize("kwargs", BATCHES, ids=str)
-def test_continuous_batching_tells_the_sick_request(kwargs, blind):
+def test_continuous_batching_finds_the_nonfinite_request(kwargs, blind):
     model, ids = batch_llama(), batch_prompts(4, poisoned=[2])
     with guard_generation(model) as watch:
         tokens = batch(model, ids, **kwargs)
@@ -364,7 +364,7 @@ def test_slots_of_earlier_steps_are_cleared():
 # ---- drafts ----
 
 
-def test_a_sick_assistant_harms_nobody():
+def test_a_broken_assistant_harms_nobody():
     model, ids = llama(), prompts(1, poisoned=[0])
     stock = run(model, ids, do_sample=False)
     with guard_generation(model) as watch:
@@ -373,12 +373,18 @@ def test_a_sick_assistant_harms_nobody():
     assert watch.find_nonfinite([NEW]) == []
 
 
-def test_a_sick_draft_that_is_thrown_away_does_not_count():
+def test_a_nonfinite_draft_that_is_thrown_away_does_not_count():
     model, ids = llama(), prompts(1)
     guard = NumericalStabilityLogitsProcessor(verbose=False)
     listener = watching.Generation([guard], prompt_length=5)
-    sick = torch.tensor([[NAN, 1.0, 2.0]])
-    for length, scores in ((5, torch.zeros(1, 3)), (6, sick), (7, sick), (6, torch.zeros(1, 3)), (7, sick)):
+    nonfinite = torch.tensor([[NAN, 1.0, 2.0]])
+    for length, scores in (
+        (5, torch.zeros(1, 3)),
+        (6, nonfinite),
+        (7, nonfinite),
+        (6, torch.zeros(1, 3)),
+        (7, nonfinite),
+    ):
         guard(torch.zeros(1, length, dtype=torch.long), scores)
     assert listener.read() == [(2, core_logits.NEVER)]
     with guard_generation(model) as watch:
@@ -386,7 +392,7 @@ def test_a_sick_draft_that_is_thrown_away_does_not_count():
     assert watch.find_nonfinite([NEW]) == []
 
 
-def test_a_sick_model_in_assisted_decoding_is_found():
+def test_a_broken_model_in_assisted_decoding_is_found():
     model, ids = llama(poisoned=True), prompts(1, poisoned=[0])
     with guard_generation(model) as watch:
         tokens = completions(model, ids, do_sample=False, assistant_model=llama(seed=1))
@@ -398,20 +404,20 @@ def test_a_sick_model_in_assisted_decoding_is_found():
 
 
 @pytest.mark.parametrize("kwargs", [MODES["sampling"], WARPED, MODES["greedy"], MODES["beam"]], ids=str)
-@pytest.mark.parametrize("sick", [False, True])
-def test_no_host_read_is_added(kwargs, sick, blind):
+@pytest.mark.parametrize("nonfinite", [False, True])
+def test_no_host_read_is_added(kwargs, nonfinite, blind):
     model, ids = llama(), prompts()
     with OperationCounter() as stock:
         run(model, ids, eos_token_id=None, **kwargs)
-    if sick:
+    if nonfinite:
         Plant(model, {step: {1: [5]} for step in range(NEW)})
     with (
         OperationCounter() as guarded,
         guard_generation(model, verbose=False),
-    ):  # on a CPU the log shows values of sick rows
+    ):  # on a CPU the log shows values of non-finite rows
         run(model, ids, eos_token_id=None, **kwargs)
     assert guarded.num_reads <= stock.num_reads
-    if not blind and not sick:
+    if not blind and not nonfinite:
         assert guarded.num_ops - stock.num_ops <= 2 * NEW, "more than one reduction for each of two guards a token"
 
 
@@ -555,10 +561,10 @@ def test_a_processor_of_the_user_is_listened_to():
 def test_completions_of_several_calls_are_counted_on():
     model = llama(poisoned=True)
     with guard_generation(model) as watch:
-        for rows, sick in ((2, []), (3, [2]), (1, [])):
-            completions(model, prompts(rows, poisoned=sick), do_sample=True)
+        for rows, nonfinite in ((2, []), (3, [2]), (1, [])):
+            completions(model, prompts(rows, poisoned=nonfinite), do_sample=True)
     assert watch.find_nonfinite([NEW] * 6) == [4]
-    assert watch.find_nonfinite([NEW] * 5) == [0, 1, 2, 3, 4], "rows cannot be told apart"
+    assert watch.find_nonfinite([NEW] * 5) == [0, 1, 2, 3, 4], "rows cannot be assigned"
 
 
 # ---- modes, arguments, words ----
@@ -604,7 +610,7 @@ def test_off_does_nothing():
         (lambda: SafeTemperatureLogitsWarper(-1.0), "temperature"),
         (lambda: SafeTemperatureLogitsWarper("hot"), "temperature"),
         (lambda: SafeTemperatureLogitsWarper(1.0, min_temperature=0), "min_temperature"),
-        (lambda: guard_generation(llama(), mode="mend").__enter__(), "mode"),
+        (lambda: guard_generation(llama(), mode="fix").__enter__(), "mode"),
         (lambda: guard_generation(llama(), clip_value=-3).__enter__(), "clip_value"),
         (lambda: guard_generation(torch.nn.Linear(2, 2)).__enter__(), "model"),
     ],
@@ -631,7 +637,7 @@ def test_a_safe_temperature_keeps_finite_scores_finite_and_masks_masked(dtype):
     divided = SafeTemperatureLogitsWarper(0.2)(None, scores)[0]
     assert divided[:2].tolist() == [limits.max, limits.min]
     assert divided[3] == -INF
-    assert divided[4] == INF, "a sick entry must stay one that the guard can see"
+    assert divided[4] == INF, "a non-finite entry must stay one that the guard can see"
     assert divided[5].isnan()
     assert divided.dtype == dtype
 
@@ -651,7 +657,7 @@ def test_the_first_ones_are_logged_with_shape_and_values(caplog):
     assert (guard.num_repaired, guard.num_ended) == (5, 5)
 
 
-def test_a_device_tells_when_asked_and_a_silent_guard_never(caplog, monkeypatch):
+def test_a_device_logs_when_read_and_a_silent_guard_never(caplog, monkeypatch):
     monkeypatch.setattr(core_logits, "can_read_in_place", lambda values: False)
     for module in (processor, watching):
         monkeypatch.setattr(module, "can_read_in_place", lambda values: False)

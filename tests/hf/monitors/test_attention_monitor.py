@@ -81,7 +81,7 @@ class Drive(TrainerCallback):
         self.rows.append(self.monitor.metrics())
 
 
-def told(events):
+def emitted(events):
     """Signal, kind and module of events."""
     return [(event["signal"], event["values"].get("kind"), (event["culprit"] or {}).get("module")) for event in events]
 
@@ -283,25 +283,25 @@ def test_attention_that_turns_one_hot_is_named(name):
     with torch.no_grad():
         parameter[part] += 0.1 if name == "gemma3" else 0  # a scale of 1 + weight, which begins at 0
     rows = play(monitor, model, architecture.inputs(), 16, grow(parameter, part=part))
-    assert ("entropy_collapse", "attention_entropy", module) in told(events)
-    assert {place for _, _, place in told(events)} == {module}
-    assert len(told(events)) == len(set(told(events)))
+    assert ("entropy_collapse", "attention_entropy", module) in emitted(events)
+    assert {place for _, _, place in emitted(events)} == {module}
+    assert len(emitted(events)) == len(set(emitted(events)))
     event = next(event for event in events if event["values"]["kind"] == "attention_entropy")
     assert event["action"] == "observed"
     assert event["culprit"]["phase"] == "forward"
     low = [row["nanguard/attention_entropy_min"] < 0.05 for row in rows]
     assert low.index(True) > 3
-    assert event["step"] == low.index(True) + 2  # the third look in a row
+    assert event["step"] == low.index(True) + 2  # the third check in a row
     json.dumps(event, allow_nan=False)
 
 
-def test_growing_scores_are_told_as_the_collapse_they_lead_to():
+def test_growing_scores_are_reported_as_the_collapse_they_lead_to():
     architecture = BY_NAME["llama"]
     model = architecture.build()
     monitor, events = make(model)
     rows = play(monitor, model, architecture.inputs(), 16, grow(model.model.layers[1].self_attn.q_proj.weight))
     module = "model.layers.1.self_attn"
-    assert told(events) == [
+    assert emitted(events) == [
         ("entropy_collapse", "attention_entropy", module), ("entropy_collapse", "attention_score", module),
     ]  # fmt: skip
     high = [row["nanguard/attention_score_max"] > 1000 for row in rows]
@@ -317,7 +317,7 @@ def test_a_softcap_holds_the_scores():
         monitor, model, architecture.inputs(), 16, grow(model.model.layers[1].self_attn.q_proj.weight, factor=8.0)
     )
     assert rows[-1]["nanguard/attention_score_max"] == pytest.approx(50)
-    assert "attention_score" not in [kind for _, kind, _ in told(events)]
+    assert "attention_score" not in [kind for _, kind, _ in emitted(events)]
 
 
 def make_gpt_oss():
@@ -340,7 +340,7 @@ def test_a_router_with_a_bias_towards_one_expert_is_named():
                 model.get_parameter(f"{gate}.bias")[2] += 1.0
 
     rows = play(monitor, model, BY_NAME["llama"].inputs(), 14, plant)
-    assert told(events) == [("entropy_collapse", "router_balance", gate)]
+    assert emitted(events) == [("entropy_collapse", "router_balance", gate)]
     assert events[0]["values"]["router_load"] == 1.0
     assert rows[-1]["nanguard/router_load_max"] == 1.0
     assert rows[0]["nanguard/router_load_max"] < 0.8
@@ -356,7 +356,7 @@ def test_a_dead_router_is_named_though_its_distribution_is_uniform():
             nn.init.zeros_(model.model.layers[0].mlp.gate.weight)
 
     play(monitor, model, architecture.inputs(), 8, plant)
-    assert told(events) == [("entropy_collapse", "router_balance", "model.layers.0.mlp.gate")]
+    assert emitted(events) == [("entropy_collapse", "router_balance", "model.layers.0.mlp.gate")]
     assert events[0]["step"] == 6
     assert events[0]["values"]["router_load_entropy"] == pytest.approx(1)
 
@@ -367,7 +367,7 @@ def test_a_head_whose_logits_grow_is_named(name):
     model = architecture.build()
     monitor, events = make(model)
     rows = play(monitor, model, architecture.inputs(), 14, grow(model.lm_head.weight, factor=3.0))
-    assert told(events) == [("activation_headroom", "logsumexp", "lm_head")]
+    assert emitted(events) == [("activation_headroom", "logsumexp", "lm_head")]
     high = [row["nanguard/logsumexp_max"] > 100 for row in rows]
     assert events[0]["step"] == high.index(True) + 2
 
@@ -385,7 +385,7 @@ def test_collapses_are_named_on_every_trainer(kind, lora, tmp_path):
     settings = {"max_steps": 14, "gradient_accumulation_steps": 1, "learning_rate": 1e-4}
     build(kind, tmp_path, guard=False, lora=lora, extra={"callbacks": [drive]}, **settings).train()
     prefix = "base_model.model." if lora else ""
-    assert {(signal, module) for signal, _, module in told(drive.events)} == {
+    assert {(signal, module) for signal, _, module in emitted(drive.events)} == {
         ("entropy_collapse", f"{prefix}model.layers.1.self_attn"), ("activation_headroom", f"{prefix}lm_head"),
     }  # fmt: skip
     assert all(event["step"] > 6 for event in drive.events)
@@ -500,7 +500,7 @@ QUICK = {("plain", name) for name in RUNS} | {("sft", "lora"), ("sft", "default"
         for name in RUNS
     ],
 )
-def test_a_run_that_is_looked_at_is_identical(kind, name, tmp_path):
+def test_a_monitored_run_is_identical(kind, name, tmp_path):
     settings = RUNS[name]
     stock = build(kind, tmp_path / "stock", guard=False, **settings)
     stock.train()
@@ -563,7 +563,7 @@ def test_steps_that_are_not_due_cost_nothing_and_others_one_read(tmp_path):
     ours = _count(tmp_path / "ours", Drive(period=3))
     for step in (0, 1, 3, 4):
         assert ours[step].op_counts == stock[step].op_counts
-        assert ours[step].hidden_reads == stock[step].hidden_reads
+        assert ours[step].reads == stock[step].reads
     for step in (2, 5):
         assert ours[step].num_reads == stock[step].num_reads + 1
         assert ours[step].num_ops - stock[step].num_ops <= 2 * 60 + 30  # two layers and the head, views included
@@ -621,7 +621,7 @@ def test_the_watch_goes_on_after_a_checkpoint():
     resumed, events = make(model)
     resumed.load_state_dict(json.loads(json.dumps(monitor.state_dict())))
     play(resumed, model, architecture.inputs(), 9, plant, first=7)
-    assert {module for _, _, module in told(events)} == {"model.layers.1.self_attn"}
+    assert {module for _, _, module in emitted(events)} == {"model.layers.1.self_attn"}
 
 
 # ---- what cannot be seen ----
@@ -658,7 +658,7 @@ def test_an_implementation_that_hides_its_mask_is_named(caplog):
 
 
 @pytest.mark.parametrize("first", [pytest.param(0, marks=SLOW), 2])
-def test_a_compiled_model_is_told_once_and_left_alone(first):
+def test_a_compiled_model_is_reported_once_and_left_alone(first):
     architecture = BY_NAME["llama"]
     model, batch = architecture.build(), architecture.inputs()
     torch._dynamo.reset()
@@ -668,12 +668,12 @@ def test_a_compiled_model_is_told_once_and_left_alone(first):
     rows = play(monitor, compiled, batch, 4, first=first)
     torch._dynamo.reset()
     assert rows == [{}] * 4
-    assert told(events) == [("guard_failed", None, None)]
+    assert emitted(events) == [("guard_failed", None, None)]
     assert "compiled" in events[0]["message"]
     assert len(set(losses)) <= 1
 
 
-def test_a_model_of_another_kind_is_told_once():
+def test_a_model_of_another_kind_is_reported_once():
     class Plain(nn.Module):
         def __init__(self):
             super().__init__()
@@ -685,4 +685,4 @@ def test_a_model_of_another_kind_is_told_once():
     model = Plain()
     monitor, events = make(model)
     play(monitor, model, {"x": torch.ones(1, 2)}, 3)
-    assert told(events) == [("guard_failed", None, None)]
+    assert emitted(events) == [("guard_failed", None, None)]

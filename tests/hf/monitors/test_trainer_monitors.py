@@ -30,7 +30,7 @@ class SpoilMoment(TrainerCallback):
             optimizer.optimizer.state[parameter]["exp_avg"][self.row] = NAN
 
 
-def told(trainer, *signals):
+def emitted(trainer, *signals):
     return [event for event in events_of(trainer) if event["signal"] in signals]
 
 
@@ -39,15 +39,15 @@ def told(trainer, *signals):
 
 @pytest.mark.parametrize("kind", ["plain", "sft", "grpo"])
 def test_a_moment_of_a_row_that_no_batch_uses(kind, tmp_path):
-    """Loss and gradients stay finite: nothing but a look at the state tells."""
+    """Loss and gradients stay finite: only a check of the state finds it."""
     spoil = SpoilMoment("embed_tokens.weight", 2, after_step=1)
     trainer = build(kind, tmp_path, max_steps=8, save_strategy="steps", save_steps=1,
                     extra={"guard": CHECKED, "callbacks": [spoil]})  # fmt: skip
     with pytest.raises(NonFiniteError) as caught:
         trainer.train()
-    [event] = told(trainer, "optimizer_nonfinite", "param_nonfinite")
+    [event] = emitted(trainer, "optimizer_nonfinite", "param_nonfinite")
     name = "model.embed_tokens.weight"
-    # Spoiled after the first step was checked and before it was saved: the save looks as well.
+    # Spoiled after the first step was checked and before it was saved: the save checks as well.
     assert (event["signal"], event["action"], event["step"]) == ("optimizer_nonfinite", "halted", 1)
     assert (event["culprit"]["parameter"], event["culprit"]["phase"]) == (name, "optimizer")
     assert (event["cause"], event["values"]["rows"], event["values"]["state"]) == ("optimizer_state", [2], "exp_avg")
@@ -61,7 +61,7 @@ def test_the_last_good_checkpoint_is_named(tmp_path):
                     extra={"guard": CHECKED, "callbacks": [spoil]})  # fmt: skip
     with pytest.raises(NonFiniteError, match=r"The last good checkpoint is .*checkpoint-2\.") as caught:
         trainer.train()
-    [event] = told(trainer, "optimizer_nonfinite", "param_nonfinite")
+    [event] = emitted(trainer, "optimizer_nonfinite", "param_nonfinite")
     assert (event["signal"], event["step"]) == ("param_nonfinite", 3)  # the update made NaN of it, step 4 was due
     assert (event["culprit"]["parameter"], event["cause"]) == ("model.embed_tokens.weight", "optimizer_state")
     assert event["values"]["rows"] == [2]
@@ -71,7 +71,7 @@ def test_the_last_good_checkpoint_is_named(tmp_path):
 
 @pytest.mark.parametrize("on_halt", ["raise", "stop"])
 def test_a_bad_state_is_never_saved(on_halt, tmp_path):
-    """No look is due before the save, which looks by itself."""
+    """No check is due before the save, which checks by itself."""
     guard = GuardArguments(nanguard_weight_check_steps=0, nanguard_on_halt=on_halt)
     spoil = SpoilMoment("embed_tokens.weight", 2, after_step=1)
     trainer = build("plain", tmp_path, max_steps=6, save_strategy="steps", save_steps=3,
@@ -82,16 +82,16 @@ def test_a_bad_state_is_never_saved(on_halt, tmp_path):
     else:
         trainer.train()
     assert trainer.state.global_step == 3
-    assert [event["step"] for event in told(trainer, "param_nonfinite")] == [3]
+    assert [event["step"] for event in emitted(trainer, "param_nonfinite")] == [3]
     assert not list(tmp_path.glob("checkpoint-*"))
 
 
-def test_observe_tells_of_each_tensor_once_and_goes_on(tmp_path):
+def test_observe_reports_each_tensor_once_and_goes_on(tmp_path):
     guard = GuardArguments(nanguard_weight_check_steps=1, nanguard_mode="observe")
     spoil = SpoilMoment("embed_tokens.weight", 2, after_step=1)
     trainer = build("plain", tmp_path, max_steps=5, extra={"guard": guard, "callbacks": [spoil]})
     trainer.train()
-    events = told(trainer, "param_nonfinite", "optimizer_nonfinite")
+    events = emitted(trainer, "param_nonfinite", "optimizer_nonfinite")
     assert [(event["signal"], event["action"], event["step"]) for event in events] == [
         ("optimizer_nonfinite", "observed", 0), ("param_nonfinite", "observed", 1),
     ]  # fmt: skip
@@ -107,12 +107,12 @@ def test_an_eps_that_underflows_in_float16(lora, tmp_path):
             parameter.data = parameter.data.half() if parameter.requires_grad else parameter.data
     with pytest.raises(NonFiniteError, match="eps"):
         trainer.train()
-    [event] = told(trainer, "param_nonfinite")
+    [event] = emitted(trainer, "param_nonfinite")
     assert (event["cause"], event["action"], event["step"]) == ("adam_eps_underflow", "halted", 0)
     assert any(remedy["works"] for remedy in event["remedies"])
 
 
-def test_a_callback_looks_too(tmp_path):
+def test_a_callback_checks_weights_too(tmp_path):
     spoil = SpoilMoment("embed_tokens.weight", 2, after_step=1)
     callback = NanGuardCallback(GuardArguments(nanguard_weight_check_steps=1))
     trainer = build("plain", tmp_path, guard=False, max_steps=5, extra={"callbacks": [callback, spoil]})
@@ -130,7 +130,7 @@ def test_bf16_weights_that_no_longer_move(kind, rate, stalls, tmp_path):
     trainer = build(kind, tmp_path, dtype=torch.bfloat16, max_steps=6, learning_rate=rate, warmup_steps=0,
                     weight_decay=0.0, extra={"guard": GuardArguments(nanguard_weight_check_steps=1)})  # fmt: skip
     trainer.train()
-    events = told(trainer, "update_stalled")
+    events = emitted(trainer, "update_stalled")
     assert [(event["action"], event["cause"]) for event in events] == [("observed", "rounding_stall")] * stalls
     shares = [row["nanguard/update_share"] for row in trainer.state.log_history if "nanguard/update_share" in row]
     assert len(shares) == 6
@@ -256,8 +256,8 @@ def test_a_callback_that_stops_a_run_lets_nothing_bad_be_saved(strategy, tmp_pat
     assert str(trainer.state.best_model_checkpoint).endswith("checkpoint-2") == bool(saved)
 
 
-def test_a_callback_looks_before_a_save(tmp_path):
-    """No look is due before it."""
+def test_a_callback_checks_before_a_save(tmp_path):
+    """No check is due before it."""
     spoil = SpoilMoment("embed_tokens.weight", 2, after_step=3)
     callback = NanGuardCallback(GuardArguments(nanguard_weight_check_steps=0))
     trainer = build("plain", tmp_path, guard=False, max_steps=8, save_strategy="steps", save_steps=2,
@@ -294,7 +294,7 @@ class Copying(Trainer):
         return loss
 
 
-def test_a_model_may_be_copied_at_a_step_that_is_looked_at(tmp_path):
+def test_a_model_may_be_copied_at_a_step_that_is_checked(tmp_path):
     guard = GuardArguments(nanguard_activation_steps=1, nanguard_attention_steps=1, nanguard_weight_check_steps=1)
     trainer = build("plain", tmp_path, Copying, max_steps=2, extra={"guard": guard})
     trainer.train()

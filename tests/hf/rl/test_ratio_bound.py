@@ -14,7 +14,6 @@ from hf_nanguard.core.finite import read_host
 from hf_nanguard.core.journal import Journal
 from hf_nanguard.core.ranks import Ranks
 from hf_nanguard.core.rerun.micro_batch import AccumulationGroup
-from hf_nanguard.errors import ArgumentError
 from hf_nanguard.hf.rl.ratio_bound import RatioBound
 from hf_nanguard.hf.rl.ratio_overflow import RatioOverflow
 from hf_nanguard.testing import OperationCounter
@@ -132,8 +131,8 @@ def with_gap(policy, inputs, value, place=ACTIVE):
     return replaced(inputs, "ref_per_token_logps", place, policy[place] + value)
 
 
-def make_bound(*bound):
-    return RatioBound(*bound, overflow=RatioOverflow(Journal(Ranks())))
+def make_bound(bound=20.0):
+    return RatioBound(bound, RatioOverflow(Journal(Ranks())))
 
 
 def read_counts(bound):
@@ -279,9 +278,9 @@ def test_what_is_masked_does_not_matter(loss, level, place, pair):
         for value in (200.0, -200.0, INF, -INF, NAN):
             planted = with_gap(policy, with_ratio(policy, inputs, value, place), -value, place)
             assert_same(run(pair[1], policy, planted), healthy)
-            sick, entropies = policy.clone(), torch.linspace(0.1, 3.0, 24).view(4, 6)
-            sick[place], entropies[place] = value, value
-            assert_same(run(pair[1], sick, benign, entropies), healthy)
+            nonfinite, entropies = policy.clone(), torch.linspace(0.1, 3.0, 24).view(4, 6)
+            nonfinite[place], entropies[place] = value, value
+            assert_same(run(pair[1], nonfinite, benign, entropies), healthy)
     assert num_bounded(pair[1].ratio_bound) == 0.0
 
 
@@ -365,7 +364,7 @@ def test_no_pull_of_the_kl_is_multiplied_by_a_bounded_ratio(pair):
     assert read_counts(pair[1].ratio_bound) == {"ratio": 1, "kl": 0}
 
 
-def test_a_sick_policy_is_not_hidden(pair):
+def test_a_nonfinite_policy_is_not_hidden(pair):
     policy, inputs = make_inputs(spread=0.5)
     policy[ACTIVE] = NAN
     set_up(pair[1], beta=0.1)
@@ -501,12 +500,6 @@ def test_an_error_in_the_loss_leaves_nothing_behind(pair):
     assert torch._C._len_torch_function_stack() == 0
     result = (policy, None, None)
     assert pair[1].ratio_bound.on_log_probs(result) is result  # scoring completions, outside of a loss
-
-
-@pytest.mark.parametrize("bound", [0.0, -1.0, NAN, INF, 41.0])
-def test_a_bound_that_cannot_work_is_refused(bound):
-    with pytest.raises(ArgumentError, match="ratio_bound must be above 0 and at most 40"):
-        RatioBound(bound)
 
 
 def test_the_bound_is_a_setting(pair):

@@ -48,7 +48,7 @@ FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 class Scorer:
-    """A reward function that differs between completions, writes down what it gave, and fails once where it is told."""
+    """A reward function that differs between completions, writes down what it gave, and fails once where it is asked to."""
 
     def __init__(self, salt, fault=None):
         self.salt, self.fault = salt, fault
@@ -127,7 +127,7 @@ class Checked:
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        self.insane.append(zero_bad_advantages(output))
+        self.bad_advantages.append(zero_bad_advantages(output))
         self.advantages.append(output["advantages"].double().tolist())
         return output
 
@@ -156,7 +156,7 @@ def make(kind, tmp_path, functions, checked=True, **overrides):
         args = trl.RLOOConfig(**common_arguments(tmp_path, **arguments))
         dataset = Dataset.from_list([{"prompt": row["text"]} for row in text_rows(48)])
         trainer = stock(tiny_llama(), args=args, train_dataset=dataset, processing_class=tiny_tokenizer(), **extra)
-    trainer.checks, trainer.insane, trainer.advantages = [], [], []
+    trainer.checks, trainer.bad_advantages, trainer.advantages = [], [], []
     return trainer
 
 
@@ -214,7 +214,7 @@ def check_generations(trainer, functions, weights, **variant):
         assert max(wanted) - min(wanted) > 0.1
         assert trainer.advantages[generation] == pytest.approx(wanted, abs=2e-4)
     assert trainer.advantages[0][AT] == 0.0
-    assert trainer.insane == [[], []]
+    assert trainer.bad_advantages == [[], []]
     assert [bad for _, _, bad in trainer.checks] == [True, False]
     assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
 
@@ -654,7 +654,7 @@ def test_striking_reads_nothing():
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF, FLOAT32_MAX, -FLOAT32_MAX, 1e30])
 @pytest.mark.parametrize("per_token", [False, True])
-def test_insane_advantages_become_zero_in_place(value, per_token):
+def test_bad_advantages_become_zero_in_place(value, per_token):
     advantages = torch.tensor([0.5, value, -1e29, 0.0])
     if per_token:
         advantages = torch.stack([torch.full((4,), 0.25), advantages], dim=1)

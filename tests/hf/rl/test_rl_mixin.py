@@ -18,7 +18,7 @@ NAN, INF = float("nan"), float("inf")
 MARK = 10  # "w3"
 
 
-def told(trainer, signal):
+def emitted(trainer, signal):
     return [event for event in events_of(trainer) if event["signal"] == signal]
 
 
@@ -67,7 +67,7 @@ def test_prompts_the_model_cannot_sample_for_are_left_out(kind, beta, tmp_path):
     trainer = make(guarded(trainer_class))
     sicken(trainer.model)
     trainer.train()
-    events = told(trainer, "logits_nonfinite")
+    events = emitted(trainer, "logits_nonfinite")
     assert events
     assert {event["action"] for event in events} == {"dropped"}
     assert all(row % 6 == 0 for event in events for row in event["culprit"]["rows"])
@@ -157,7 +157,7 @@ def test_a_bad_reward_costs_its_completion(value, scale, tmp_path):
 
     trainer._generate_and_score_completions = keep
     trainer.train()
-    events = told(trainer, "reward_nonfinite")
+    events = emitted(trainer, "reward_nonfinite")
     assert len(events) == 3
     for event in events:
         assert (event["action"], event["cause"]) == ("dropped", "reward_nonfinite")
@@ -185,7 +185,7 @@ def test_a_reward_function_that_fails_does_not_end_the_run(fault, tmp_path):
 
     trainer = build("grpo", tmp_path, extra={"reward_funcs": reward}, max_steps=4, gradient_accumulation_steps=1)
     trainer.train()
-    [event] = told(trainer, "reward_nonfinite")
+    [event] = emitted(trainer, "reward_nonfinite")
     assert event["step"] == 1
     assert event["culprit"]["reward_function"] == "reward"
     assert len(calls) == 4
@@ -241,15 +241,15 @@ def test_a_bad_reward_can_end_the_run(tmp_path):
     trainer = build("grpo", tmp_path, extra=extra)
     with pytest.raises(NonFiniteError, match="on_bad_reward"):
         trainer.train()
-    assert {event["action"] for event in told(trainer, "reward_nonfinite")} == {"halted"}
+    assert {event["action"] for event in emitted(trainer, "reward_nonfinite")} == {"halted"}
 
 
-def test_equal_rewards_for_long_are_told_once(tmp_path):
+def test_equal_rewards_for_long_are_reported_once(tmp_path):
     guard = GuardArguments(nanguard_stall_steps=3)
     extra = {"reward_funcs": lambda completions, **kwargs: [1.0] * len(completions), "guard": guard}
     trainer = build("grpo", tmp_path, extra=extra, max_steps=8, gradient_accumulation_steps=1)
     trainer.train()
-    [event] = told(trainer, "no_learning_signal")
+    [event] = emitted(trainer, "no_learning_signal")
     assert event["action"] == "observed"
     assert "<lambda>" in event["message"]
     assert trainer.state.global_step == 8
@@ -259,7 +259,7 @@ def test_a_zero_loss_with_a_live_gradient_is_silent(tmp_path):
     guard = GuardArguments(nanguard_stall_steps=2)
     trainer = build("grpo", tmp_path, extra={"guard": guard}, max_steps=6, gradient_accumulation_steps=1)
     trainer.train()
-    assert not told(trainer, "no_learning_signal")
+    assert not emitted(trainer, "no_learning_signal")
 
 
 def test_the_lowest_temperature_is_applied_once_for_sampling_and_log_probs(tmp_path):
@@ -312,7 +312,7 @@ def test_callbacks_that_sample_are_guarded(kind, tmp_path):
     sicken(trainer.model)
     trainer.train()
     assert len(sampler.drawn) == 2
-    [event] = told(trainer, "logits_nonfinite")
+    [event] = emitted(trainer, "logits_nonfinite")
     assert event["values"]["num_ended"] == 2
     assert "_get_logits_processor" not in vars(trainer.model)
 
@@ -333,7 +333,7 @@ def test_generation_in_an_evaluation_is_guarded(tmp_path):
     assert not events_of(trainer)
     model.get_output_embeddings().register_forward_hook(lambda module, args, output: output * NAN)
     trainer.predict(Dataset.from_list(rows))
-    assert told(trainer, "logits_nonfinite")
+    assert emitted(trainer, "logits_nonfinite")
 
 
 def test_an_event_of_an_evaluation_says_so(tmp_path):
@@ -345,7 +345,7 @@ def test_an_event_of_an_evaluation_says_so(tmp_path):
         "grpo", tmp_path, extra={"reward_funcs": reward, "eval_dataset": rows}, per_device_eval_batch_size=2
     )
     trainer.evaluate()
-    events = told(trainer, "reward_nonfinite")
+    events = emitted(trainer, "reward_nonfinite")
     assert events
     assert all(event["message"].endswith("(in the evaluation at step 0).") for event in events)
 
@@ -376,9 +376,9 @@ def test_prompts_that_break_the_forward_too_cost_no_healthy_completion(tmp_path)
     assert MARK in tokens
     trainer.model.get_input_embeddings().register_forward_hook(hook)
     trainer.train()
-    assert told(trainer, "logits_nonfinite")
-    dropped = [event for event in told(trainer, "loss_nonfinite") if event["action"] in ("dropped", "skipped")]
-    sampled = {event["step"] for event in told(trainer, "logits_nonfinite")}
-    whole = {event["step"] for event in told(trainer, "logits_nonfinite") if event["values"]["num_unusable"] == 4}
+    assert emitted(trainer, "logits_nonfinite")
+    dropped = [event for event in emitted(trainer, "loss_nonfinite") if event["action"] in ("dropped", "skipped")]
+    sampled = {event["step"] for event in emitted(trainer, "logits_nonfinite")}
+    whole = {event["step"] for event in emitted(trainer, "logits_nonfinite") if event["values"]["num_unusable"] == 4}
     assert not [event for event in dropped if event["step"] in sampled - whole]
     assert finite(trainer)

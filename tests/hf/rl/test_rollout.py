@@ -23,7 +23,7 @@ from ...vision import image_rows, tiny_processor
 NAN, INF = float("nan"), float("inf")
 
 
-def told(trainer, signal):
+def emitted(trainer, signal):
     return [event for event in events_of(trainer) if event["signal"] == signal]
 
 
@@ -81,7 +81,7 @@ def test_a_healthy_vision_run_is_the_stock_run(tmp_path):
 
 
 def sicken_images(model, value, marked):
-    """Makes the features of some images bad, whenever they are looked at."""
+    """Makes the features of some images bad, in every forward."""
 
     def hook(module, args, kwargs, output):
         rows = kwargs["pixel_values"][:, 0, 0, 0] if "pixel_values" in kwargs else args[0][:, 0, 0, 0]
@@ -109,15 +109,15 @@ def test_images_the_model_cannot_see_are_left_out(value, tmp_path):
     assert trainer.state.global_step == 6
     assert is_finite(trainer)
     events = events_of(trainer)
-    # Nothing but the sampling is told: what stands in for those images does not make the loss bad.
+    # The sampling is the only event: what stands in for those images does not make the loss bad.
     assert {(event["signal"], event["action"]) for event in events} == {("logits_nonfinite", "dropped")}
     assert {row for event in events for row in event["culprit"]["rows"]} == marked
     for event in events:
-        output, sick = seen[event["step"]], event["culprit"]["samples"]
-        assert not output["completion_mask"][sick].any()
-        assert output["advantages"][sick].tolist() == [0.0] * len(sick)
+        output, bad = seen[event["step"]], event["culprit"]["samples"]
+        assert not output["completion_mask"][bad].any()
+        assert output["advantages"][bad].tolist() == [0.0] * len(bad)
         assert not {int(row) for row in output["pixel_values"][:, 0, 0, 0]} & marked
-        healthy = [i for i in range(4) if i not in sick]
+        healthy = [i for i in range(4) if i not in bad]
         assert output["completion_mask"][healthy].any(1).all()
 
 
@@ -229,7 +229,7 @@ def test_a_turn_the_model_cannot_answer_costs_its_completion(tmp_path):
     assert trainer.state.global_step == len(hit) == 4
     assert is_finite(trainer)
     assert any(0 < len(rows) < 8 for rows in hit)  # not all completions come as far as a second turn
-    events = told(trainer, "logits_nonfinite")
+    events = emitted(trainer, "logits_nonfinite")
     assert [(event["step"], event["culprit"]["samples"]) for event in events] == [
         (step, rows) for step, rows in enumerate(hit) if rows
     ]
@@ -278,7 +278,7 @@ def make_batched(folder, guard=True, poisoned=(), **options):
     cls = guarded(trl.GRPOTrainer) if guard else trl.GRPOTrainer
     rows = [{"prompt": f"w{i} {DEADLY if i in poisoned else SOUND}"} for i in range(8)]
     model = tiny_llama(dropout=0.0)
-    sick = []
+    bad = []
 
     def spoil(module, args, output):
         """Requests are packed, so only what comes after the attention is a request's own."""
@@ -292,14 +292,14 @@ def make_batched(folder, guard=True, poisoned=(), **options):
 
     def reward(prompts, completions, completion_ids, **kwargs):
         ends = zip(prompts, completion_ids, strict=True)
-        sick.append([i for i, (text, ids) in enumerate(ends) if text.endswith(DEADLY) or POISON in ids[:-1]])
+        bad.append([i for i, (text, ids) in enumerate(ends) if text.endswith(DEADLY) or POISON in ids[:-1]])
         return [float(sum(ids) % 7) for ids in completion_ids]
 
     trainer = cls(
         model, reward_funcs=reward, args=args, train_dataset=Dataset.from_list(rows), processing_class=tiny_tokenizer()
     )
     assert tiny_tokenizer().convert_tokens_to_ids(DEADLY) == POISON
-    return trainer, sick
+    return trainer, bad
 
 
 def test_continuous_batches_are_those_of_the_stock_run(tmp_path):
@@ -313,20 +313,20 @@ def test_continuous_batches_are_those_of_the_stock_run(tmp_path):
     assert_same(runs[True][0], runs[False][0])
 
 
-def test_sick_requests_of_a_continuous_batch_are_left_out(tmp_path):
+def test_bad_requests_of_a_continuous_batch_are_left_out(tmp_path):
     poisoned = {1, 6}
-    trainer, sick = make_batched(tmp_path, poisoned=poisoned, max_steps=4)
+    trainer, bad = make_batched(tmp_path, poisoned=poisoned, max_steps=4)
     seen = keep_outputs(trainer)
     trainer.train()
     assert trainer.state.global_step == 4
     assert is_finite(trainer)
-    assert any(0 < len(rows) < 4 for rows in sick)
-    events = told(trainer, "logits_nonfinite")
+    assert any(0 < len(rows) < 4 for rows in bad)
+    events = emitted(trainer, "logits_nonfinite")
     assert [(event["step"], event["culprit"]["samples"]) for event in events] == [
-        (step, rows) for step, rows in enumerate(sick) if rows
+        (step, rows) for step, rows in enumerate(bad) if rows
     ]
     assert poisoned <= {row for event in events for row in event["culprit"]["rows"]}
-    for output, rows in zip(seen, sick, strict=True):
+    for output, rows in zip(seen, bad, strict=True):
         assert [i for i in range(4) if not output["completion_mask"][i].any()] == rows
 
 
