@@ -10,7 +10,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from .host_trainer import HostTrainer
 
@@ -192,6 +192,20 @@ def dispatches_batches(trainer: HostTrainer) -> bool:
     streamed = isinstance(trainer.train_dataset, IterableDataset)
     asked = accelerator.dispatch_batches
     return accelerator.num_processes > 1 and (streamed if asked is None else bool(asked))
+
+
+@contextmanager
+def replaced_collator(dataloader: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Replaces the collate function of a prepared dataloader for the iterators that are made inside the block.
+
+    A dataloader without batches of its own making is left as it is. Can go when a DataLoader has a hook on its batches.
+    """
+    base = vars(dataloader).get("base_dataloader", dataloader) if isinstance(dataloader, DataLoader) else None
+    if base is None or (base.batch_size is None and base.batch_sampler is None):
+        yield
+        return
+    with replaced_method(base, "collate_fn", wrap):
+        yield
 
 
 def record_batches(dataloader: Any, record: list) -> bool:
