@@ -4,9 +4,11 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 # One thread a process, so that two test workers fit two cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -q
+export OMP_NUM_THREADS ?= 1
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup -q
+VARIANTS := with-avx2 with-default-kernels with-two-threads in-random-order with-sigint-ignored
 
-.PHONY: demo test unit quick slow lint
+.PHONY: demo test unit quick slow variants $(VARIANTS) lint
 
 demo: $(STAMP)
 	$(BIN)/nanguard demo
@@ -24,8 +26,25 @@ QUICK := tests/core tests/report tests/test_layering.py tests/test_surface.py te
 quick: lint
 	$(PYTEST) -m "not slow and not distributed" $(QUICK)
 
-slow: $(STAMP)
+slow: variants
 	$(PYTEST) -m slow --timeout=3600
+
+# The tests of `make test` once more: on the kernels of other CPUs, and as they may be started elsewhere.
+variants: $(VARIANTS)
+
+with-avx2: export ATEN_CPU_CAPABILITY := avx2
+with-avx2: export ONEDNN_MAX_CPU_ISA := AVX2
+with-avx2: export MKL_ENABLE_INSTRUCTIONS := AVX2
+with-default-kernels: export ATEN_CPU_CAPABILITY := default
+with-default-kernels: export ONEDNN_MAX_CPU_ISA := SSE41
+with-default-kernels: export MKL_ENABLE_INSTRUCTIONS := SSE4_2
+with-two-threads: export OMP_NUM_THREADS := 2
+in-random-order: OPTIONS := --shuffle $(shell date +%s)
+with-sigint-ignored: BEFORE := trap '' INT;
+
+$(VARIANTS): $(STAMP)
+	@echo "==== make test $@ ===="
+	@$(BEFORE) $(PYTEST) -m "not slow" $(OPTIONS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -1,10 +1,10 @@
-"""What an autopsy costs: the time to find the origin against the step it explains, and peak memory, each in a process of
-its own.
+"""What an autopsy costs: its time beside the step it explains, and peak memory, each in a process of its own.
 
     python benchmarks/autopsy.py --size 2m --steps 10
 
-The step is a whole one: forward, backward, clip and AdamW. A weight of the first layer is NaN, so that nearly every operator
-of the traced pass writes NaN: the worst case for a trace.
+A step consists of forward, backward, clip and AdamW. The loss of a bad step is 0/0, so that its whole backward pass computes
+NaN. A contained step drops its micro-batch without an autopsy; an examined step adds the autopsy, with its search for the
+origin and the samples to blame and the remedies that it tries.
 """
 
 import argparse
@@ -15,79 +15,57 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hf_nanguard.core.autopsy.trace.origin import find_origin
+from benchmarks.small_llama import SIZES, build_llama
+from hf_nanguard import Guard, Policy
 
-SIZES = {"2m": (128, 4, 4096, 4, 64), "27m": (512, 8, 8192, 4, 128)}
-
-
-def build(size: str) -> tuple[LlamaForCausalLM, torch.Tensor]:
-    """Returns a Llama of about that many parameters, and a batch."""
-    hidden, layers, vocab, batch, length = SIZES[size]
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=vocab, hidden_size=hidden, intermediate_size=hidden * 8 // 3, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=length,
-    )  # fmt: skip
-    return LlamaForCausalLM(config), torch.randint(0, vocab, (batch, length))
+KINDS = ("healthy", "contained", "examined")
 
 
-def measure(size: str, traces: bool, steps: int) -> float:
-    """Runs steps, or steps and traces of a bad pass, and returns the mean time of what was asked for."""
-    model, ids = build(size)
-    optimizer = torch.optim.AdamW(model.parameters())
+def measure(size: str, kind: str, steps: int) -> float:
+    """Returns the mean time of a step of a kind."""
+    model = build_llama(size)
+    ids = torch.randint(0, SIZES[size][2], (4, 64))
+    policy = Policy(autopsy=kind == "examined", max_autopsies=steps + 1, max_bad_steps=steps + 2)
+    events: list[dict] = []
+    guard = Guard(model, torch.optim.AdamW(model.parameters()), policy, max_grad_norm=1.0, on_event=events.append)
 
-    def run() -> torch.Tensor:
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        return loss.detach()
+    def run(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return model(input_ids=batch["ids"], labels=batch["ids"]).loss * (batch["weight"] / batch["weight"])
 
-    def step() -> None:
-        run()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    def step(bad: bool) -> None:
+        guard.step(run, [{"ids": ids, "weight": torch.tensor(0.0 if bad else 1.0)}])
 
-    def trace() -> None:
-        gradients = lambda: [(name, p.grad) for name, p in model.named_parameters()]  # noqa: E731
-        origin, _ = find_origin(run, model, gradients, {"input_ids": ids})
-        assert origin is not None
-        assert origin.parameter == "model.layers.0.mlp.up_proj.weight"
-        optimizer.zero_grad()
-
-    step()
-    if traces:
-        with torch.no_grad():
-            model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
-        trace()
+    step(bad=False)
     began = time.perf_counter()
     for _ in range(steps):
-        (trace if traces else step)()
-    return (time.perf_counter() - began) / steps
+        step(bad=kind != "healthy")
+    seconds = (time.perf_counter() - began) / steps
+    assert len(events) == (0 if kind == "healthy" else steps)
+    return seconds
 
 
 def main() -> None:
-    """Compares, in processes of their own."""
+    """Measures each kind of step in a process of its own and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="2m")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--only", choices=("step", "trace"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.only:
-        seconds = measure(arguments.size, arguments.only == "trace", arguments.steps)
+    parser.add_argument("--size", choices=SIZES, default="2m", help="parameters of the Llama (default: 2m)")
+    parser.add_argument("--steps", type=int, default=10, help="steps of each kind (default: 10)")
+    parser.add_argument("--only", choices=KINDS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.only:
+        seconds = measure(options.size, options.only, options.steps)
         print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         return
-    found = {}
-    for what in ("step", "trace"):
-        command = [sys.executable, __file__, "--size", arguments.size, "--steps", str(arguments.steps), "--only", what]
-        seconds, peak = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-        found[what] = (float(seconds), float(peak) / 1024)
-        print(f"{what:<6} {found[what][0] * 1000:8.1f} ms   peak memory of the process {found[what][1]:7.0f} MiB")
-    print(f"origin: {found['trace'][0] / found['step'][0]:.2f} x the step's time (bound 5), ", end="")
-    print(f"{found['trace'][1] / found['step'][1]:.2f} x its peak memory (bound 2)")
+    stock = None
+    for kind in KINDS:
+        command = [sys.executable, __file__, "--size", options.size, "--steps", str(options.steps), "--only", kind]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        seconds, peak = map(float, printed.split())
+        stock = stock or (seconds, peak)
+        print(f"{kind:<10} {seconds * 1000:8.1f} ms, {seconds / stock[0]:5.2f} x healthy   ", end="")
+        print(f"peak memory of the process {peak / 1024:7.0f} MiB, {peak / stock[1]:.2f} x healthy")
 
 
 if __name__ == "__main__":

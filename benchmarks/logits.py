@@ -1,8 +1,8 @@
-"""What the sampling guard costs on healthy scores, against one `torch.sum` over them, in one process.
+"""What the guard of sampling costs on healthy scores, beside one `torch.sum` over them.
 
     python benchmarks/logits.py --repeats 200
 
-Times on a shared machine are noise, so contenders take turns and the fastest of each is shown.
+Times on a shared machine are noise, so the contenders take turns and the fastest call of each counts.
 """
 
 import argparse
@@ -17,14 +17,13 @@ from transformers import InfNanRemoveLogitsProcessor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hf_nanguard.core.logits import repair_scores
-from hf_nanguard.hf.generation.logits_processors import NumericalStabilityLogitsProcessor
+from hf_nanguard import NumericalStabilityLogitsProcessor
 
 SHAPES = ((8, 151936), (32, 32000))
 
 
 def measure(contenders: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Returns the shortest time of each in seconds."""
+    """Returns the time of the fastest call of each contender, in seconds."""
     best = dict.fromkeys(contenders, float("inf"))
     for _ in range(repeats):
         for name, run in contenders.items():
@@ -37,17 +36,16 @@ def measure(contenders: dict[str, Callable[[], object]], repeats: int) -> dict[s
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=100, help="turns of each contender (default: 100)")
+    parser.add_argument("--repeats", type=int, default=100, help="calls of each contender (default: 100)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     for rows, vocabulary in SHAPES:
         scores = torch.randn(rows, vocabulary)
-        scores[:, ::7] = -float("inf")  # masks are healthy
+        scores[:, ::7] = -float("inf")  # a mask is healthy
         ids = torch.zeros(rows, 5, dtype=torch.long)
         contenders = {
             "torch.sum": scores.sum,
             "ours": partial(NumericalStabilityLogitsProcessor(eos_token_id=2), ids, scores),
-            "ours, as on a device": partial(repair_scores, scores, 2, look=False),
             "ours, mode always": partial(NumericalStabilityLogitsProcessor(mode="always", eos_token_id=2), ids, scores),
             "InfNanRemoveLogitsProcessor": partial(InfNanRemoveLogitsProcessor(), ids, scores),
         }

@@ -1,9 +1,9 @@
-"""Time and peak memory of the losses over a vocabulary, forward and backward, against the usual forms.
+"""Time and peak memory of losses over a vocabulary, forward and backward, beside the usual forms.
 
     python benchmarks/losses.py --tokens 512 --vocabulary 128256
 
-Every contender runs in a process of its own, so that the peak is its own: it is what the process grew by over the logits
-themselves, and at least their gradient. The fastest of a few turns is shown.
+Each contender runs in a process of its own. Its peak memory is what the process grows by beyond the logits; that includes
+at least their gradient. The fastest of a few calls counts.
 """
 
 import argparse
@@ -21,13 +21,13 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from hf_nanguard.core.losses import distillation_loss, masked_cross_entropy
+from hf_nanguard import distillation_loss, masked_cross_entropy
 
 TEMPERATURE = 2.0
 
 
 def usual_distillation(student: Tensor, teacher: Tensor) -> Tensor:
-    """The form found in most scripts, with float32 copies for half-precision logits."""
+    """Distillation loss as most scripts write it, with float32 copies of half-precision logits."""
     ours, theirs = ((logits.float() / TEMPERATURE).log_softmax(-1) for logits in (student, teacher))
     return TEMPERATURE**2 * F.kl_div(ours, theirs, log_target=True, reduction="sum") / len(student)
 
@@ -41,7 +41,7 @@ CONTENDERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def peak_mb() -> float:
-    """Returns the largest memory this process has had."""
+    """Returns the peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -53,7 +53,9 @@ def run(name: str, tokens: int, vocabulary: int, repeats: int) -> None:
     teacher = torch.empty_like(logits).normal_(std=5.0)
     labels = torch.randint(0, vocabulary, (tokens,))
     few = logits[:2].detach().requires_grad_()
-    torch.autograd.grad(CONTENDERS[name](few, labels[:2], teacher[:2]), few)  # what torch itself needs is there now
+    torch.autograd.grad(
+        CONTENDERS[name](few, labels[:2], teacher[:2]), few
+    )  # so that torch itself has allocated what it needs
     before, best = peak_mb(), float("inf")
     for _ in range(repeats):
         began = time.perf_counter()
@@ -65,19 +67,19 @@ def run(name: str, tokens: int, vocabulary: int, repeats: int) -> None:
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=512, help="positions of the batch (default: 512)")
+    parser.add_argument("--tokens", type=int, default=512, help="tokens of the batch (default: 512)")
     parser.add_argument("--vocabulary", type=int, default=128256, help="size of the vocabulary (default: 128256)")
-    parser.add_argument("--repeats", type=int, default=3, help="turns of each contender (default: 3)")
-    parser.add_argument("--contender", choices=CONTENDERS, help="run only this one, in this process")
+    parser.add_argument("--repeats", type=int, default=3, help="calls of each contender (default: 3)")
+    parser.add_argument("--contender", choices=CONTENDERS, help="run only this contender, in this process")
     options = parser.parse_args()
     if options.contender:
         run(options.contender, options.tokens, options.vocabulary, options.repeats)
         return
     size = options.tokens * options.vocabulary * 2 / 2**20
-    print(f"bfloat16 logits [{options.tokens}, {options.vocabulary}], {size:.0f} MB, and so is their gradient")
+    print(f"bfloat16 logits [{options.tokens}, {options.vocabulary}], {size:.0f} MB, as large as their gradient")
     for name in CONTENDERS:
         command = [sys.executable, __file__, *sys.argv[1:], "--contender", name]
-        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}  # what is freed is given back at once
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}  # freed memory is returned at once
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         seconds, megabytes = map(float, done.stdout.split())
         print(f"  {name:22} {seconds:7.2f} s  {megabytes:7.0f} MB")

@@ -1,9 +1,9 @@
-"""What people use today, on the same two planted failures, beside hf_nanguard: every cell is the outcome of a run.
+"""Compares hf_nanguard with what people use today, on two planted failures: every cell is the outcome of a run.
 
     python benchmarks/peers.py            # a minute or two; --markdown for the table of the README
 
-One row of 64 makes a loss of 0/0, or a finite loss whose gradient is NaN. Told is what somebody finds in the log or in the
-error: the place (the planted line of code), parameters or modules by name, the data (the row's number).
+One row of 64 makes a loss of 0/0, or a finite loss whose gradient is NaN. "Reported" is what the log or the error names: the
+place (the planted line of code), parameters or modules, the data (the row's number).
 """
 
 import argparse
@@ -19,20 +19,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.small_llama import SIZES, build_llama, count_step
 from hf_nanguard import NanGuardCallback, guarded
-from hf_nanguard.core.finite import find_nonfinite
-from tests.counting import counting
 
-BAD_ROW, STEPS, VOCAB = 21, 16, 64
-FAULTS = ("none", "loss", "gradient")
+BAD_ROW, STEPS = 21, 16
 
 
 class PlantedTrainer(Trainer):
-    """A masked mean and a distance, as a user writes them; `fault` says which of them meets its bad row."""
+    """A masked mean and a distance, as a user writes them; `fault` says which of them is bad for the bad row."""
 
     fault = "none"
 
@@ -70,7 +68,7 @@ class SkipsNan(PlantedTrainer):
 
 
 class LooksAfterStep(TrainerCallback):
-    """Looks at every gradient when the step is over, and stops."""
+    """Checks every gradient at the end of the step, and stops."""
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         for name, parameter in model.named_parameters():
@@ -104,11 +102,7 @@ CONTENDERS = (
 
 def build(contender: Contender, fault: str, steps: int = STEPS) -> Trainer:
     """Builds the run."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-    )  # fmt: skip
-    ids = torch.randint(3, VOCAB, (64, 8), generator=torch.Generator().manual_seed(0)).tolist()
+    ids = torch.randint(3, SIZES["tiny"][2], (64, 8), generator=torch.Generator().manual_seed(0)).tolist()
     rows = [{"input_ids": row, "row": index} for index, row in enumerate(ids)]
     args = TrainingArguments(
         tempfile.mkdtemp(), max_steps=steps, per_device_train_batch_size=4, report_to=[], save_strategy="no",
@@ -116,31 +110,31 @@ def build(contender: Contender, fault: str, steps: int = STEPS) -> Trainer:
         train_sampling_strategy="sequential", **dict(contender.arguments),
     )  # fmt: skip
     callbacks = [] if contender.callback is None else [contender.callback()]
-    trainer = contender.trainer(LlamaForCausalLM(config), args, train_dataset=rows, callbacks=callbacks)
+    trainer = contender.trainer(build_llama("tiny"), args, train_dataset=rows, callbacks=callbacks)
     trainer.fault = fault
     return trainer
 
 
 def play(contender: Contender, fault: str) -> str:
-    """Runs a fault and returns how it ended, and what was told."""
+    """Runs a fault and returns how the run ended and what was reported."""
     trainer = build(contender, fault)
-    heard = io.StringIO()
-    handler = logging.StreamHandler(heard)
+    output = io.StringIO()
+    handler = logging.StreamHandler(output)
     logging.getLogger("hf_nanguard").addHandler(handler)
     error = None
     try:
-        with redirect_stdout(heard), redirect_stderr(heard), contender.around():
+        with redirect_stdout(output), redirect_stderr(output), contender.around():
             trainer.train()
     except Exception as raised:  # whatever a contender raises is its outcome
         error = type(raised).__name__
-        heard.write(str(raised))
+        output.write(str(raised))
     finally:
         logging.getLogger("hf_nanguard").removeHandler(handler)
-    sound = not find_nonfinite(trainer.model.named_parameters())
+    is_finite = all(bool(torch.isfinite(parameter).all()) for parameter in trainer.model.parameters())
     done = trainer.state.global_step
     ending = f"{error} at step {done}" if error else "runs on" if done == STEPS else f"stops at step {done}"
-    text = heard.getvalue()
-    told = [
+    text = output.getvalue()
+    reported = [
         name
         for name, found in (
             ("place", re.search(r"planted: |mask\.sum\(1\)  #|\.sum\(1\)\.sqrt\(\)|peers\.py", text)),
@@ -149,19 +143,13 @@ def play(contender: Contender, fault: str) -> str:
         )
         if found
     ]
-    return f"{ending}, weights {'sound' if sound else 'NaN'}, told: {', '.join(told) or 'nothing'}"
+    return f"{ending}, weights {'finite' if is_finite else 'NaN'}, reported: {', '.join(reported) or 'nothing'}"
 
 
 def count(contender: Contender) -> tuple[float, float]:
     """Returns host reads and operations of a healthy step."""
-    totals = []
-    for steps in (3, 5):
-        trainer = build(contender, "none", steps)
-        with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()), contender.around(), counting() as counted:
-            trainer.train()
-        totals.append((counted.reads, counted.num_ops))
-    reads, ops = ((after - before) / 2 for before, after in zip(*totals, strict=True))
-    return reads, ops
+    with contender.around():
+        return count_step(build(contender, "none", steps=5))
 
 
 def main() -> None:

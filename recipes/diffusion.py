@@ -1,13 +1,13 @@
 """A denoising model on the plain `Trainer`: inputs, predictions, loss weights and loss are checked.
 
 A small convolutional network learns to draw the signal strength around a transmitter, from noise and the transmitter's
-place. It predicts signal and noise; the signal's error is weighted by the signal-to-noise ratio, which has no bound at
-the clean end. Model and data are made here; nothing is downloaded. Planted failures:
+place. It predicts signal and noise; the signal's error is weighted by the signal-to-noise ratio, which is unbounded
+without noise. Model and data are built in code; nothing is downloaded. Planted failures:
 
-    snr_weight   noise levels are drawn from 0 instead of 1, where the ratio is 1/0, and weights are not clamped
-    input        one map of the training data holds a NaN
+    snr_weight   noise levels start at 0 instead of 1; at 0 the ratio is 1/0, and weights are not clamped
+    input        one map of the training data contains a NaN
 
-`--max_weight 100` clamps the weights in either case, and then noise level 0 is harmless.
+With `--max_weight 100` the weights are clamped in both cases, and noise level 0 is harmless.
 
     python recipes/diffusion.py
     python recipes/diffusion.py --plant input --nanguard_on_bad_input drop_samples
@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import default_collate
 from transformers import Trainer, TrainingArguments
 
 from hf_nanguard import GuardedTrainingArguments, clamp_weight, guarded
@@ -42,24 +43,24 @@ DEFAULTS = {
     "logging_steps": 10,
 }
 PLANTED = {
-    "none": "Nothing is planted.",
-    "snr_weight": "Planted: noise levels are drawn from 0, where the signal-to-noise ratio is 1/0 (term signal).",
-    "input": f"Planted: the map of row {BAD_ROW} holds a NaN (input signal).",
+    "none": "No failure is planted.",
+    "snr_weight": "Planted: noise levels start at 0, where the signal-to-noise ratio is 1/0 (term signal).",
+    "input": f"Planted: the map of row {BAD_ROW} contains a NaN (input signal).",
 }
 
 
 @dataclass
 class ScriptArguments(CaseArguments):
-    """What this recipe takes beside the guarded training arguments."""
+    """Arguments of this recipe besides the guarded training arguments."""
 
     plant: Literal["snr_weight", "input", "none"] = field(
-        default="snr_weight", metadata={"help": "The failure to plant, or none."}
+        default="snr_weight", metadata={"help": "Failure to plant, or none."}
     )
     max_weight: float | None = field(
         default=None,
-        metadata={"help": "Largest loss weight. By default 100, or no bound with --plant snr_weight."},
+        metadata={"help": "Largest loss weight. Defaults to 100, or to no bound with --plant snr_weight."},
     )
-    num_levels: int = field(default=200, metadata={"help": "Noise levels, at least 2."})
+    num_levels: int = field(default=200, metadata={"help": "Number of noise levels, at least 2."})
     num_rows: int = field(default=256, metadata={"help": f"Rows of training data, more than {BAD_ROW}."})
 
     def __post_init__(self) -> None:
@@ -75,22 +76,22 @@ class Denoiser(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        widths = (3, 24, 24, 24)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(width, 24, 5, padding=2), nn.GroupNorm(4, 24), nn.SiLU()) for width in widths[:-1]
+        self.blocks = nn.Sequential(
+            *(
+                nn.Sequential(nn.Conv2d(width, 24, 5, padding=2), nn.GroupNorm(4, 24), nn.SiLU())
+                for width in (3, 24, 24)
+            )
         )
         self.head = nn.Conv2d(24, 2, 3, padding=1)
 
     def forward(self, noisy: Tensor, place: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
-        hidden = torch.stack([noisy, place, level[:, None, None].expand_as(noisy)], 1)
-        for block in self.blocks:
-            hidden = block(hidden)
-        signal, noise = self.head(hidden).unbind(1)
+        stacked = torch.stack([noisy, place, level[:, None, None].expand_as(noisy)], 1)
+        signal, noise = self.head(self.blocks(stacked)).unbind(1)
         return signal, noise
 
 
 def build_rows(num_rows: int, seed: int, plant: str = "none") -> list[dict[str, Tensor]]:
-    """Returns maps of signal strength around transmitters, and where the transmitters are."""
+    """Returns maps of the signal strength around transmitters, and the places of the transmitters."""
     draw = torch.Generator().manual_seed(seed)
     axis = torch.arange(SIDE, dtype=torch.float32)
     rows = []
@@ -106,10 +107,10 @@ def build_rows(num_rows: int, seed: int, plant: str = "none") -> list[dict[str, 
 
 
 class NoisyCollator:
-    """Stacks rows and draws a noise level for each, so that a level belongs to its row.
+    """Stacks rows and draws a noise level for each.
 
-    Drawn inside the loss it would come from the random state that a skipped step restores: the next step would draw the
-    same bad level again.
+    A level drawn inside the loss would come from the random state that a skipped step restores, so the next step would
+    draw the same bad level again.
 
     Args:
         lowest (`int`), num_levels (`int`):
@@ -122,27 +123,22 @@ class NoisyCollator:
 
     def __call__(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         levels = torch.randint(self.lowest, self.num_levels, (len(rows),)) / self.num_levels
-        return {**stack(rows), "level": levels}
-
-
-def stack(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Stacks rows."""
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+        return {**default_collate(rows), "level": levels}
 
 
 def add_noise(signal: Tensor, noise: Tensor, level: Tensor) -> Tensor:
-    """Returns the signal at noise levels between 0, the signal alone, and 1, noise alone."""
+    """Mixes signal and noise: level 0 is the signal alone, level 1 the noise alone."""
     level = level[:, None, None]
     return (1 - level) * signal + level.sqrt() * noise
 
 
 def weigh(level: Tensor) -> Tensor:
-    """Returns the signal-to-noise ratio of levels: infinite at 0."""
+    """Returns the signal-to-noise ratio of levels; it is infinite at 0."""
     return (1 - level).square() / level
 
 
 class DenoisingTrainer(Trainer):
-    """A plain `Trainer` that denoises; guarded, it has its weights, predictions and terms watched by name."""
+    """A plain `Trainer` with a denoising loss. If guarded, its loss weights, predictions and terms are checked by name."""
 
     def __init__(self, *args: Any, script: ScriptArguments, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -164,8 +160,8 @@ class DenoisingTrainer(Trainer):
 
 
 def measure(trainer: Any) -> dict[str, float | str]:
-    """Returns the error of the signal at half noise, on maps that were not trained on; 1 is what noise itself has."""
-    batch = {name: tensor.to(trainer.args.device) for name, tensor in stack(build_rows(64, seed=2)).items()}
+    """Returns the error of the signal at noise level 0.5 on held-out maps, relative to that of predicting zero."""
+    batch = {name: tensor.to(trainer.args.device) for name, tensor in default_collate(build_rows(64, seed=2)).items()}
     signal, level = batch["signal"], torch.full((64,), 0.5, device=trainer.args.device)
     noise = torch.randn(signal.shape, generator=torch.Generator().manual_seed(3)).to(signal.device)
     with torch.no_grad():
@@ -174,7 +170,7 @@ def measure(trainer: Any) -> dict[str, float | str]:
 
 
 def run(argv: Sequence[str] | None = None) -> list[Outcome]:
-    """Runs the recipe and returns what became of its runs, the guarded one last."""
+    """Runs the recipe and returns the outcomes of its runs, the guarded one last."""
     types = [ScriptArguments, GuardedTrainingArguments]
     script, args = parse_arguments(types, argv, DEFAULTS, __doc__)
 
@@ -188,10 +184,5 @@ def run(argv: Sequence[str] | None = None) -> list[Outcome]:
     return compare_runs(build_trainer, args, PLANTED[script.plant], measure, script.compare)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the recipe and returns the exit code: 0 if the guarded run is sound."""
-    return exit_code(run, argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

@@ -1,16 +1,16 @@
-"""A float16 student with routed experts learns from a teacher that has another tokenizer.
+"""Distillation: a float16 student with routed experts learns from a teacher with another tokenizer.
 
-The loss has two terms: cross-entropy (ce) and the divergence from the teacher (kd), compared where both tokenizers
-predict the same characters, over the tokens they share (`hf_nanguard.examples.tasks.token_alignment` says how). If kd is not finite it is
-dropped, as an event, and ce goes on. The router has a learning rate of its own. After every epoch the perplexity on
-other texts is measured, and the best model is kept. Without names, models and texts are made here; nothing is
-downloaded. Planted failures:
+The loss has two terms: cross-entropy (ce) and the divergence from the teacher (kd). kd compares positions at which both
+tokenizers predict the same characters, over the tokens they share (see `hf_nanguard.examples.tasks.token_alignment`). A
+non-finite kd is dropped and reported as an event, and the step uses ce alone. The router has its own learning rate. The
+validation perplexity is measured after every epoch, and the best model is kept. By default, models and texts are built in
+code; nothing is downloaded. Planted failures:
 
-    teacher_row  a word of one text has a NaN embedding in the teacher, as if its row had never been set
+    teacher_row  a word of one text has a NaN embedding in the teacher, as if its row had never been initialized
     eps          the optimizer has the usual eps of 1e-8, which is 0 in float16
 
-The second ruins weights in an update whose loss and gradients are finite. The guard cannot prevent that, it halts and
-names the cause. The default here is a fused AdamW, which computes in float32, with an eps of 1e-4.
+With eps, an update with finite loss and gradients makes weights NaN. The guard cannot prevent that; it halts and names the
+cause. The recipe's default is a fused AdamW, which computes in float32, with an eps of 1e-4.
 
     python recipes/distill.py
     python recipes/distill.py --plant eps
@@ -29,7 +29,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from hf_nanguard import (
     ArgumentError,
@@ -54,10 +61,10 @@ from hf_nanguard.examples.tasks.calendar_words import (
 )
 from hf_nanguard.examples.tasks.token_alignment import align_positions, share_vocabulary
 from hf_nanguard.hf.named_terms import weigh_term
+from hf_nanguard.plain_text import first_line
 
 MASKED = -100
 NUM_VALIDATION = 48
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 DEFAULTS = {
     **COMMON,
     "output_dir": "runs/distill",
@@ -74,7 +81,7 @@ DEFAULTS = {
     "metric_for_best_model": "eval_loss",
 }
 PLANTED = {
-    "none": "Nothing is planted.",
+    "none": "No failure is planted.",
     "teacher_row": f"Planted: the teacher's embedding of {BAD_WORD!r}, a word of one text, is NaN (term kd).",
     "eps": "Planted: AdamW with an eps of 1e-8, which is 0 in float16.",
 }
@@ -82,39 +89,41 @@ PLANTED = {
 
 @dataclass
 class ScriptArguments(CaseArguments):
-    """What this recipe takes beside the guarded training arguments."""
+    """Arguments of this recipe besides the guarded training arguments."""
 
     plant: Literal["teacher_row", "eps", "none"] = field(
-        default="teacher_row", metadata={"help": "The failure to plant, or none."}
+        default="teacher_row", metadata={"help": "Failure to plant, or none."}
     )
     student_lr: float | None = field(
         default=None,
-        metadata={"help": "Learning rate. By default 1e-5 for a named student, 5e-3 for the one made here."},
+        metadata={"help": "Learning rate. Defaults to 1e-5 for a given student, 5e-3 for the built-in one."},
     )
     router_lr: float | None = field(
-        default=None, metadata={"help": "Learning rate of the router. By default 1e-5, and 5e-3 for the one made here."}
+        default=None, metadata={"help": "Learning rate of the router; same defaults as --student_lr."}
     )
-    temperature: float = field(default=2.0, metadata={"help": "What logits are divided by in kd."})
+    temperature: float = field(default=2.0, metadata={"help": "Temperature of the logits in kd."})
     alpha_kd: float = field(default=0.1, metadata={"help": "Weight of the divergence from the teacher."})
     alpha_ce: float = field(default=0.9, metadata={"help": "Weight of the cross-entropy."})
     model_dtype: Literal["float16", "bfloat16", "float32"] = field(
         default="float16", metadata={"help": "Dtype of the student."}
     )
     logits_cap: float | None = field(
-        default=None, metadata={"help": "Smooth cap of the student's logits, e.g. 30; use the same when sampling."}
+        default=None, metadata={"help": "Smooth cap of the student's logits, e.g. 30; use the same cap for sampling."}
     )
     loss_bound: float | None = field(
-        default=None, metadata={"help": "Above it ce grows only logarithmically, and keeps a gradient; e.g. 6."}
+        default=None, metadata={"help": "Above this, ce grows logarithmically and keeps a gradient; e.g. 6."}
     )
     total_loss_bound: float | None = field(
-        default=None, metadata={"help": "The same for the weighted sum of both terms, which keep their own values."}
+        default=None, metadata={"help": "The same for the weighted sum of both terms."}
     )
-    model_name_or_path: str | None = field(default=None, metadata={"help": "The student. Made here by default."})
-    teacher_name_or_path: str | None = field(default=None, metadata={"help": "The teacher. Made here by default."})
-    train_file: str | None = field(default=None, metadata={"help": "Texts, one a line; the last 10 % validate."})
-    max_length: int = field(default=512, metadata={"help": "Tokens after which a text is cut."})
-    num_rows: int = field(default=128, metadata={"help": "Texts that are made here to train on."})
-    teacher_steps: int = field(default=120, metadata={"help": "Steps the teacher made here is trained before."})
+    model_name_or_path: str | None = field(default=None, metadata={"help": "The student. Built in code by default."})
+    teacher_name_or_path: str | None = field(default=None, metadata={"help": "The teacher. Built in code by default."})
+    train_file: str | None = field(
+        default=None, metadata={"help": "Texts, one per line; the last 10 % are for validation."}
+    )
+    max_length: int = field(default=512, metadata={"help": "Longer texts are truncated to this number of tokens."})
+    num_rows: int = field(default=128, metadata={"help": "Number of built-in training texts."})
+    teacher_steps: int = field(default=120, metadata={"help": "Training steps of the built-in teacher."})
 
     def __post_init__(self) -> None:
         names = [self.model_name_or_path, self.teacher_name_or_path, self.train_file]
@@ -122,7 +131,7 @@ class ScriptArguments(CaseArguments):
         if self.named and len(self.named) < len(names):
             raise ValueError("--model_name_or_path, --teacher_name_or_path and --train_file must be given together.")
         if self.named and self.plant == "teacher_row":
-            raise ValueError("--plant teacher_row is for the models made here. Add --plant none or --plant eps.")
+            raise ValueError("--plant teacher_row needs the built-in models. Add --plant none or --plant eps.")
         if not (self.temperature > 0 and math.isfinite(self.temperature)):
             raise ValueError(f"--temperature must be positive and finite, got {self.temperature}.")
         usual = 1e-5 if self.named else 5e-3
@@ -136,14 +145,14 @@ class Material:
 
     build_student: Callable[[], nn.Module]
     teacher: nn.Module
-    student_tokenizer: Any
-    teacher_tokenizer: Any
+    student_tokenizer: PreTrainedTokenizerBase
+    teacher_tokenizer: PreTrainedTokenizerBase
     texts: list[str]
     validation: list[str]
 
 
-def make_material(script: ScriptArguments, seed: int) -> Material:
-    """Makes everything here."""
+def build_material(script: ScriptArguments, seed: int) -> Material:
+    """Builds models, tokenizers and texts in code."""
     ours, theirs = build_tokenizers()
     teacher = build_teacher(theirs, script.teacher_steps, seed)
     planted = script.plant == "teacher_row"
@@ -155,18 +164,20 @@ def make_material(script: ScriptArguments, seed: int) -> Material:
 
 
 def load_material(student: str, teacher: str, train_file: str) -> Material:
-    """Loads what was named."""
+    """Loads the models and texts that the user named."""
     try:
         texts = [line for line in Path(train_file).read_text(encoding="utf-8").splitlines() if line.strip()]
         tokenizers = [AutoTokenizer.from_pretrained(name) for name in (student, teacher)]
         frozen = AutoModelForCausalLM.from_pretrained(teacher)
     except (OSError, ValueError) as error:
-        raise ArgumentError(f"a model or the texts cannot be loaded: {(str(error).splitlines() or [''])[0]}") from error
+        raise ArgumentError(f"A model or the texts cannot be loaded: {first_line(error)}") from error
     if len(texts) < 2:
-        raise ArgumentError(f"--train_file must hold at least 2 texts, got {len(texts)} in {train_file!r}.")
+        raise ArgumentError(f"--train_file must contain at least 2 texts, got {len(texts)} in {train_file!r}.")
     for tokenizer in tokenizers:
         if not tokenizer.is_fast:
-            raise ArgumentError(f"tokenizers must tell where tokens begin and end, {tokenizer.name_or_path!r} cannot.")
+            raise ArgumentError(
+                f"Tokenizers must be fast ones, which return offsets; {tokenizer.name_or_path!r} is not."
+            )
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     num_train = len(texts) - max(1, len(texts) // 10)
     parts = (texts[:num_train], texts[num_train:])
@@ -176,21 +187,21 @@ def load_material(student: str, teacher: str, train_file: str) -> Material:
 
 
 class PairCollator:
-    """Tokenizes texts twice and aligns the two.
+    """Tokenizes texts with both tokenizers and aligns the positions.
 
     Args:
         student (`PreTrainedTokenizerBase`), teacher (`PreTrainedTokenizerBase`):
             The tokenizers.
         max_length (`int`):
-            Tokens after which a text is cut.
+            Longer texts are truncated to this number of tokens.
     """
 
-    def __init__(self, student: Any, teacher: Any, max_length: int):
+    def __init__(self, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, max_length: int):
         self.student = student
         self.teacher = teacher
         self.max_length = max_length
 
-    def _encode(self, tokenizer: Any, texts: list[str]) -> Any:
+    def _encode(self, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Any:
         return tokenizer(
             texts, return_tensors="pt", padding=True, padding_side="right", truncation=True, max_length=self.max_length,
             return_offsets_mapping=True,
@@ -211,7 +222,7 @@ class PairCollator:
 
 
 class DistillationTrainer(Trainer):
-    """A plain `Trainer` with ce and kd; guarded, it names them, and kd may fail."""
+    """A plain `Trainer` with ce and kd. If guarded, they are checked by name, and a non-finite kd is dropped."""
 
     def __init__(
         self, *args: Any, script: ScriptArguments, teacher: nn.Module, shared: tuple[Tensor, Tensor], **kwargs: Any
@@ -222,8 +233,8 @@ class DistillationTrainer(Trainer):
         self.shared = tuple(ids.to(self.args.device) for ids in shared)
         self.model_accepts_loss_kwargs = False  # both terms are means over the micro-batch
 
-    def ask_teacher(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Returns the teacher's logits of shared tokens, where the student's positions have a partner, 0 elsewhere."""
+    def get_teacher_logits(self, inputs: dict[str, Tensor]) -> Tensor:
+        """Returns the teacher's logits of shared tokens at the student's positions; those without a pair have any values."""
         with torch.no_grad():
             ids, mask = inputs["teacher_input_ids"], inputs["teacher_attention_mask"]
             logits = self.teacher(input_ids=ids, attention_mask=mask).logits[..., self.shared[1]]
@@ -236,12 +247,12 @@ class DistillationTrainer(Trainer):
         logits = outputs.logits if script.logits_cap is None else soft_cap(outputs.logits, script.logits_cap)
         labels = nn.functional.pad(inputs["labels"], (0, 1), value=MASKED)[:, 1:]
         ce = masked_cross_entropy(logits, labels)
-        if not model.training:  # what perplexity is of
+        if not model.training:  # the perplexity is of ce alone
             return (ce, {"logits": logits}) if return_outputs else ce
         ce = ce if script.loss_bound is None else bounded_loss(ce, script.loss_bound)
         loss = weigh_term(self, "ce", ce, script.alpha_ce, "keep")
         paired = inputs["teacher_positions"] >= 0
-        kd = distillation_loss(logits[..., self.shared[0]], self.ask_teacher(inputs), script.temperature, paired)
+        kd = distillation_loss(logits[..., self.shared[0]], self.get_teacher_logits(inputs), script.temperature, paired)
         loss = loss + weigh_term(self, "kd", kd, script.alpha_kd, "drop")
         loss = loss if script.total_loss_bound is None else bounded_loss(loss, script.total_loss_bound)
         return (loss, outputs) if return_outputs else loss
@@ -251,7 +262,7 @@ class DistillationTrainer(Trainer):
         assert self.model is not None
         routers = {id(p) for name, p in self.model.named_parameters() if {"gate", "router"} & set(name.split("."))}
         if not routers:
-            print("The student has no router, so --router_lr has no effect.")
+            print("The student has no router, so --router_lr is ignored.")
         for group in list(optimizer.param_groups):
             mine = [p for p in group["params"] if id(p) in routers]
             group["params"] = [p for p in group["params"] if id(p) not in routers]
@@ -266,17 +277,12 @@ class DistillationTrainer(Trainer):
 
 
 def perplexity(loss: float) -> float:
-    """Returns e to the loss; inf where that overflows."""
+    """Returns exp(loss), or inf if that overflows."""
     return torch.tensor(loss, dtype=torch.float64).exp().item()
 
 
-def find_logged(trainer: Any, name: str) -> list[float]:
-    """Returns what was logged under a name."""
-    return [row[name] for row in trainer.state.log_history if name in row]
-
-
 class EpochLine(TrainerCallback):
-    """Prints a line after every validation."""
+    """Prints a line after every evaluation."""
 
     def __init__(self) -> None:
         self.best = math.inf
@@ -288,7 +294,7 @@ class EpochLine(TrainerCallback):
         terms = [f"{name}={last[key]:.4f}" for name in ("kd", "ce") if (key := f"nanguard/term/{name}") in last]
         rate = f" ({', '.join(terms)}) success_rate={last['nanguard/success_rate']:.0%}" if terms else ""
         score = perplexity(metrics["eval_loss"])
-        mark = ", the best so far" if score < self.best else ""
+        mark = ", best so far" if score < self.best else ""
         self.best = min(self.best, score) if not math.isnan(score) else self.best
         print(
             f"  step {state.global_step}: loss={last.get('loss', math.nan):.4f}{rate}, validation perplexity {score:.2f}{mark}"
@@ -296,65 +302,53 @@ class EpochLine(TrainerCallback):
 
 
 def measure(trainer: Any) -> dict[str, float | str]:
-    """Returns the averages of the run and its best validation perplexity; the terms are known to the guard only."""
+    """Returns averages of the run and its best validation perplexity; only the guard knows the terms."""
     names = {"loss": "loss", "kd": "nanguard/term/kd", "ce": "nanguard/term/ce"}
-    logged = {name: find_logged(trainer, key) for name, key in names.items()}
-    rate = "not known"
+    logged = {name: [row[key] for row in trainer.state.log_history if key in row] for name, key in names.items()}
+    rate = "unknown"
     if isinstance(trainer, GuardedTrainerMixin):
         counter = trainer.nanguard.guard.counter
         rate = f"{counter.success_rate:.0%}, kd dropped {counter.dropped_terms.get('kd', 0)} times on rank 0"
     best = trainer.state.best_metric
     return {
-        **{f"average {name}": sum(v) / len(v) if v else "not known" for name, v in logged.items()},
+        **{f"average {name}": sum(v) / len(v) if v else "unknown" for name, v in logged.items()},
         "success rate": rate,
         "best perplexity": math.nan if best is None else perplexity(best),
         "best model": trainer.state.best_model_checkpoint or "none",
     }
 
 
-def name_own_rates(given: Any) -> tuple[str, ...]:
-    """Returns what a preset does not set: a model that starts from nothing has larger gradients and a longer way to go."""
+def find_kept(given: Any) -> tuple[str, ...]:
+    """Returns arguments that a preset must not change: an untrained model has larger gradients and needs larger rates."""
     return () if given.model_name_or_path else ("student_lr", "router_lr", "nanguard_skip_grad_norm")
 
 
 def run(argv: Sequence[str] | None = None) -> list[Outcome]:
-    """Runs the recipe and returns what became of its runs, the guarded one last."""
+    """Runs the recipe and returns the outcomes of its runs, the guarded one last."""
     types = [ScriptArguments, GuardedTrainingArguments]
-    script, args = parse_arguments(types, argv, DEFAULTS, __doc__, "distill", name_own_rates)
+    script, args = parse_arguments(types, argv, DEFAULTS, __doc__, "distill", find_kept)
     if args.learning_rate != TrainingArguments.learning_rate:
-        raise ArgumentError(f"learning_rate must be given as --student_lr here, got {args.learning_rate}.")
+        raise ArgumentError(f"Use --student_lr instead of --learning_rate here, got {args.learning_rate}.")
     args.learning_rate = script.student_lr
     if script.plant == "eps":
         args.optim, args.adam_epsilon = "adamw_torch", 1e-8
-    material = load_material(*script.named) if script.named else make_material(script, args.seed)
+    material = load_material(*script.named) if script.named else build_material(script, args.seed)
     ours, theirs = share_vocabulary(material.student_tokenizer, material.teacher_tokenizer)
     if not ours:
-        raise ArgumentError(
-            "student and teacher must share tokens to be compared, they share none. Choose another teacher."
-        )
+        raise ArgumentError("Student and teacher share no tokens, so they cannot be compared. Choose another teacher.")
 
     def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
         trainer_class: Any = guarded(DistillationTrainer) if guard else DistillationTrainer
+        train, test = ([{"text": text} for text in texts] for texts in (material.texts, material.validation))
         return trainer_class(
-            material.build_student().to(DTYPES[script.model_dtype]),
-            args,
+            material.build_student().to(getattr(torch, script.model_dtype)), args, train_dataset=train, eval_dataset=test,
             data_collator=PairCollator(material.student_tokenizer, material.teacher_tokenizer, script.max_length),
-            train_dataset=[{"text": text} for text in material.texts],
-            eval_dataset=[{"text": text} for text in material.validation],
-            processing_class=material.student_tokenizer,
-            callbacks=[EpochLine()],
-            script=script,
-            teacher=material.teacher,
+            processing_class=material.student_tokenizer, callbacks=[EpochLine()], script=script, teacher=material.teacher,
             shared=(torch.tensor(ours), torch.tensor(theirs)),
-        )
+        )  # fmt: skip
 
     return compare_runs(build_trainer, args, PLANTED[script.plant], measure, script.compare)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the recipe and returns the exit code: 0 if the guarded run is sound."""
-    return exit_code(run, argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

@@ -1,11 +1,11 @@
-"""Reinforcement learning with GRPO under guard: the same as `nanguard grpo`, for launchers that want a file.
+"""GRPO with the guard: the same as `nanguard grpo`, as a file for launchers.
 
     python recipes/grpo.py
     python recipes/grpo.py --compare
     accelerate launch recipes/grpo.py --config configs/grpo/balanced.yaml
     accelerate launch --config_file configs/accelerate/ddp.yaml recipes/grpo.py --preset balanced
 
-`--help` shows what it takes; the code is hf_nanguard/examples/recipe/grpo_recipe.py.
+`--help` lists the arguments; the code is in hf_nanguard/examples/recipe/grpo_recipe.py.
 """
 
 import sys

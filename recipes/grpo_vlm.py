@@ -1,9 +1,9 @@
-"""GRPO of a vision-language model whose sampling meets NaN: the stock trainer dies of it, the guarded one goes on.
+"""GRPO of a vision-language model that samples from NaN: it ends the stock run, and the guarded run continues.
 
-A small LLaVA, made in code, learns to say whether a picture is bright or dark. One picture of the data is broken: it has a NaN
-pixel, as a damaged file or a division in a transform leaves behind. Every score of a completion about it is NaN, and
-drawing a token from such scores is an error. Under guard those completions are ended, left out of the loss and of
-their group's baseline, and told with the dataset row they came from.
+A small LLaVA, built in code, learns to say whether a picture is bright or dark. One picture has a NaN pixel, as from a
+damaged file or a division in a transform. All scores of completions about it are NaN, and sampling a token from them
+raises an error. The guard ends those completions, excludes them from the loss and from their group's baseline, and
+reports an event with their dataset row.
 
     python recipes/grpo_vlm.py
     python recipes/grpo_vlm.py --plant none --compare false --max_steps 200
@@ -14,6 +14,7 @@ their group's baseline, and told with the dataset row they came from.
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,7 @@ from hf_nanguard import ArgumentError, GuardedGRPOConfig, GuardedGRPOTrainer
 from hf_nanguard.examples.compare import Outcome, compare_runs
 from hf_nanguard.examples.recipe.command_line import parse_arguments
 from hf_nanguard.examples.recipe.field_report_case import CaseArguments, check_rows, exit_code
-from hf_nanguard.examples.recipe.grpo_recipe import measure
+from hf_nanguard.examples.recipe.grpo_recipe import measure_rewards
 from hf_nanguard.examples.tasks import pictures as picture
 
 BAD_ROW = 5
@@ -46,16 +47,16 @@ DEFAULTS = {
     "generation_kwargs": {"suppress_tokens": [picture.WORDS.index(picture.IMAGE)]},
 }
 PLANTED = {
-    "none": "Nothing is planted.",
-    "picture": f"Planted: a pixel of the picture in row {BAD_ROW} is NaN, so every score of a completion about it is.",
+    "none": "No failure is planted.",
+    "picture": f"Planted: a pixel of the picture in row {BAD_ROW} is NaN, so all scores of completions about it are NaN.",
 }
 
 
 @dataclass
 class ScriptArguments(CaseArguments):
-    """What this recipe takes beside the guarded arguments of GRPO."""
+    """Arguments of this recipe besides the guarded arguments of GRPO."""
 
-    plant: Literal["picture", "none"] = field(default="picture", metadata={"help": "The failure to plant, or none."})
+    plant: Literal["picture", "none"] = field(default="picture", metadata={"help": "Failure to plant, or none."})
     num_rows: int = field(default=64, metadata={"help": f"Rows of training data, more than {BAD_ROW}."})
 
     def __post_init__(self) -> None:
@@ -63,25 +64,24 @@ class ScriptArguments(CaseArguments):
 
 
 def build_data(script: ScriptArguments, seed: int) -> Any:
-    """Returns pictures with questions, one of them broken if that was asked for."""
+    """Returns pictures with questions, one of them with a NaN pixel if that is to be planted."""
     rows = picture.build_rows(script.num_rows, seed).to_list()
     if script.plant == "picture":
         rows[BAD_ROW]["images"][0][0][0][0] = float("nan")
     return Dataset.from_list(rows)
 
 
-def measure_rewards(trainer: Any) -> dict[str, float | str]:
-    """Returns the mean reward at both ends of a run."""
-    return {f"reward, {end}": value for end, value in measure(trainer).items()}
-
-
 def run(argv: Sequence[str] | None = None) -> list[Outcome]:
-    """Runs the recipe and returns what became of its runs, the guarded one last."""
+    """Runs the recipe and returns the outcomes of its runs, the guarded one last."""
     script, args = parse_arguments([ScriptArguments, GuardedGRPOConfig], argv, DEFAULTS, __doc__, "grpo")
-    if script.compare and script.plant != "none" and args.world_size > 1:  # the others would wait for the one that dies
+    if (
+        script.compare and script.plant != "none" and args.world_size > 1
+    ):  # the other processes would wait for the one that fails
         raise ArgumentError(
-            f"--compare must be false on several processes, got {args.world_size}: the stock run dies on one of them alone."
+            f"--compare must be false on several processes, got {args.world_size}: the stock run fails on one of them only."
         )
+
+    measure = partial(measure_rewards, prefix="reward, ")
 
     def build_trainer(args: Any, guard: bool) -> Any:
         trainer_class: Any = GuardedGRPOTrainer if guard else GRPOTrainer
@@ -90,13 +90,8 @@ def run(argv: Sequence[str] | None = None) -> list[Outcome]:
             train_dataset=build_data(script, args.seed), processing_class=picture.build_processor(),
         )  # fmt: skip
 
-    return compare_runs(build_trainer, args, PLANTED[script.plant], measure_rewards, script.compare)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the recipe and returns the exit code: 0 if the guarded run is sound."""
-    return exit_code(run, argv)
+    return compare_runs(build_trainer, args, PLANTED[script.plant], measure, script.compare)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

@@ -1,12 +1,12 @@
-"""Text and latents learned together: a loss of two terms, each checked, logged and blamed by name.
+"""Text and latents learned together: a loss of two terms, each checked, logged and reported by name.
 
-A small encoder fills in masked tokens (cross-entropy) and regresses the latent vector that a frozen encoder gave to the
-whole text. Model and data are made here; nothing is downloaded. Planted failures, one row of the data each:
+A small encoder fills in masked tokens (cross-entropy) and predicts the latent vector that a frozen encoder computes for
+the whole text. Model and data are built in code; nothing is downloaded. Planted failures, in one row of the data:
 
     empty_mask   no token of the row is masked, so the mean over its masked tokens is 0/0
     zero_latent  the row's latent is all zeros, so its direction is 0/0
 
-`--stable_losses true` has the losses of hf_nanguard in place of the plain ones; neither row can harm them.
+`--stable_losses true` uses the losses of hf_nanguard, which handle both rows, instead of the plain ones.
 
     python recipes/latent.py
     python recipes/latent.py --plant zero_latent --on_bad_term drop
@@ -21,6 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import default_collate
 from transformers import BertConfig, BertModel, Trainer, TrainingArguments
 
 from hf_nanguard import GuardedTrainingArguments, guarded, masked_cross_entropy, normalized_mse
@@ -43,7 +44,7 @@ DEFAULTS = {
     "logging_steps": 5,
 }
 PLANTED = {
-    "none": "Nothing is planted.",
+    "none": "No failure is planted.",
     "empty_mask": f"Planted: no token of row {BAD_ROW} is masked, so its mean over masked tokens is 0/0 (term text).",
     "zero_latent": f"Planted: the latent of row {BAD_ROW} is all zeros, so its direction is 0/0 (term latent).",
 }
@@ -51,17 +52,17 @@ PLANTED = {
 
 @dataclass
 class ScriptArguments(CaseArguments):
-    """What this recipe takes beside the guarded training arguments."""
+    """Arguments of this recipe besides the guarded training arguments."""
 
     plant: Literal["empty_mask", "zero_latent", "none"] = field(
-        default="empty_mask", metadata={"help": "The failure to plant, or none."}
+        default="empty_mask", metadata={"help": "Failure to plant, or none."}
     )
     stable_losses: bool | None = field(
         default=None,
-        metadata={"help": "The losses of hf_nanguard in place of plain ones. By default only if nothing is planted."},
+        metadata={"help": "Use the losses of hf_nanguard. By default only if no failure is planted."},
     )
     on_bad_term: Literal["keep", "drop"] = field(
-        default="keep", metadata={"help": "A term that is not finite: lose the micro-batch (keep) or the term (drop)."}
+        default="keep", metadata={"help": "For a non-finite term, drop the micro-batch (keep) or only the term (drop)."}
     )
     text_loss_weight: float = field(default=1.0, metadata={"help": "Weight of the cross-entropy."})
     latent_loss_weight: float = field(default=0.1, metadata={"help": "Weight of the latent regression."})
@@ -92,7 +93,7 @@ class TextLatentModel(nn.Module):
 
 
 def build_rows(num_rows: int, seed: int, plant: str = "none") -> list[dict[str, Tensor]]:
-    """Returns texts that count on from a token, some of it masked, with the latents of a frozen encoder."""
+    """Returns texts of consecutive tokens, some of them masked, with the latents of a frozen encoder."""
     draw = torch.Generator().manual_seed(seed)
     encoder = torch.randn(NUM_TOKENS, NUM_LATENTS, generator=torch.Generator().manual_seed(0))
     rows = []
@@ -100,42 +101,32 @@ def build_rows(num_rows: int, seed: int, plant: str = "none") -> list[dict[str, 
         start = torch.randint(NUM_TOKENS - FIRST, (1,), generator=draw)
         text = FIRST + (start + torch.arange(LENGTH)) % (NUM_TOKENS - FIRST)
         masked = torch.rand(LENGTH, generator=draw) < 0.3
-        masked[index % LENGTH] = True  # a healthy row has something to fill in
+        masked[index % LENGTH] = True  # every healthy row has a masked token
         latent = encoder[text].mean(0)
         if index == BAD_ROW and plant == "empty_mask":
             masked = torch.zeros_like(masked)
         if index == BAD_ROW and plant == "zero_latent":
             latent = torch.zeros_like(latent)
-        rows.append(
-            {
-                "input_ids": text.masked_fill(masked, BLANK),
-                "labels": text.masked_fill(~masked, MASKED),
-                "latents": latent,
-            }
-        )
+        inputs, labels = text.masked_fill(masked, BLANK), text.masked_fill(~masked, MASKED)
+        rows.append({"input_ids": inputs, "labels": labels, "latents": latent})
     return rows
 
 
-def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Stacks rows."""
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
 def plain_text_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Returns the mean over rows of each row's mean over its masked tokens: 0/0 for a row that has none."""
+    """Returns the mean over rows of each row's mean over its masked tokens; 0/0 for a row without any."""
     mask = (labels != MASKED).float()
     losses = F.cross_entropy(logits.transpose(1, 2), labels.clamp(min=0), reduction="none")
     return ((losses * mask).sum(1) / mask.sum(1)).mean()
 
 
 def plain_latent_loss(prediction: Tensor, target: Tensor) -> Tensor:
-    """Returns the mean squared distance of directions: 0/0 for a latent that has none."""
+    """Returns the mean squared distance of the normalized latents; 0/0 for a zero latent."""
     unit = prediction / prediction.norm(dim=-1, keepdim=True)
     return F.mse_loss(unit, target / target.norm(dim=-1, keepdim=True))
 
 
 class LatentTrainer(Trainer):
-    """A plain `Trainer` with a loss of two terms; guarded, it names them."""
+    """A plain `Trainer` with a loss of two terms. If guarded, they are checked by name."""
 
     def __init__(self, *args: Any, script: ScriptArguments, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -143,11 +134,8 @@ class LatentTrainer(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         logits, latents = model(inputs["input_ids"])
-        text_loss, latent_loss = (
-            (masked_cross_entropy, normalized_mse)
-            if self.script.stable_losses
-            else (plain_text_loss, plain_latent_loss)
-        )
+        stable, plain = (masked_cross_entropy, normalized_mse), (plain_text_loss, plain_latent_loss)
+        text_loss, latent_loss = stable if self.script.stable_losses else plain
         text, latent = text_loss(logits, inputs["labels"]), latent_loss(latents, inputs["latents"])
         text = weigh_term(self, "text", text, self.script.text_loss_weight, self.script.on_bad_term)
         latent = weigh_term(self, "latent", latent, self.script.latent_loss_weight, self.script.on_bad_term)
@@ -156,23 +144,21 @@ class LatentTrainer(Trainer):
 
 
 def measure(trainer: Any) -> dict[str, float | str]:
-    """Returns how well it does on rows that were not trained on, and the terms as last logged."""
-    batch = {name: tensor.to(trainer.args.device) for name, tensor in collate(build_rows(64, seed=2)).items()}
+    """Returns text loss and latent similarity on held-out rows, and the last logged terms."""
+    batch = {name: tensor.to(trainer.args.device) for name, tensor in default_collate(build_rows(64, seed=2)).items()}
     with torch.no_grad():
         logits, latents = trainer.model.eval()(batch["input_ids"])
-    last = [row for row in trainer.state.log_history if "loss" in row][-1:]
-    terms = {
-        name.removeprefix("nanguard/term/"): value for row in last for name, value in row.items() if "/term/" in name
-    }
+    last: dict[str, Any] = next((row for row in reversed(trainer.state.log_history) if "loss" in row), {})
+    terms = {name.removeprefix("nanguard/term/"): value for name, value in last.items() if "/term/" in name}
     return {
         "held-out text loss": masked_cross_entropy(logits, batch["labels"]).item(),
         "held-out latent cosine": F.cosine_similarity(latents, batch["latents"]).mean().item(),
-        "terms, last logged": ", ".join(f"{name} {value:.4g}" for name, value in terms.items()) or "not known",
+        "terms, last logged": ", ".join(f"{name} {value:.4g}" for name, value in terms.items()) or "unknown",
     }
 
 
 def run(argv: Sequence[str] | None = None) -> list[Outcome]:
-    """Runs the recipe and returns what became of its runs, the guarded one last."""
+    """Runs the recipe and returns the outcomes of its runs, the guarded one last."""
     types = [ScriptArguments, GuardedTrainingArguments]
     script, args = parse_arguments(types, argv, DEFAULTS, __doc__)
 
@@ -180,15 +166,10 @@ def run(argv: Sequence[str] | None = None) -> list[Outcome]:
         torch.manual_seed(args.seed)
         trainer_class: Any = guarded(LatentTrainer) if guard else LatentTrainer
         rows: Any = build_rows(script.num_rows, seed=1, plant=script.plant)
-        return trainer_class(TextLatentModel(), args, data_collator=collate, train_dataset=rows, script=script)
+        return trainer_class(TextLatentModel(), args, data_collator=default_collate, train_dataset=rows, script=script)
 
     return compare_runs(build_trainer, args, PLANTED[script.plant], measure, script.compare)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the recipe and returns the exit code: 0 if the guarded run is sound."""
-    return exit_code(run, argv)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_code(run))

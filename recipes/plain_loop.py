@@ -1,8 +1,8 @@
-"""The guard in a training loop written by hand: torch only, no Trainer.
+"""The guard in a hand-written training loop: torch only, no Trainer.
 
 A small network learns to predict prices from features, with a relative error as its loss. One sample has a price of
-exactly 0, so its relative error is a division by zero. Without the guard every weight is NaN after that step; with it,
-the micro-batch that holds the sample is left out and the rest of the step goes on.
+exactly 0, so its relative error is a division by zero. Without the guard every weight is NaN after that step. The guard
+drops the micro-batch with that sample and finishes the step with the others.
 
     python recipes/plain_loop.py --steps 50
 """
@@ -17,13 +17,13 @@ from hf_nanguard.core.finite import find_nonfinite
 from hf_nanguard.core.step.guard import Guard
 
 Batch = tuple[Tensor, Tensor]
-BATCHES_A_STEP = 4
+BATCHES_PER_STEP = 4
 
 
 def build_groups(steps: int, bad_step: int) -> list[list[Batch]]:
     """Returns the micro-batches of every step; one target of `bad_step` is 0."""
     torch.manual_seed(0)
-    features = torch.randn(steps, BATCHES_A_STEP, 8, 6)
+    features = torch.randn(steps, BATCHES_PER_STEP, 8, 6)
     prices = (features @ torch.linspace(0.1, 0.5, 6)).exp()
     prices[bad_step, 2, 5] = 0.0
     return [list(zip(x, y, strict=True)) for x, y in zip(features, prices, strict=True)]
@@ -67,7 +67,7 @@ def measure_error(model: nn.Module, batches: list[Batch]) -> float:
 
 
 def main() -> None:
-    """Runs the loop with and without the guard and prints what became of it."""
+    """Runs the loop with and without the guard and prints the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )

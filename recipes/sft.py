@@ -1,11 +1,11 @@
-"""Supervised fine-tuning under guard: the same as `nanguard sft`, for launchers that want a file.
+"""Supervised fine-tuning with the guard: the same as `nanguard sft`, as a file for launchers.
 
     python recipes/sft.py
     python recipes/sft.py --compare
     accelerate launch recipes/sft.py --config configs/sft/balanced.yaml
     accelerate launch --config_file configs/accelerate/ddp.yaml recipes/sft.py --preset balanced
 
-`--help` shows what it takes; the code is hf_nanguard/examples/recipe/sft_recipe.py.
+`--help` lists the arguments; the code is in hf_nanguard/examples/recipe/sft_recipe.py.
 """
 
 import sys

@@ -12,9 +12,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from .models import VOCAB
+
 BATCH = 3
 LENGTH = 8
-VOCAB = 64
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 DECODER = {**SIZES, "vocab_size": VOCAB, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
 

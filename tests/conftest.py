@@ -1,4 +1,4 @@
-"""Nothing here reaches a network, and every test starts from the same random state."""
+"""No test reaches a network, every test starts from the same random state, and the order of tests can be shuffled."""
 
 import os
 
@@ -8,15 +8,51 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["WANDB_DISABLED"] = "true"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the models are so small that a second thread only waits for the first
+
+import random
+import signal
 
 import datasets
+import numpy as np
 import pytest
 import torch
 
-torch.set_num_threads(1)
 datasets.disable_progress_bars()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a random order")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Shuffles whole modules, so that what a module sets up once is still set up once."""
+    if config.option.shuffle is None:
+        return
+    rng = random.Random(config.option.shuffle)
+    modules: dict = {}
+    for item in items:
+        modules.setdefault(item.module, []).append(item)
+    shuffled = rng.sample(list(modules.values()), len(modules))
+    items[:] = [item for module in shuffled for item in rng.sample(module, len(module))]
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    kernels = f"{torch.backends.cpu.get_cpu_capability()} kernels, {torch.get_num_threads()} threads"
+    shuffle = config.option.shuffle
+    terminalreporter.write_line(kernels + (f", --shuffle {shuffle}" if shuffle is not None else ""))
 
 
 @pytest.fixture(autouse=True)
 def fixed_seed():
+    random.seed(1234)
+    np.random.seed(1234)
     torch.manual_seed(1234)
+
+
+@pytest.fixture
+def interruptible():
+    """Lets child processes of a test react to SIGINT: a background job of a shell ignores it, and so do its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -7,7 +7,13 @@ from datasets import Dataset
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 VOCAB = 64
 CHAT_TEMPLATE = (
@@ -27,6 +33,15 @@ def tiny_llama(
         pad_token_id=0, bos_token_id=1, eos_token_id=2, tie_word_embeddings=tied,
     )  # fmt: skip
     return LlamaForCausalLM(config).to(dtype)
+
+
+def tiny_t5() -> T5ForConditionalGeneration:
+    """A T5 of one layer, whose attention masks are -inf."""
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0
+    )
+    return T5ForConditionalGeneration(config)
 
 
 def token_rows(num_rows: int, length: int = 8, seed: int = 0) -> list[dict]:

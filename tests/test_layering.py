@@ -1,4 +1,4 @@
-"""Imports point one way: `errors <- core <- report <- hf <- {takeover, bundle_replay, verification, examples} <- cli`."""
+"""The structure of the package: what each folder holds, what it may import, and where private names of hosts are used."""
 
 import ast
 import sys
@@ -10,22 +10,90 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hf_nanguard"
-MAY_IMPORT = {
-    "errors": set(),
-    "plain_text": set(),
-    "core": {"errors", "plain_text"},
-    "report": {"errors", "plain_text", "core"},
-    "hf": {"errors", "plain_text", "core", "report"},
-    "takeover": {"errors", "plain_text", "core", "report", "hf", "cli"},
-    "bundle_replay": {"errors", "plain_text", "core", "report", "hf"},
-    "verification": {"errors", "plain_text", "core", "report", "hf"},
-    "examples": {"errors", "plain_text", "core", "report", "hf"},
-    "cli": {"errors", "plain_text", "core", "report", "hf", "takeover", "bundle_replay", "verification", "examples"},
-    "run": {"cli"},
+MAX_FILES = 13
+
+# folder -> (what belongs there, the folders it may import; "" is the package itself: errors, plain_text)
+FOLDERS: dict[str, tuple[str, str]] = {
+    "": ("errors and printable text, which everybody may import; `python -m hf_nanguard.run`", "cli"),
+    "core": ("plain tools on tensors, the vocabulary and the event", ""),
+    "core.rerun": ("a micro-batch held so that it can be run again exactly", "core"),
+    "core.optimizer": ("what an update did to weights, and which settings would have helped", "core"),
+    "core.autopsy.trace": ("one pass, operator by operator, and the walk back to the origin", "core core.rerun"),
+    "core.autopsy.evidence": (
+        "a bad micro-batch under examination, and what was found",
+        "core core.rerun core.autopsy.trace",
+    ),
+    "core.autopsy.remedies": (
+        "changes tried on the bad micro-batch",
+        "core core.rerun core.autopsy.trace core.autopsy.evidence",
+    ),
+    "core.autopsy.bundle": (
+        "a bad micro-batch on disk",
+        "core core.rerun core.autopsy.trace core.autopsy.evidence",
+    ),
+    "core.autopsy": (
+        "a bad micro-batch run again to explain it",
+        "core core.rerun core.optimizer core.autopsy.trace core.autopsy.evidence core.autopsy.remedies core.autopsy.bundle",
+    ),
+    "core.monitors": ("what is measured of a healthy run every N steps", "core core.rerun core.optimizer"),
+    "core.step": (
+        "what happens to one optimizer step: decide, redo, skip, halt",
+        "core core.rerun core.optimizer core.autopsy core.autopsy.evidence core.monitors",
+    ),
+    "report": ("the files of a run", "core"),
+    "testing": ("public: the fault injector, the counter of host reads and operations", "core core.rerun"),
+    "hf.compat": ("every private name of the hosts, each with the condition under which it can go", "core"),
+    "hf.data": ("batches on the CPU, before a device", "core core.rerun hf.compat"),
+    "hf.generation": ("scores and sampling", "core hf.compat"),
+    "hf.monitors": ("monitors that know transformers", "core core.monitors core.step hf.compat"),
+    "hf.trainer": (
+        "the guard of one trainer, in the order of a step",
+        "core core.rerun core.autopsy core.autopsy.evidence core.monitors core.step report hf.compat hf.data hf.generation "
+        "hf.monitors",
+    ),
+    "hf.rl": (
+        "completions, rewards and log-ratios of online trainers",
+        "core core.rerun core.step hf.compat hf.data hf.generation hf.trainer",
+    ),
+    "hf": ("the guarded classes, and how any trainer becomes guarded", "core hf.compat hf.trainer hf.rl"),
+    "hf.callbacks": (
+        "callbacks for any trainer, one a file",
+        "core core.rerun core.monitors core.step report hf hf.compat hf.data hf.monitors hf.trainer",
+    ),
+    "takeover": (
+        "`nanguard run`: every Trainer that a script builds becomes guarded",
+        "core report hf hf.compat hf.trainer hf.rl",
+    ),
+    "takeover.startup": ("what a child process imports when it starts", "takeover"),
+    "bundle_replay": (
+        "model and loss of a bundle built again, without trust",
+        "core core.rerun core.autopsy core.autopsy.evidence core.autopsy.bundle hf hf.compat hf.trainer",
+    ),
+    "verification": (
+        "a few measured steps of somebody's configuration, and a grade",
+        "core core.rerun core.monitors report hf hf.compat hf.trainer",
+    ),
+    "examples.tasks": ("models, data and rewards made in code", ""),
+    "examples": (
+        "failures made in code, and the same run twice: stock and guarded",
+        "core report examples.tasks",
+    ),
+    "examples.demo": ("the scenarios of `nanguard demo`", "core report hf hf.trainer examples examples.tasks"),
+    "examples.recipe": (
+        "what the recipes share: command line, run, end",
+        "core report hf hf.trainer examples examples.tasks examples.demo",
+    ),
+    "cli": (
+        "one command a file, nothing heavy at the head",
+        "core core.autopsy core.autopsy.evidence core.autopsy.bundle report hf.trainer takeover bundle_replay verification "
+        "examples examples.demo examples.recipe",
+    ),
 }
+EVERYWHERE = {"errors", "plain_text", "__version__"}
 HOSTS = {"transformers", "accelerate", "trl", "peft", "datasets"}
-HOST_FOLDERS = {"hf", "takeover", "bundle_replay", "verification", "examples"}
-TRL_FILES = {"hf/guarded_sft.py", "hf/guarded_grpo.py", "hf/compat/online_trainer.py"}
+HOST_FOLDERS = ("hf", "takeover", "bundle_replay", "verification", "examples", "testing")
+TRL_FILES = ("hf/guarded_sft.py", "hf/guarded_grpo.py", "hf/compat/online_trainer.py")
+COMMANDS = {path.stem for path in (PACKAGE / "cli").glob("*.py")}  # a command may have the name of what it runs
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
@@ -42,9 +110,9 @@ class Import:
         return self.module.split(".")[0]
 
     @property
-    def layer(self) -> str | None:
-        parts = self.module.split(".")
-        return parts[1] if parts[0] == "hf_nanguard" and len(parts) > 1 and parts[1] in MAY_IMPORT else None
+    def ours(self) -> str | None:
+        """The module below the package, `None` if it is not ours."""
+        return self.module.removeprefix("hf_nanguard").removeprefix(".") if self.top == "hf_nanguard" else None
 
 
 def _is_late(block: ast.AST) -> bool:
@@ -65,70 +133,140 @@ def find_imports(path: Path) -> Iterator[Import]:
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
             module = ".".join(part for part in (base, node.module) if part)
-            for alias in node.names:  # `from . import compat` names a module, `from .compat import x` a thing in one
-                yield Import(module if node.module else f"{module}.{alias.name}", node.lineno, at_head)
+            for (
+                alias
+            ) in node.names:  # `from .compat import trainer` names a module, `from .trainer import x` a thing in one
+                named = f"{module}.{alias.name}"
+                is_module = (ROOT / named.replace(".", "/")).with_suffix(".py").is_file()
+                yield Import(named if is_module or not node.module else module, node.lineno, at_head)
 
 
-def layer_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def folder_of(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).parts[:-1])
 
 
 def name_of(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
+def folder_of_module(module: str) -> str:
+    """Returns the folder of an imported module: itself if it is a package."""
+    return module if (PACKAGE / module.replace(".", "/")).is_dir() else module.rpartition(".")[0]
+
+
+# ---- the table ----
+
+
+def test_every_folder_is_in_the_table():
+    assert {folder_of(path) for path in FILES if path.name != "__init__.py"} == set(FOLDERS)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_has_few_files(folder):
+    files = [path.name for path in FILES if folder_of(path) == folder and path.name != "__init__.py"]
+    assert len(files) <= MAX_FILES, f"{len(files)} files in {folder}"
+
+
+def test_no_two_files_have_the_same_name():
+    names = [path.stem for path in FILES if path.name != "__init__.py" and folder_of(path) != "cli"]
+    assert sorted(names) == sorted(set(names))
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_layer_imports_only_those_below(path):
-    layer = layer_of(path)
-    assert layer in MAY_IMPORT, f"{name_of(path)} belongs to no layer"
-    allowed = MAY_IMPORT[layer] | {layer}
-    wrong = [f"line {i.line}: {i.module}" for i in find_imports(path) if i.layer is not None and i.layer not in allowed]
+def test_a_folder_imports_what_the_table_allows(path):
+    folder = folder_of(path)
+    allowed = {folder, *FOLDERS[folder][1].split()}
+    wrong = [
+        f"line {i.line}: {i.module}"
+        for i in find_imports(path)
+        if i.ours and i.ours not in EVERYWHERE and folder_of_module(i.ours) not in allowed
+    ]
     assert not wrong
+
+
+def find_cycle(edges: dict[str, set[str]]) -> list[str]:
+    """Returns the nodes of a cycle, none if there is none."""
+    done: set[str] = set()
+
+    def visit(node: str, above: tuple[str, ...]) -> list[str]:
+        if node in above:
+            return [*above[above.index(node) :], node]
+        if node in done:
+            return []
+        for other in sorted(edges.get(node, ())):
+            if found := visit(other, (*above, node)):
+                return found
+        done.add(node)
+        return []
+
+    return next((found for node in sorted(edges) if (found := visit(node, ()))), [])
+
+
+def test_the_table_has_no_cycle():
+    assert find_cycle({folder: set(row[1].split()) for folder, row in FOLDERS.items()}) == []
+
+
+def test_no_module_is_part_of_a_cycle():
+    """Imports inside functions count: a cycle that is broken at run time is one all the same."""
+    edges = {
+        name_of(path).removesuffix(".py").replace("/", "."): {i.ours for i in find_imports(path) if i.ours}
+        for path in FILES
+        if path.name != "__init__.py"
+    }
+    assert find_cycle(edges) == []
+
+
+# ---- host libraries ----
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_host_libraries_are_imported_in_their_place(path):
-    layer, name = layer_of(path), name_of(path)
+    layer, name = folder_of(path).split(".")[0], name_of(path)
     hosts = [i for i in find_imports(path) if i.top in HOSTS]
     wrong = [i for i in hosts if i.top == "trl" and name not in TRL_FILES and layer != "examples"]
     wrong = wrong if layer in HOST_FOLDERS else hosts
     assert not [f"line {i.line}: {i.module}" for i in wrong]
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if layer_of(p) == "core"], ids=name_of)
+@pytest.mark.parametrize("path", [p for p in FILES if folder_of(p).split(".")[0] == "core"], ids=name_of)
 def test_core_needs_torch_and_safetensors_only(path):
     known = {*sys.stdlib_module_names, "torch", "safetensors", "hf_nanguard"}
     assert not [f"line {i.line}: {i.module}" for i in find_imports(path) if i.top not in known]
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if layer_of(p) == "cli"], ids=name_of)
+@pytest.mark.parametrize("path", [p for p in FILES if folder_of(p) == "cli"], ids=name_of)
 def test_commands_import_nothing_heavy_at_their_head(path):
     heavy = {"torch", "safetensors", "numpy", "rich", *HOSTS}
+    light = ("core.settings", "takeover.", "report.")
     assert not [
         f"line {i.line}: {i.module}"
         for i in find_imports(path)
-        if i.at_head and (i.top in heavy or i.layer in ("core", *HOST_FOLDERS - {"takeover"}))
+        if i.at_head
+        and (i.top in heavy or (i.ours and i.ours not in EVERYWHERE and not i.ours.startswith(("cli", *light))))
     ]
 
 
-def test_the_recipe_of_a_plain_loop_uses_the_core_only():
+def test_the_recipe_of_a_plain_loop_needs_no_host():
     tree = ast.parse((ROOT / "recipes" / "plain_loop.py").read_text(encoding="utf-8"))
     modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
     assert all(m.startswith("hf_nanguard.core") for m in modules if m.startswith("hf_nanguard"))
     assert not HOSTS & {m.split(".")[0] for m in modules}
 
 
+# ---- private names ----
+
 HOST_OBJECTS = {"trainer", "accelerator", "optimizer", "lr_scheduler"}
+TORCH_OBJECTS = {"torch", "tensor", "scaler", "reducer", "node", "module", "parameter"}
 
 
-def private_touches(path: Path) -> Iterator[tuple[str, int]]:
-    """Yields private attributes of the host's objects, known by the names such objects have here."""
+def private_touches(path: Path) -> Iterator[tuple[str, str, int]]:
+    """Yields owner, name and line of private attributes of objects that are not `self`."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
             owner = node.value
-            name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else None
-            if name in HOST_OBJECTS:
-                yield node.attr, node.lineno
+            name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
+            if name not in ("self", "cls", "super"):
+                yield name, node.attr, node.lineno
 
 
 def overridden() -> set[str]:
@@ -137,9 +275,20 @@ def overridden() -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if layer_of(p) == "hf" and p.parent.name != "compat"], ids=name_of)
-def test_private_names_of_the_host_are_touched_in_compat_only(path):
-    assert not [f"line {line}: {name}" for name, line in private_touches(path) if name not in overridden()]
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name != "compat"], ids=name_of)
+def test_private_names_of_hosts_are_used_in_compat_only(path):
+    touches = private_touches(path)
+    assert not [
+        f"line {line}: {name}" for owner, name, line in touches if owner in HOST_OBJECTS and name not in overridden()
+    ]
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.name != "torch_private.py"], ids=name_of)
+def test_private_names_of_torch_are_used_in_one_file_only(path):
+    assert not [f"line {line}: {owner}.{name}" for owner, name, line in private_touches(path) if owner in TORCH_OBJECTS]
+
+
+# ---- the checks themselves ----
 
 
 def test_the_checks_see_what_they_should(tmp_path, monkeypatch):
@@ -153,5 +302,7 @@ def test_the_checks_see_what_they_should(tmp_path, monkeypatch):
         ("hf_nanguard.report", True),
         ("trl", False),
     ]
-    assert [i.layer for i in found] == ["hf", "report", None]
-    assert list(private_touches(file)) == [("_secret", 5)]
+    assert [i.ours for i in found] == ["hf", "report", None]
+    assert list(private_touches(file)) == [("trainer", "_secret", 5)]
+    assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c", "a"]
+    assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -89,7 +90,7 @@ CULPRIT_KEYS = words("phase module op source parameter term samples rows tokens 
 
 GUARD_SIGNATURE = (
     "(model=None, optimizer=None, policy=None, *, scheduler=None, scaler=None, max_grad_norm=None, ranks=None, "
-    "on_event=None, read_every_n_steps=1, folder=None)"
+    "on_event=None, folder=None)"
 )
 GRADIENT_MONITOR_SIGNATURE = "(check_every_n_steps=1, log_every_n_steps=10, halt_on_nan=False)"
 SIGNATURES = [
@@ -137,7 +138,7 @@ def test_public_names_can_be_had(name):
 
 
 def test_arguments():
-    kinds = GuardArguments.__annotations__  # HfArgumentParser writes into the `type` of the fields
+    kinds = get_type_hints(GuardArguments)  # HfArgumentParser writes into the `type` of the fields
     assert {f.name: (kinds[f.name], f.default) for f in fields(GuardArguments)} == ARGUMENTS
     assert all(f.metadata["help"] for f in fields(GuardArguments))
 

@@ -1,8 +1,8 @@
-"""Losses that no trainer computes: those of a user's own factory, and the one that a model computes by itself."""
+"""Losses that no trainer computes: those of a user's own factory, and the one that a model computes itself."""
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from ..core.autopsy.bundle.reader import Bundle
+from ..core.autopsy.evidence.suspect_batch import name_tensors
 from ..errors import ArgumentError
-from ..hf.callbacks.forward_replay import find_loss, stand_in_loss
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
 
 
 def call_factory(name: str, bundle: Bundle) -> tuple[nn.Module, LossFunction | None]:
-    """Calls the user's own function, found from the current folder, and returns the model and perhaps the loss."""
+    """Calls the user's own function, imported from the current folder, and returns the model and perhaps the loss."""
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name.isidentifier():
-        raise ArgumentError(f"--factory must be module:function, got {name!r}. For example my_model:build.")
+        raise ArgumentError(f"--factory must be module:function, for example my_model:build, got {name!r}.")
     here = os.getcwd()
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -41,26 +41,31 @@ def call_factory(name: str, bundle: Bundle) -> tuple[nn.Module, LossFunction | N
     return model, loss_fn
 
 
-def own_loss_of_model(facts: dict[str, Any], device: torch.device) -> LossFunction:
-    """Returns the loss that a model computes by itself from the calls of its forward, under the same autocast."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(facts.get("mixed_precision")))
+def make_model_loss(inputs: Any, mixed_precision: str | None, device: torch.device) -> LossFunction:
+    """Returns the loss that a model computes itself in the recorded calls of its forward, under the same autocast.
+
+    A model that returns no loss is given the mean of its first differentiable output, without masked logits: this reaches
+    every operator of forward and backward, but not with the gradients of the trainer's loss.
+
+    Raises:
+        ArgumentError: The inputs are not calls of a model's forward.
+    """
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision or "no")
+    for call in inputs if isinstance(inputs, list) and inputs else [inputs]:
+        known = isinstance(call, dict) and isinstance(call.get("args"), list) and isinstance(call.get("kwargs"), dict)
+        if not known:
+            raise ArgumentError("The bundle's inputs must be calls of the model's forward, got something else.")
 
     def loss_fn(model: nn.Module, inputs: Any) -> Tensor:
         losses = []
         for call in inputs if isinstance(inputs, list) else [inputs]:
             with torch.autocast(device.type, dtype) if dtype is not None else nullcontext():
                 output = model(*call["args"], **call["kwargs"])
-            loss = find_loss(output)
-            losses.append((stand_in_loss(output) if loss is None else loss).float())
-        return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+            loss = output.get("loss") if isinstance(output, Mapping) else None
+            if not isinstance(loss, Tensor) or not loss.requires_grad:
+                first = next(tensor for tensor in name_tensors(output).values() if tensor.requires_grad)
+                loss = torch.where(first == float("-inf"), 0.0, first)
+            losses.append(loss.float().mean())
+        return torch.stack(losses).sum()
 
     return loss_fn
-
-
-def check_calls(inputs: Any) -> None:
-    """Refuses inputs that are not calls of a model's forward."""
-    calls = inputs if isinstance(inputs, list) and inputs else [inputs]
-    for call in calls:
-        known = isinstance(call, dict) and isinstance(call.get("args"), list) and isinstance(call.get("kwargs"), dict)
-        if not known:
-            raise ArgumentError("The bundle's inputs must be calls of the model's forward, got something else.")

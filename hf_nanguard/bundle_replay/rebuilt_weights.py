@@ -1,4 +1,4 @@
-"""The weights of a model that is built again: from a bundle or from a checkpoint, safetensors only."""
+"""The weights of a rebuilt model: from a bundle or from a checkpoint, safetensors only."""
 
 import json
 from pathlib import Path
@@ -9,36 +9,36 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from ..core.autopsy.bundle.reader import Bundle
 from ..errors import ArgumentError
-from ..hf.trainer.trainer_facts import name_state
+from ..hf.trainer.trainer_facts import named_tensors
+from .untrusted_facts import Facts, needs_factory, take, take_names
 
 INDEX = "model.safetensors.index.json"
-FACTORY = "Give a model of your own by --factory module:function"
+ADAPTER = "adapter_model.safetensors"
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
-def check_folder(folder: Path) -> tuple[Path, bool]:
-    """Returns a checkpoint folder and whether it holds an adapter."""
+def check_folder(folder: Path) -> Path:
+    """Returns a checkpoint folder if the weights in it are safetensors."""
     if not folder.is_dir():
-        raise ArgumentError(
-            f"--checkpoint must be a folder, got {str(folder)!r}. Give one with model.safetensors in it."
-        )
-    if (folder / "adapter_model.safetensors").is_file():
-        return folder, True
-    if (folder / "model.safetensors").is_file():
-        return folder, False
+        raise ArgumentError(f"--checkpoint must be a folder with model.safetensors in it, got {str(folder)!r}.")
     if (folder / INDEX).is_file():
         check_index(folder / INDEX)
-        return folder, False
-    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt"))
-    why = f" {pickled[0]} is a pickle, which can run code and is not loaded." if pickled else ""
-    raise ArgumentError(
-        f"--checkpoint must hold safetensors (model.safetensors, an index of shards, or adapter_model.safetensors), got "
-        f"{str(folder)!r}.{why} Save the model once more with save_pretrained."
-    )
+    elif not any((folder / name).is_file() for name in (ADAPTER, "model.safetensors")):
+        pickled = sorted(
+            path.name for path in folder.iterdir() if path.suffix in (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+        )
+        why = f" {pickled[0]} is a pickle, which can run code and is not loaded." if pickled else ""
+        raise ArgumentError(
+            f"--checkpoint must contain safetensors (model.safetensors, an index of shards, or {ADAPTER}), got "
+            f"{str(folder)!r}.{why} Save the model again with save_pretrained."
+        )
+    return folder
 
 
 def check_index(index: Path) -> None:
-    """Refuses an index of shards that leads to anything but safetensors beside it."""
+    """Refuses an index of shards that refers to anything but safetensors beside it."""
     try:
         files = set(json.loads(index.read_bytes())["weight_map"].values())
         wrong = [file for file in files if Path(file).name != file or not file.endswith(".safetensors")]
@@ -46,13 +46,58 @@ def check_index(index: Path) -> None:
         raise ArgumentError(f"--checkpoint has an index of shards that cannot be read, {str(index)!r}.") from error
     if wrong:
         raise ArgumentError(
-            f"--checkpoint must hold safetensors only, but {str(index)!r} leads to {wrong[0]!r}. Save the model once more "
+            f"--checkpoint must contain safetensors only, but {str(index)!r} refers to {wrong[0]!r}. Save the model again "
             "with save_pretrained."
         )
 
 
+def load_adapter(model: nn.Module, folder: Path, name: str) -> set[int]:
+    """Loads the weights of an adapter and returns the ids of its parameters."""
+    from peft import set_peft_model_state_dict
+
+    try:
+        result: Any = set_peft_model_state_dict(model, load_file(folder / ADAPTER), adapter_name=name)
+    except (SafetensorError, RuntimeError, KeyError, OSError) as error:
+        raise ArgumentError(f"--checkpoint {folder} does not fit the adapter of this bundle ({error}).") from error
+    missing = set(result.missing_keys)
+    return {id(p) for n, p in model.named_parameters() if f".{name}" in n and n not in missing}
+
+
+def fill_model(model: nn.Module, bundle: Bundle, facts: Facts, known: set[int]) -> None:
+    """Loads the bundle's weights into a rebuilt model and sets dtypes and trainable parameters as recorded.
+
+    Args:
+        model (`nn.Module`):
+            The model without wrappers.
+        bundle (`Bundle`):
+            The bundle.
+        facts (`Mapping`):
+            Its facts about the model.
+        known (`set[int]`):
+            The ids of parameters whose weights came from a checkpoint.
+
+    Raises:
+        ArgumentError: A parameter has no weights.
+    """
+    known = known | load_weights(model, bundle.read_weights())
+    named = dict(model.named_parameters())
+    missing = [name for name, parameter in named.items() if id(parameter) not in known]
+    if missing:
+        raise ArgumentError(
+            f"The bundle lacks {len(missing)} of the model's {len(named)} parameters (the first is {missing[0]}). Give them "
+            "by --checkpoint FOLDER, or set nanguard_bundle_weights='all' in the run for the next bundle."
+        )
+    main, others = find_dtype(facts.get("dtype")), take(facts, "dtypes", dict) or {}
+    for name, tensor in named_tensors(model):
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(find_dtype(others[name]) if name in others else main)
+    trainable = take_names(facts, "trainable")
+    for name, parameter in named.items():
+        parameter.requires_grad_(trainable is None or name in trainable)
+
+
 def load_weights(model: nn.Module, weights: dict[str, Tensor], strict: bool = True) -> set[int]:
-    """Puts weights of a bundle into a model, the parameters staying the objects they are.
+    """Loads weights of a bundle into the existing parameters and buffers of a model.
 
     Args:
         model (`nn.Module`):
@@ -65,64 +110,22 @@ def load_weights(model: nn.Module, weights: dict[str, Tensor], strict: bool = Tr
     Returns:
         `set[int]`: the ids of the parameters and buffers that were set.
     """
-    named = dict(name_state(model))
-    done: set[int] = set()
+    named = dict(named_tensors(model))
+    if not strict:
+        weights = {name: tensor for name, tensor in weights.items() if name in named}
     for name, tensor in weights.items():
         target = named.get(name)
         if target is None or target.shape != tensor.shape:
-            if strict or target is not None:
-                mine = "has none of that name" if target is None else f"wants {list(target.shape)}"
-                raise ArgumentError(
-                    f"The bundle's tensor {name!r} of shape {list(tensor.shape)} does not fit the model, which {mine}. "
-                    f"{FACTORY}."
-                )
-            continue
+            has = "has no tensor of that name" if target is None else f"has shape {list(target.shape)} there"
+            raise needs_factory(
+                f"The bundle's tensor {name!r} of shape {list(tensor.shape)} does not fit the model, which {has}"
+            )
         target.data = tensor.to(target.device)
-        done.add(id(target))
-    return done
-
-
-def set_dtypes(model: nn.Module, facts: dict[str, Any]) -> None:
-    """Gives parameters and buffers the dtypes they had."""
-    main, other = find_dtype(facts.get("dtype")), facts.get("dtypes") or {}
-    for name, tensor in name_state(model):
-        if tensor.is_floating_point():
-            dtype = find_dtype(other[name]) if name in other else main
-            if tensor.dtype != dtype:
-                tensor.data = tensor.data.to(dtype)
-
-
-def set_trainable(model: nn.Module, facts: dict[str, Any]) -> None:
-    """Freezes and unfreezes parameters as they were."""
-    trainable = facts.get("trainable")
-    names = None if trainable is None else set(trainable)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(names is None or name in names)
-
-
-def find_missing(model: nn.Module, known: set[int]) -> list[str]:
-    """Returns the names of parameters without weights."""
-    return [name for name, parameter in model.named_parameters() if id(parameter) not in known]
-
-
-def load_adapter(model: nn.Module, folder: Path, name: str) -> set[int]:
-    """Loads the weights of an adapter and returns the ids of its parameters."""
-    from peft import set_peft_model_state_dict
-
-    try:
-        result: Any = set_peft_model_state_dict(
-            model, load_file(folder / "adapter_model.safetensors"), adapter_name=name
-        )
-    except (SafetensorError, RuntimeError, KeyError, OSError) as error:
-        raise ArgumentError(f"--checkpoint {folder} does not hold the adapter of this bundle ({error}).") from error
-    missing = set(result.missing_keys)
-    parts = f".{name}"
-    return {id(p) for n, p in model.named_parameters() if parts in n and n not in missing}
+    return {id(named[name]) for name in weights}
 
 
 def find_dtype(name: Any) -> torch.dtype:
     """Returns a floating-point dtype by its name."""
-    known = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
-    if name not in known:
-        raise ArgumentError(f"The bundle's dtype must be one of {', '.join(known)}, got {name!r}. {FACTORY}.")
-    return known[name]
+    if not isinstance(name, str) or name not in DTYPES:
+        raise needs_factory(f"The bundle's dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    return DTYPES[name]

@@ -1,4 +1,4 @@
-"""`nanguard grpo`: reinforcement learning with GRPO under guard, in the dialect of TRL's script."""
+"""`nanguard grpo`: reinforcement learning (GRPO) with the guard and the flags of TRL's script."""
 
 from typing import Any
 
@@ -19,16 +19,16 @@ def add_parser(subparsers: Any) -> None:
     add_recipe(
         subparsers,
         "grpo",
-        "reinforcement learning (GRPO) under guard; an embedded task if no model is given",
-        "Trains a model by rewards, under guard. Without a model and a dataset a small Llama made in code, which has seen a\n"
-        "few sums, learns to add, in about a minute on a CPU and without a network; the mean reward of the first and the\n"
-        "last steps is printed.",
+        "reinforcement learning (GRPO) with the guard; a built-in task if no model is given",
+        "Trains a model with rewards and the guard. Without a model and a dataset, a small built-in Llama learns sums,\n"
+        "in about a minute on a CPU and without a network; the mean reward of the first and of the last steps is\n"
+        "printed.",
         EXAMPLES,
         {
-            "--reward_funcs": ("NAME", "TRL's own by name, or module.function of yours"),
-            "--reward_model_name_or_path": ("NAME", "a model that scores"),
-            "--num_generations": ("N", "completions of a prompt"),
-            "--max_completion_length": ("N", "tokens of a completion"),
-            "--temperature": ("X", "of sampling"),
+            "--reward_funcs": ("NAME", "reward functions of TRL by name, or your module.function"),
+            "--reward_model_name_or_path": ("NAME", "reward model"),
+            "--num_generations": ("N", "completions per prompt"),
+            "--max_completion_length": ("N", "largest number of tokens per completion"),
+            "--temperature": ("X", "sampling temperature"),
         },
     )

@@ -1,33 +1,26 @@
-"""What commands that train show while they do: a live bar on a terminal, plain lines in a pipe, the guard's own words."""
+"""Output of commands that train: a progress bar on a terminal, plain lines elsewhere, and messages of the guard."""
 
 from __future__ import annotations
 
 import argparse
-import errno
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
-
-from ..errors import ArgumentError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-WIDTH = 100  # of a pipe
+WIDTH = 100  # of output that is not a terminal
 TITLE = 26
-PLAIN_LINES = 3  # how often a run is told of in a pipe
+PLAIN_LINES = 3  # progress lines per run in such output
 
-# Called with the number of steps done, a few words about them, and whether these are the last.
+# Called with the number of steps done, a short text about them, and whether these are the last.
 Report = Callable[[int, str, bool], None]
-# Called with the name of a run and its number of steps.
-Begin = Callable[[str, int], Report]
 
 
 def between(lowest: int, highest: int) -> Callable[[str], int]:
-    """Returns a type for the parser: an integer in a range."""
+    """Returns an argparse type: an integer in a range."""
 
     def integer(text: str) -> int:
         if not (text.isascii() and text.isdigit() and lowest <= int(text) <= highest):
@@ -37,31 +30,22 @@ def between(lowest: int, highest: int) -> Callable[[str], int]:
     return integer
 
 
-def make_folder(flag: str, path: str) -> Path:
-    """Makes a folder that a flag names, or complains in its name."""
-    try:
-        folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    except OSError as error:
-        raise ArgumentError(
-            f"{flag} must be a folder that can be made and written, got {path!r} ({error.strerror}). Choose another one."
-        ) from error
-    return folder
-
-
 def build_console(stderr: bool = False) -> Console:
-    """Returns a console that is as wide as the terminal, or as a page if there is none."""
+    """Returns a console as wide as the terminal, or of a fixed width if there is none."""
     from rich.console import Console
 
     console = Console(stderr=stderr)
     return console if console.is_terminal else Console(width=WIDTH, stderr=stderr)
 
 
+def print_plain(console: Console, text: str) -> None:
+    """Prints a line as it is: no markup, no colors, no line breaks added."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 @contextmanager
 def guard_log(console: Console) -> Iterator[None]:
-    """Shows what the guard says in the command's own console."""
+    """Prints log messages of the guard on the command's console."""
     from rich.logging import RichHandler
 
     handler = RichHandler(console=console, show_time=False, show_path=False, highlighter=None)
@@ -76,10 +60,10 @@ def guard_log(console: Console) -> Iterator[None]:
 
 
 @contextmanager
-def progress(console: Console) -> Iterator[Begin]:
-    """Yields a function that begins a run and returns its reporter."""
+def progress(console: Console) -> Iterator[Callable[[str, int], Report]]:
+    """Yields a function that takes the name of a run and its number of steps, and returns the function to report progress."""
     if not console.is_terminal:
-        yield lambda title, total: _report_plainly(console, title, total)
+        yield lambda title, total: _report_lines(console, title, total)
         return
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -88,20 +72,20 @@ def progress(console: Console) -> Iterator[Begin]:
         TextColumn(f"{{task.description:<{TITLE}}}"),
         BarColumn(bar_width=30),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[words]}"),
+        TextColumn("{task.fields[text]}"),
     )
     with Progress(*columns, console=console) as bars:
 
         def begin(title: str, total: int) -> Report:
-            task = bars.add_task(title, total=total, words="")
-            return lambda step, words, is_last: bars.update(task, completed=step, words=words)
+            task = bars.add_task(title, total=total, text="")
+            return lambda step, text, is_last: bars.update(task, completed=step, text=text)
 
         yield begin
 
 
-def _report_plainly(console: Console, title: str, total: int) -> Report:
-    def report(step: int, words: str, is_last: bool) -> None:
+def _report_lines(console: Console, title: str, total: int) -> Report:
+    def report(step: int, text: str, is_last: bool) -> None:
         if step % max(round(total / PLAIN_LINES), 1) == 0 or step == total or is_last:
-            console.print(f"{title:<{TITLE}} step {step:>4}/{total}  {words}", highlight=False, markup=False)
+            console.print(f"{title:<{TITLE}} step {step:>4}/{total}  {text}", highlight=False, markup=False)
 
     return report

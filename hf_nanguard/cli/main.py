@@ -1,6 +1,6 @@
-"""The `nanguard` command: reads the command line and hands over to the file of the command.
+"""The `nanguard` command: parses the command line and calls the command that it names.
 
-Nothing heavy is imported here or at the head of a command's file, so that `--help` answers at once.
+Neither this file nor the file of a command imports anything heavy at its head, so that `--help` answers at once.
 """
 
 import argparse
@@ -14,8 +14,10 @@ from .. import __version__
 from ..errors import ArgumentError
 from . import completion, demo, grpo, replay, run, sft, verify
 
-# Each has `add_parser(subparsers)`, which sets `run`, a function from the parsed arguments to an exit code.
+# Each has `add_parser(subparsers)`, which sets `run`, a function that takes the parsed arguments and returns an exit code.
 COMMANDS: tuple[ModuleType, ...] = (run, sft, grpo, verify, demo, replay, completion)
+# Commands that parse only some of their arguments here: the others belong to the user's script or to TRL.
+SPLITS = {"run": run.split, "sft": sft.split, "grpo": grpo.split, "verify": verify.split}
 
 EPILOG = """examples:
   nanguard demo
@@ -25,15 +27,15 @@ EPILOG = """examples:
   nanguard replay runs/mine/nanguard/autopsy/step-42
   source <(nanguard completion bash)
 
-Run `nanguard <command> --help` for what a command takes.
+Run `nanguard <command> --help` for the options of a command.
 """
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that complains in one sentence, without the usage block."""
+    """An argument parser whose errors are one message, without the usage block."""
 
     def error(self, message: str) -> NoReturn:
-        raise ArgumentError(f"{message}. Run `{self.prog} --help` for what it takes.")
+        raise ArgumentError(f"{message}. Run `{self.prog} --help` for its options.")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -54,28 +56,24 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code: 0, 2 for bad arguments, 130 for Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
-    foreign: list[str] = []
-    for command in (run, sft, grpo, verify):  # what follows the script, or is TRL's own, is not ours to read
-        if words[:1] == [command.__name__.rpartition(".")[2]]:
-            words, foreign = command.split(words)
-            break
+    others: list[str] = []
+    if words and words[0] in SPLITS:
+        words, others = SPLITS[words[0]](words)
     try:
         parser = build_parser()
         arguments, unknown = parser.parse_known_args(words)
         if unknown:
-            name = arguments.command
-            raise ArgumentError(
-                f"unrecognized arguments: {' '.join(unknown)}. Run `nanguard {name} --help` for what it takes."
-            )
-        arguments.parser, arguments.words = parser, foreign
+            help_command = f"nanguard {arguments.command} --help"
+            raise ArgumentError(f"unrecognized arguments: {' '.join(unknown)}. Run `{help_command}` for its options.")
+        arguments.parser, arguments.words = parser, others
         return arguments.run(arguments)
     except ArgumentError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # a launcher's other ranks would say the same
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the other ranks of a launcher have the same error
             print(f"nanguard: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
-        told = str(stop) or "what was written so far is whole"
-        print(f"nanguard: stopped by Ctrl-C; {told}.", file=sys.stderr)
+        consequence = str(stop) or "all files written so far are complete"
+        print(f"nanguard: stopped by Ctrl-C; {consequence}.", file=sys.stderr)
         return 130
 
 

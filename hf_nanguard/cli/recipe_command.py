@@ -1,7 +1,7 @@
-"""What the commands `nanguard sft` and `nanguard grpo` share: a short help, and the hand-over to the recipe.
+"""Shared by `nanguard sft` and `nanguard grpo`: a short help, and the call of the recipe.
 
-The recipes take every flag of TRL's scripts. Reading those needs the host libraries, so the help shows what is used often and
-`--help_all` the rest.
+The recipes take every flag of TRL's scripts. Listing them needs the host libraries, so `--help` shows common flags and
+`--help_all` all of them.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from ..errors import ArgumentError
 from .setting_flags import add_flags
 
 PRESETS = ("balanced", "ultra_conservative")
-OFTEN = {
-    "--model_name_or_path": ("NAME", "a folder with a model, or the name of one on the hub"),
-    "--dataset_name": ("NAME", "a folder with data files, or the name of a dataset on the hub"),
-    "--output_dir": ("FOLDER", "where the model, checkpoints and the guard's events are put"),
-    "--learning_rate": ("X", "the peak of the schedule"),
+COMMON = {
+    "--model_name_or_path": ("NAME", "folder of a model, or its name on the hub"),
+    "--dataset_name": ("NAME", "folder of data files, or the name of a dataset on the hub"),
+    "--output_dir": ("FOLDER", "folder for the model, checkpoints and events of the guard"),
+    "--learning_rate": ("X", "peak of the schedule"),
     "--max_steps": ("N", "optimizer steps"),
-    "--per_device_train_batch_size": ("N", "samples of a micro-batch"),
-    "--gradient_accumulation_steps": ("N", "micro-batches of a step"),
+    "--per_device_train_batch_size": ("N", "samples per micro-batch"),
+    "--gradient_accumulation_steps": ("N", "micro-batches per step"),
     "--bf16": ("BOOL", "bfloat16 mixed precision; on unless --fp16 is given"),
     "--use_peft": (None, "train LoRA adapters; --lora_r, --lora_alpha, --lora_target_modules, ..."),
 }
-SETTINGS = """which value holds:
-  A flag wins over the YAML file of --config, that over --preset, and that over TRL's default. The embedded
-  model knows next to nothing and keeps its own learning rate under a preset.
+SETTINGS = """precedence of values:
+  Highest first: flag, YAML file of --config, --preset, TRL's default. The built-in model is untrained and keeps
+  its own learning rate with a preset.
 """
 EXIT_CODES = "exit codes: 0; 1 if the guard had to halt the run; 2 for bad arguments; 130 for Ctrl-C\n"
 HELP = ("-h", "--help")
 
 
 def add_recipe(
-    subparsers: Any, name: str, summary: str, description: str, examples: str, often: dict[str, tuple[str | None, str]]
+    subparsers: Any, name: str, summary: str, description: str, examples: str, common: dict[str, tuple[str | None, str]]
 ) -> None:
     """Adds the command of a recipe to the command line.
 
     Args:
         subparsers (`argparse._SubParsersAction`):
-            Of the whole command line.
+            Subparsers of the whole command line.
         name (`str`), summary (`str`), description (`str`), examples (`str`):
             The command and its help.
-        often (`dict`):
-            Flags to show beside those of every recipe.
+        common (`dict`):
+            More flags to show in the help.
     """
     parser = subparsers.add_parser(
         name,
@@ -56,19 +56,19 @@ def add_recipe(
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--preset", choices=PRESETS, help="arguments that were found to hold for this kind of training")
-    parser.add_argument("--config", metavar="FILE", help="a YAML file with any of the arguments, one a line")
+    parser.add_argument("--preset", choices=PRESETS, help="arguments that work for this kind of training")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with any of the arguments, one per line")
     parser.add_argument(
         "--compare",
         action="store_true",
-        help="plant a failure, run stock and guarded on it and print what became of both",
+        help="plant a failure, run stock and guarded, and print both outcomes",
     )
     parser.add_argument(
-        "--json", action="store_true", help="print what came of it as one JSON object, all else on standard error"
+        "--json", action="store_true", help="print the result as one JSON object, and everything else on standard error"
     )
-    parser.add_argument("--help_all", action="store_true", help="list every flag, with those of TRL, and exit")
-    group = parser.add_argument_group("often used, of TRL")
-    for flag, (metavar, text) in {**OFTEN, **often}.items():
+    parser.add_argument("--help_all", action="store_true", help="list all flags, including those of TRL, and exit")
+    group = parser.add_argument_group("common flags of TRL")
+    for flag, (metavar, text) in {**COMMON, **common}.items():
         if metavar is None:
             group.add_argument(flag, action="store_true", help=text)
         else:
@@ -78,7 +78,7 @@ def add_recipe(
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns our own words of a command line that begins with a recipe's name, and those the recipe reads itself."""
+    """Splits a command line that begins with a recipe's name into our own words and those the recipe parses."""
     if any(word in HELP for word in words):
         return [words[0], HELP[1]], []
     return list(words[:1]), list(words[1:])
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the recipe and returns its exit code."""
     name = arguments.recipe
     try:
-        recipe = import_module(f"..hf.bundled.{name}", __package__).RECIPE
+        recipe = import_module(f"..examples.recipe.{name}_recipe", __package__).RECIPE
     except ModuleNotFoundError as error:
         raise ArgumentError(f"nanguard {name} needs {error.name}. Run pip install 'hf-nanguard[trl]'.") from error
     if "--help_all" in arguments.words:

@@ -1,37 +1,28 @@
-"""`nanguard run`: runs a script, a module or a command as it is, with every Trainer that it builds under guard."""
+"""`nanguard run`: runs an unchanged script, module or command, and guards every Trainer that it builds."""
 
 from __future__ import annotations
 
 import argparse
-import atexit
 import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..takeover.child_processes import guard_children, mark_built, say
 from ..takeover.script_target import find_target
+from ..takeover.takeover import Takeover
 from .setting_flags import CONFIG_VARIABLE, add_flags, as_environment, gather
 
-if TYPE_CHECKING:
-    from ..takeover.takeover import Takeover
-
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
-STARTUP = str(Path(__file__).parent.parent / "takeover" / "startup")
-MARK = (
-    "HF_NANGUARD_RUN"  # in the environment of child processes: the folder in which they tell that they built a trainer
-)
 WITH_VALUE = ("--config", "--nanguard_")
 
 EPILOG = """settings:
-  A flag wins over an environment variable, that over the YAML file of --config, that over what the
-  script says itself (guarded trainers and configs), and that over the default. Every setting has a
-  variable: NANGUARD_ON_SPIKE=skip is --nanguard_on_spike skip, and NANGUARD_CONFIG=guard.yaml is
-  --config guard.yaml. In YAML: "nanguard_on_spike: skip", one setting a line.
+  Precedence, highest first: flag, environment variable, YAML file of --config, the script's own
+  settings (guarded trainers and configs), default. Every setting has an environment variable:
+  NANGUARD_ON_SPIKE=skip is --nanguard_on_spike skip, and NANGUARD_CONFIG=guard.yaml is
+  --config guard.yaml. In YAML, write one setting per line: nanguard_on_spike: skip
 
 examples:
   nanguard run train.py --learning_rate 1e-4
@@ -42,7 +33,7 @@ examples:
   accelerate launch -m hf_nanguard.run --nanguard_mode observe train.py
   nanguard run accelerate launch train.py
 
-exit codes: the script's own; 2 for bad arguments, before it starts; 130 for Ctrl-C
+exit codes: those of the script; 2 for bad arguments, before it starts; 130 for Ctrl-C
 """
 
 
@@ -50,23 +41,24 @@ def add_parser(subparsers: Any) -> None:
     """Adds the command to the command line."""
     parser = subparsers.add_parser(
         "run",
-        help="run a training script you already have, under guard",
+        help="run an existing training script with the guard",
         usage="nanguard run [options] [--] script.py ... | -m module ... | command ...",
-        description="Runs a script, a module or a Python command as it is, in this process. Every transformers.Trainer\n"
-        "and TRL trainer that it, or a process it starts, builds is guarded. What comes after the script is the\n"
-        "script's own.",
+        description="Runs a script, a module or a Python command, unchanged, in this process. Guards every\n"
+        "transformers.Trainer and TRL trainer that it builds, also in processes that it starts. All words after the\n"
+        "script are passed to it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="FILE", help="a YAML file with settings of the guard")
+    parser.add_argument("script", nargs="*", help="what to run, and its own arguments")
+    parser.add_argument("--config", metavar="FILE", help="YAML file with settings of the guard")
     parser.add_argument("--full-traceback", action="store_true", help="show the guard's own frames in tracebacks")
     add_flags(parser.add_argument_group("settings of the guard"))
     parser.set_defaults(run=run)
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns our own words of a command line that begins with `run`, and those of what is to be run."""
+    """Splits a command line that begins with `run` into our own words and those of the script."""
     place = 1
     while place < len(words):
         word = words[place]
@@ -80,95 +72,51 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs what was named and returns its exit code."""
+    """Runs the script and returns its exit code."""
     settings = gather(vars(arguments), os.environ, arguments.config)
     target = find_target(arguments.words)
-    from ..takeover.takeover import Takeover
-
-    with _guarded_children(settings) as folders:
-        with Takeover(settings, say, lambda: _leave_mark(folders)) as takeover:
-            try:
-                target.execute()
-            except SystemExit as stop:
-                if not stop.code:
-                    _tell_if_idle(takeover, folders)
-                raise
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:  # the script's own, shown as Python would show it
-                _show(error, arguments.full_traceback)
-                return 1
-            _tell_if_idle(takeover, folders)
+    # The settings include those of the YAML file, whose relative path a child in another folder could not read.
+    variables = {**as_environment(settings), CONFIG_VARIABLE: None}
+    with (
+        guard_children(settings, variables) as folders,
+        Takeover(settings, say, lambda: mark_built(folders)) as takeover,
+    ):
+        try:
+            target.execute()
+        except SystemExit as stop:
+            if not stop.code:
+                _report_no_trainer(takeover, folders[0])
+            raise
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # of the script, shown as Python would show it
+            _show(error, arguments.full_traceback)
+            return 1
+        _report_no_trainer(takeover, folders[0])
     return 0
 
 
-def _tell_if_idle(takeover: Takeover, folders: list[Path]) -> None:
+def _report_no_trainer(takeover: Takeover, folder: str) -> None:
     is_first = os.environ.get("RANK", "0") == "0" and os.getpid() == takeover.process
-    if not takeover.num_built and is_first and not any(folders[0].iterdir()):
+    if not takeover.num_built and is_first and not os.listdir(folder):
         say("no Trainer was built, so nothing was guarded.")
-
-
-def say(sentence: str) -> None:
-    """Tells the user something, beside the output of the script."""
-    print(f"nanguard: {sentence}", file=sys.stderr, flush=True)
-
-
-# ---- child processes ----
-
-
-@contextmanager
-def _guarded_children(settings: dict[str, Any]) -> Iterator[list[Path]]:
-    """Makes Python processes that are started meanwhile take over their trainers too; yields where a trainer leaves its
-    mark, this run's folder first: one may run inside another."""
-    before, process = dict(os.environ), os.getpid()
-    paths = [STARTUP, *filter(None, [os.environ.get("PYTHONPATH")])]
-    folder = tempfile.mkdtemp(prefix="nanguard-run-")
-    added = {**as_environment(settings), "PYTHONPATH": os.pathsep.join(paths), MARK: folder}
-    os.environ.update(added)
-    os.environ.pop(CONFIG_VARIABLE, None)  # all it says is among the settings, and a child may start elsewhere
-    try:
-        yield [Path(folder), *([Path(before[MARK])] if MARK in before else [])]
-    finally:
-        for name in (*added, CONFIG_VARIABLE):
-            os.environ.pop(name, None)
-            if name in before:
-                os.environ[name] = before[name]
-        if os.getpid() == process:  # a script may fork and end both
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def take_over_child() -> None:
-    """Guards the trainers of a process that a guarded one has started, until it ends."""
-    from ..takeover.takeover import Takeover
-
-    folder = os.environ.get(MARK)
-    if folder is not None:
-        folders = [Path(folder)]
-        takeover = Takeover(gather({}, os.environ), say, lambda: _leave_mark(folders))
-        atexit.register(takeover.tell_events)
-        takeover.__enter__()
-
-
-def _leave_mark(folders: list[Path]) -> None:
-    for folder in folders:
-        if folder.is_dir():
-            (folder / str(os.getpid())).touch()
-
-
-# ---- what went wrong in the script ----
 
 
 def _show(error: BaseException, full: bool) -> None:
     num_hidden = 0 if full else _hide_frames(error, set())
     sys.excepthook(type(error), error, error.__traceback__)
     if num_hidden:
-        hidden = "1 frame of the guard is" if num_hidden == 1 else f"{num_hidden} frames of the guard are"
-        say(f"{hidden} not shown above; --full-traceback shows what is missing.")
+        say(
+            f"{num_hidden} frame{'' if num_hidden == 1 else 's'} of the guard hidden above; --full-traceback shows all."
+        )
 
 
 def _hide_frames(error: BaseException | None, seen: set[int]) -> int:
-    """Takes our frames out of the traceback of an error and of those it came from. Those that led to the script go
-    uncounted; if we raised it ourselves, the others stay. Returns how many went."""
+    """Removes the guard's frames from the tracebacks of an error and of its causes, and returns how many.
+
+    Frames above the script's first one are removed without being counted. If the guard itself raised the error, the
+    frames below that one stay.
+    """
     if error is None or id(error) in seen:
         return 0
     seen.add(id(error))

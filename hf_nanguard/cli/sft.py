@@ -1,4 +1,4 @@
-"""`nanguard sft`: supervised fine-tuning under guard, in the dialect of TRL's script."""
+"""`nanguard sft`: supervised fine-tuning with the guard and the flags of TRL's script."""
 
 from typing import Any
 
@@ -20,10 +20,10 @@ def add_parser(subparsers: Any) -> None:
     add_recipe(
         subparsers,
         "sft",
-        "supervised fine-tuning under guard; an embedded task if no model is given",
-        "Fine-tunes a model on texts, conversations or prompts with completions, under guard. Without a model and a\n"
-        "dataset it teaches sums to a small Llama made in code, in about a minute on a CPU and without a network, and\n"
-        "prints accuracy and answer rate.",
+        "supervised fine-tuning with the guard; a built-in task if no model is given",
+        "Fine-tunes a model on texts, conversations or prompts with completions, with the guard. Without a model and a\n"
+        "dataset, a small built-in Llama learns sums, in about a minute on a CPU and without a network; accuracy and\n"
+        "answer rate are printed.",
         EXAMPLES,
-        {"--max_length": ("N", "tokens of a sample"), "--packing": (None, "several samples in a row")},
+        {"--max_length": ("N", "tokens per sample"), "--packing": (None, "pack several samples into a row")},
     )

@@ -42,6 +42,27 @@ class Culprit:
 
 
 @dataclass(frozen=True)
+class Remedy:
+    """A change that may help, and whether it did when it was tried.
+
+    Args:
+        name (`str`):
+            A short name, e.g. `larger_eps`.
+        tried (`bool`):
+            Whether it was tried on the bad batch or update.
+        works (`bool`, *optional*):
+            Whether the result was finite; `None` if it was not tried.
+        note (`str`, *optional*):
+            The setting it stands for, what was measured, or why it was not tried.
+    """
+
+    name: str
+    tried: bool
+    works: bool | None = None
+    note: str | None = None
+
+
+@dataclass(frozen=True)
 class Event:
     """One thing that was seen and what was done about it."""
 

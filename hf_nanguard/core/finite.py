@@ -1,7 +1,7 @@
 """Exact finite checks by one fused pass, results left on the device.
 
 The largest magnitude of a tensor is NaN if it holds a NaN and inf if it holds an inf, and, unlike a 2-norm or a sum,
-it cannot overflow in float16. So one `_foreach_norm(..., inf)` over a list tells healthy, inf and NaN apart.
+it cannot overflow in float16. So one foreach norm over a list separates finite, inf and NaN.
 """
 
 import math
@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
+
+from .torch_private import foreach_norm
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -23,7 +25,7 @@ def magnitudes(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns for each tensor its largest magnitude on its device: NaN if it holds NaN, else inf if it holds inf."""
     parts = [local(tensor) for tensor in tensors]
     full = [part for part in parts if part.numel()]
-    measured = iter(torch._foreach_norm(full, math.inf) if full else ())
+    measured = iter(foreach_norm(full, math.inf))
     return [next(measured) if part.numel() else part.new_zeros(()) for part in parts]
 
 

@@ -1,8 +1,8 @@
-"""Losses that stay finite where the usual forms break, and keep a gradient where a clamp would kill it.
+"""Losses that stay finite where the usual forms do not, and keep a gradient where a clamp would remove it.
 
-Each says what it does with a non-finite input. The rule is that arithmetic must not make one out of healthy numbers,
-and that one which is there already is not hidden: the guard has to see it. The two losses over a vocabulary live in
-`token_loss`.
+Each documents what it does with a non-finite input. In general, finite inputs never give a non-finite result, and
+non-finite inputs are not hidden, because the guard must see them. The two losses over a vocabulary are in
+`token_losses.py`.
 """
 
 import math
@@ -12,28 +12,23 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError
+from .token_losses import check_positive, widen
 from .token_losses import distillation_loss as distillation_loss
 from .token_losses import masked_cross_entropy as masked_cross_entropy
-from .token_losses import widen
-
-
-def _check_positive(name: str, value: float) -> None:
-    if not (value > 0 and math.isfinite(value)):
-        raise ArgumentError(f"{name} must be positive and finite, got {value!r}.")
 
 
 def dtype_eps(dtype: torch.dtype, eps: float = 1e-8) -> float:
-    """Returns an epsilon that a dtype can hold: the given one, or the smallest normal number where that is larger.
+    """Returns an epsilon that a dtype can represent: the given one, or the smallest normal number if that is larger.
 
-    The usual 1e-8 is 0 in float16, so a division it should guard is 0/0 again; subnormal numbers, which devices may
-    flush to zero, are avoided too. It guards a division by something near zero; added to numbers near one it is lost
-    in rounding, as any such epsilon.
+    The usual 1e-8 is 0 in float16, so a division that it should protect is 0/0 again; subnormal numbers, which devices may
+    flush to zero, are avoided too. It protects a division by a number near zero; added to numbers near one, any such
+    epsilon is lost in rounding.
 
     Args:
         dtype (`torch.dtype`):
             A floating point dtype.
         eps (`float`, *optional*, defaults to `1e-8`):
-            What is wanted.
+            The epsilon to use if the dtype can represent it.
 
     Example:
         >>> dtype_eps(torch.float16), dtype_eps(torch.bfloat16)
@@ -43,7 +38,7 @@ def dtype_eps(dtype: torch.dtype, eps: float = 1e-8) -> float:
 
 
 def _find_directions(vectors: Tensor, eps: float) -> Tensor:
-    """Returns vectors of length 1; one that is not longer than `eps` has no direction and stays as it is."""
+    """Returns vectors scaled to length 1; a vector of length `eps` or less has no direction and is not scaled."""
     largest = vectors.detach().abs().amax(-1, keepdim=True)
     scaled = vectors / torch.where(largest == 0, 1.0, largest)  # squares do not overflow, and the direction is the same
     length = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
@@ -58,29 +53,29 @@ def normalized_mse(
     eps: float | None = None,
     directions: bool = False,
 ) -> Tensor:
-    """Mean squared error divided by the mean square of the target: 1 is what predicting zero costs, whatever the scale.
+    """Mean squared error divided by the mean square of the target: predicting zero gives 1 at every scale.
 
-    Squares are summed in float32, after division by the target's largest magnitude if that is above 1: scale cancels,
-    so large values do not overflow. A target without energy (mean square of at most `eps`) gives no scale, so the error is not
-    divided there; dividing by `eps` would make the gradient 1e8 times as large.
+    Squares are summed in float32, after division by the largest magnitude of the target if that is above 1: the scale
+    cancels, so large values do not overflow. If the mean square of the target is at most `eps`, the error is not divided,
+    because dividing by `eps` would make the gradient 1e8 times as large.
 
     Args:
         prediction (`Tensor`), target (`Tensor`):
-            Of the same shape. No gradient reaches the target. Non-finite values that count stay visible.
+            Of the same shape. No gradient reaches the target. Non-finite values that count make the loss non-finite.
         mask (`Tensor`, *optional*):
-            True (or not 0) where a value counts; the shape of the prediction or of its first dimensions. What is
-            elsewhere, NaN too, reaches neither loss nor gradient.
+            True (or not 0) where a value counts; the shape of the prediction or of its first dimensions. Values that do
+            not count, including NaN, affect neither loss nor gradient.
         eps (`float`, *optional*):
             See above; by default `dtype_eps` of the dtype in which squares are summed, 1e-8.
         directions (`bool`, *optional*, defaults to `False`):
-            Compare directions only: vectors of the last dimension are brought to length 1 on both sides first, so each
-            costs `2 - 2 * cosine`. One that is not longer than `eps` stays as it is.
+            Compare directions only: vectors of the last dimension are scaled to length 1 on both sides first, so each
+            contributes `2 - 2 * cosine`. A vector of length `eps` or less is not scaled.
 
     Returns:
-        `Tensor`: a scalar, float32 (float64 for float64); 0 with a graph if nothing counts.
+        `Tensor`: a scalar, float32 (float64 for float64); 0 with a graph if no value counts.
 
     Raises:
-        ArgumentError: if shapes do not fit.
+        ArgumentError: if shapes do not match.
 
     Example:
 
@@ -103,7 +98,7 @@ def normalized_mse(
                 f"{tuple(mask.shape)}."
             )
         counted = (mask != 0).reshape(mask.shape + (1,) * (prediction.ndim - mask.ndim))
-        # before anything is computed of them: a zero gradient that comes back stays a zero
+        # before anything is computed from them, so that a zero gradient never meets a NaN
         guess, goal = torch.where(counted, guess, 0.0), torch.where(counted, goal, 0.0)
         number = counted.expand(prediction.shape).sum()
     if not prediction.numel():
@@ -115,23 +110,23 @@ def normalized_mse(
     scale = goal.abs().amax().clamp(min=1.0)
     energy = (goal / scale).square().sum() / number
     error = (gaps / scale).square().sum() / number
-    # energy * scale^2 is the true one, and error * scale^2 the plain error; squares of a scale may overflow
+    # the true values are energy * scale^2 and error * scale^2, but the square of a scale may overflow
     return error / torch.where(energy * scale > eps / scale, energy, 1 / scale / scale)
 
 
 def bounded_loss(loss: Tensor, bound: float) -> Tensor:
-    """Lets a loss grow only logarithmically above a bound: unchanged below, `bound * (1 + log(loss / bound))` above.
+    """Makes a loss grow only logarithmically above a bound: unchanged below, `bound * (1 + log(loss / bound))` above.
 
-    A clamp has no gradient above its bound, so the batches that need it most teach nothing. This form is monotone, has
-    a continuous slope, and above the bound scales the gradient by `bound / loss`, as clipping would. The largest
-    float32 becomes less than 89 bounds plus `bound * log(1 / bound)`. NaN and inf stay what they are: the guard handles
-    them, and a bound that swallowed them would hide a fault.
+    A clamp has no gradient above its bound, so nothing is learned from exactly the batches with the largest loss. This form
+    is monotone, has a continuous slope, and above the bound scales the gradient by `bound / loss`, as clipping would. The
+    largest float32 becomes less than 89 bounds plus `bound * log(1 / bound)`. NaN and inf are unchanged, because hiding
+    them would hide a fault from the guard.
 
     Args:
         loss (`Tensor`):
-            A scalar or any number of losses; each is bounded by itself. Negative ones are unchanged.
+            A scalar or any number of losses; each is bounded separately. Negative ones are unchanged.
         bound (`float`):
-            Where the logarithm begins.
+            The loss above which growth is logarithmic.
 
     Raises:
         ArgumentError: if the bound is not positive and finite.
@@ -143,18 +138,18 @@ def bounded_loss(loss: Tensor, bound: float) -> Tensor:
     loss.backward()
     ```
     """
-    _check_positive("bound", bound)
+    check_positive("bound", bound)
     over = loss > bound
-    large = torch.where(over, widen(loss), bound)  # selected before the logarithm: log of 0 or less is never taken
+    large = torch.where(over, widen(loss), bound)  # before the logarithm, which never gets 0 or less
     return torch.where(over, (bound * (1 - math.log(bound) + large.log())).to(loss.dtype), loss)
 
 
 def clamp_weight(weight: Tensor, max: float = 100.0) -> Tensor:
     """Clamps a loss weight, e.g. of a diffusion timestep or an importance ratio, from above.
 
-    inf becomes `max`; NaN, which has no size, stays visible, and so do negative weights. It has no gradient above `max`,
-    which is right for a weight that is given and wrong for one that is learned: bound that by [`soft_cap`]. Detach a
-    weight that comes out of a division: a clamp cannot keep 0 * inf out of what lies before it.
+    inf becomes `max`; NaN and negative weights are unchanged. There is no gradient above `max`, which is right for a given
+    weight and wrong for a learned one: use [`soft_cap`] for that. Detach a weight that is the result of a division: a clamp
+    cannot prevent 0 * inf in the backward of what comes before it.
 
     Args:
         weight (`Tensor`):
@@ -172,12 +167,12 @@ def clamp_weight(weight: Tensor, max: float = 100.0) -> Tensor:
     loss = (weight * (prediction - target).square().mean(-1)).mean()
     ```
     """
-    _check_positive("max", max)
+    check_positive("max", max)
     return weight.clamp(max=max)
 
 
 class _SoftCap(torch.autograd.Function):
-    """Keeps only the input, in its own dtype; its slope, `1 / cosh^2`, does not cancel as `1 - tanh^2` does."""
+    """Saves only the input, in its own dtype; the slope `1 / cosh^2` has no cancellation, unlike `1 - tanh^2`."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, cap: float) -> Tensor:
@@ -195,19 +190,19 @@ class _SoftCap(torch.autograd.Function):
 
 
 def soft_cap(logits: Tensor, cap: float) -> Tensor:
-    """Caps logits smoothly: `cap * tanh(logits / cap)`, nearly unchanged well inside, never beyond `cap`.
+    """Caps logits smoothly: `cap * tanh(logits / cap)`, nearly unchanged far below the cap, never beyond it.
 
-    A hard clamp leaves logits beyond its bound without a gradient for ever. Here order is kept, up to rounding near the
-    cap, and the slope falls off as `4 exp(-2 |x| / cap)`, computed without cancellation: in float32 it lasts to 43 caps
-    instead of 9. Choose a cap above healthy logits (30 to 50). Arithmetic is float32; only the logits themselves are kept
-    for the backward. What is not finite is not capped: -inf stays a mask, and NaN and inf stay visible, with no
-    gradient. It changes the model: use the same cap when sampling.
+    A hard clamp gives logits beyond its bound no gradient, so they stay there. Here the order is preserved, up to rounding
+    near the cap, and the slope decreases as `4 exp(-2 |x| / cap)`, computed without cancellation: in float32 it is not 0 up
+    to 43 caps instead of 9. Choose a cap above normal logits (30 to 50). Arithmetic is in float32; only the logits
+    themselves are saved for the backward. Non-finite logits are unchanged and get no gradient: -inf stays a mask, NaN and
+    inf stay visible. It changes the model: use the same cap when sampling.
 
     Args:
         logits (`Tensor`):
             Any shape and float dtype.
         cap (`float`):
-            The bound.
+            The largest magnitude.
 
     Raises:
         ArgumentError: if the cap is not positive and finite.
@@ -219,5 +214,5 @@ def soft_cap(logits: Tensor, cap: float) -> Tensor:
     loss = masked_cross_entropy(logits, labels)
     ```
     """
-    _check_positive("cap", cap)
+    check_positive("cap", cap)
     return _SoftCap.apply(logits, cap)

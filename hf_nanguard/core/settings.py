@@ -1,166 +1,172 @@
-"""What is done about what is seen: the policy, the decision of one step, and the ladder of escalation, all as data."""
+"""The settings of the guard, each declared once, as a field of [`Policy`].
 
-import math
-from dataclasses import dataclass
-from enum import StrEnum
-from typing import Any
+The checks in this file, `GuardArguments` and the guarded configs, the flags, environment variables and YAML names of `nanguard
+run`, shell completion and the tables in docs/arguments.md are derived from these declarations. This file imports only the
+standard library, so that the command line can read the settings without importing torch.
+"""
+
+import sys
+import textwrap
+from dataclasses import dataclass, field, fields
+from typing import Any, get_args
 
 from ..errors import ArgumentError
-from .robust_window import RobustWindow
-from .vocabulary import Signal
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "mode": ("act", "observe", "off"),
-    "on_nonfinite": ("drop", "skip", "repair", "floor", "halt"),
-    "on_loss_error": ("raise", "drop"),
-    "on_bad_input": ("drop", "drop_samples", "repair", "halt"),
-    "on_spike": ("observe", "clip", "skip"),
-    "on_halt": ("raise", "stop"),
-    "bundle_weights": ("none", "trainable", "all"),
-    "logits_mode": ("repair", "always", "off"),
-    "on_bad_reward": ("unscorable", "halt"),
-}
-SWITCHES = ("autopsy", "bundle_text", "full_metrics")
-AT_LEAST: dict[str, int] = {
-    "max_bad_steps": 1, "max_autopsies": 1, "stall_steps": 0, "activation_steps": 0, "attention_steps": 0,
-    "weight_check_steps": 0,
-}  # fmt: skip
-POSITIVE = (
-    "skip_grad_norm", "loss_floor", "autopsy_seconds", "logits_clip_value", "logits_min_prob", "min_temperature",
-    "ratio_bound",
-)  # fmt: skip
-AT_MOST = {"ratio_bound": 40.0}  # beyond, the square of its exponential is more than float32 holds
-OPTIONAL = ("skip_grad_norm", "ratio_bound")
-PATTERNS = ("activation_modules",)
+PREFIX = "nanguard_"
+TRUTHS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+LARGEST = sys.float_info.max
+HINTS = {"rewind": " Rewinding needs snapshots, which this version does not have."}
 
 
-def check_settings(settings: dict[str, Any], prefix: str = "") -> None:
-    """Checks settings by name and raises an [`ArgumentError`] that names the first bad one and the way out.
+def setting(
+    default: Any,
+    help: str,
+    choices: tuple[str, ...] = (),
+    at_least: int | None = None,
+    above: float | None = None,
+    at_most: float = LARGEST,
+) -> Any:
+    """Declares a setting as a dataclass field. The annotation of the field gives the type.
 
     Args:
-        settings (`dict[str, Any]`):
-            Names (without `prefix`) and values.
-        prefix (`str`, *optional*, defaults to `""`):
-            What the user's spelling of the names begins with.
+        default (`Any`):
+            The default value.
+        help (`str`):
+            What the setting does, for docstrings, `--help` and docs/arguments.md.
+        choices (`tuple[str, ...]`, *optional*):
+            The allowed values of a `str`. A `str` without choices holds names separated by commas.
+        at_least (`int`, *optional*), above (`float`, *optional*), at_most (`float`, *optional*):
+            The bounds of a number.
     """
-    for name, value in settings.items():
-        spelled = f"{prefix}{name}"
-        if name in CHOICES and value not in CHOICES[name]:
-            hint = " Rewinding needs snapshots, which this version does not have." if value == "rewind" else ""
-            raise ArgumentError(f"{spelled} must be one of {', '.join(CHOICES[name])}, got {value!r}.{hint}")
-        if name in SWITCHES and not isinstance(value, bool):
-            raise ArgumentError(f"{spelled} must be True or False, got {value!r}.")
-        if name in AT_LEAST and (isinstance(value, bool) or not isinstance(value, int) or value < AT_LEAST[name]):
-            raise ArgumentError(f"{spelled} must be an integer of at least {AT_LEAST[name]}, got {value!r}.")
-        if (
-            name in PATTERNS
-            and value is not None
-            and not (isinstance(value, str) and all(map(str.strip, value.split(","))))
-        ):
-            raise ArgumentError(f"{spelled} must be patterns of module names separated by commas, got {value!r}.")
-        if name in POSITIVE and not (value is None and name in OPTIONAL):
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise ArgumentError(f"{spelled} must be a number, got {value!r}.")
-            if not (math.isfinite(value) and value > 0):
-                raise ArgumentError(f"{spelled} must be a finite number above 0, got {value!r}.")
-            if value > AT_MOST.get(name, math.inf):
-                raise ArgumentError(f"{spelled} must be a number of at most {AT_MOST[name]:g}, got {value!r}.")
-    if settings.get("skip_grad_norm") is not None and settings.get("mode") == "observe":
-        raise ArgumentError(
-            f"{prefix}skip_grad_norm was set to {settings['skip_grad_norm']!r} while {prefix}mode is 'observe', which "
-            f"never skips. Set {prefix}mode='act' or leave {prefix}skip_grad_norm out."
-        )
+    bounds = {"at_least": at_least, "above": above, "at_most": at_most}
+    return field(default=default, metadata={"help": help, "choices": choices, **bounds})
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What the guard does about what it sees.
+    """What the guard does about the problems it detects."""
 
-    Args:
-        mode (`str`, *optional*, defaults to `"act"`):
-            `"act"`, `"observe"` (events only, nothing is changed) or `"off"`.
-        on_nonfinite (`str`, *optional*, defaults to `"drop"`):
-            `"drop"`: redo the group without the culprit micro-batches, skip the step if none is left. `"skip"`: the
-            whole step. `"repair"`: bad gradient entries zeroed, the rest steps. `"floor"`: as drop, with `loss_floor`
-            in the log for the bad one. `"halt"`.
-        on_loss_error (`str`, *optional*, defaults to `"raise"`):
-            `"raise"` or `"drop"`: an exception inside the loss.
-        on_bad_input (`str`, *optional*, defaults to `"drop"`):
-            `"drop"` the micro-batch, `"drop_samples"` (only the bad ones, where the batch can be taken apart),
-            `"repair"` (fill and go on) or `"halt"`: labels or inputs that cannot be trained on.
-        on_spike (`str`, *optional*, defaults to `"observe"`):
-            `"observe"`, `"clip"` (to the threshold of the statistics) or `"skip"`: a norm out of line with the past.
-        on_halt (`str`, *optional*, defaults to `"raise"`):
-            `"raise"` a `NonFiniteError` or `"stop"` the run cleanly.
-        skip_grad_norm (`float`, *optional*):
-            Fixed pre-clip norm above which a step is skipped.
-        loss_floor (`float`, *optional*, defaults to `1e-6`):
-            What `on_nonfinite="floor"` shows in the log for a dropped micro-batch.
-        max_bad_steps (`int`, *optional*, defaults to `10`):
-            Bad steps in a row after which the run halts.
-        autopsy (`bool`, *optional*, defaults to `True`):
-            Whether a bad micro-batch is examined: where its bad number was born, whose data it was, what would help.
-        max_autopsies (`int`, *optional*, defaults to `5`):
-            How many different faults of a run are examined.
-        autopsy_seconds (`float`, *optional*, defaults to `60.0`):
-            How long one examination may go on once it knows the origin.
-        bundle_weights (`str`, *optional*, defaults to `"none"`):
-            Which weights a bundle holds: `"none"`, `"trainable"` or `"all"`.
-        bundle_text (`bool`, *optional*, defaults to `True`):
-            Whether a bundle holds decoded text.
-        logits_mode (`str`, *optional*, defaults to `"repair"`):
-            What is done about scores before sampling: `"repair"` those that are not finite, bound them `"always"`, `"off"`.
-        logits_clip_value, logits_min_prob (`float`, *optional*, default to `30.0` and `1e-8`):
-            The bounds of `"always"`.
-        min_temperature (`float`, *optional*, defaults to `0.1`):
-            The lowest temperature an online trainer samples and scores with.
-        on_bad_reward (`str`, *optional*, defaults to `"unscorable"`):
-            A reward that is no finite number: its completion becomes `"unscorable"`, or `"halt"`.
-        ratio_bound (`float`, *optional*, defaults to `20.0`):
-            How large a log-ratio of policies may be before its exponential is taken; `None` for no bound.
-        stall_steps (`int`, *optional*, defaults to `20`):
-            Steps in a row without a learning signal after which that is told; 0 for never.
-        activation_steps (`int`, *optional*, defaults to `50`):
-            How often the outputs of modules are measured, and the headroom of their dtype forecast; 0 for never.
-        activation_modules (`str`, *optional*):
-            Which modules: a pattern of their names as `fnmatch` has it, several separated by commas. The blocks of the
-            model, its embedding and its head by default.
-        attention_steps (`int`, *optional*, defaults to `0`):
-            How often attention scores and entropies, routers and the head's log-sum-exp are measured, which takes
-            further arithmetic; 0 for never.
-        weight_check_steps (`int`, *optional*, defaults to `100`):
-            How often weights and optimizer state are checked, and whether weights still move; 0 for never but before a
-            checkpoint is saved.
-        full_metrics (`bool`, *optional*, defaults to `False`):
-            Whether the log gets a curve for every module and not only for the worst.
-    """
+    mode: str = setting(
+        "act",
+        "`act` corrects bad steps, `observe` only records events and leaves the run unchanged, `off` disables the guard.",
+        ("act", "observe", "off"),
+    )
+    on_nonfinite: str = setting(
+        "drop",
+        "What to do if the loss or the gradients contain NaN or inf. `drop` repeats the accumulation group without the bad "
+        "micro-batches and skips the step if none is left, `skip` skips the whole step, `repair` sets the bad gradient "
+        "entries to zero before clipping, `floor` is `drop` with the loss floor as the logged loss of the dropped "
+        "micro-batch, `halt` ends the run.",
+        ("drop", "skip", "repair", "floor", "halt"),
+    )
+    loss_floor: float = setting(1e-6, "The loss that is logged for a micro-batch dropped by `floor`.", above=0)
+    on_loss_error: str = setting(
+        "raise",
+        "What to do if the loss function raises an exception: `raise` it, or `drop` the micro-batch on the rank where it "
+        "was raised, with all ranks kept in step.",
+        ("raise", "drop"),
+    )
+    skip_grad_norm: float | None = setting(
+        None, "Skip every step whose gradient norm before clipping is above this value.", above=0
+    )
+    on_spike: str = setting(
+        "observe",
+        "What to do if the gradient norm is far above its recent values (median and MAD of the last 100 healthy steps): "
+        "`observe` records an event, `clip` clips the norm to the spike threshold, `skip` skips the step.",
+        ("observe", "clip", "skip"),
+    )
+    max_bad_steps: int = setting(10, "Halt the run after this many bad steps in a row.", at_least=1)
+    on_halt: str = setting(
+        "raise",
+        "How a halted run ends once the last good state is saved: `raise` raises NonFiniteError, `stop` ends the training "
+        "loop without an error.",
+        ("raise", "stop"),
+    )
 
-    mode: str = "act"
-    on_nonfinite: str = "drop"
-    on_loss_error: str = "raise"
-    on_bad_input: str = "drop"
-    on_spike: str = "observe"
-    on_halt: str = "raise"
-    skip_grad_norm: float | None = None
-    loss_floor: float = 1e-6
-    max_bad_steps: int = 10
-    autopsy: bool = True
-    max_autopsies: int = 5
-    autopsy_seconds: float = 60.0
-    bundle_weights: str = "none"
-    bundle_text: bool = True
-    logits_mode: str = "repair"
-    logits_clip_value: float = 30.0
-    logits_min_prob: float = 1e-8
-    min_temperature: float = 0.1
-    on_bad_reward: str = "unscorable"
-    ratio_bound: float | None = 20.0
-    stall_steps: int = 20
-    activation_steps: int = 50
-    activation_modules: str | None = None
-    attention_steps: int = 0
-    weight_check_steps: int = 100
-    full_metrics: bool = False
+    on_bad_input: str = setting(
+        "drop",
+        "What to do about labels and inputs that cannot be trained on (all labels masked, labels or token ids out of range, "
+        "non-finite inputs): `drop` the micro-batch, `drop_samples` drops only the bad samples if the batch can be split, "
+        "`repair` fills the bad entries, `halt` ends the run.",
+        ("drop", "drop_samples", "repair", "halt"),
+    )
+    stall_steps: int = setting(
+        20,
+        "Record an event after this many steps in a row without a learning signal (equal rewards, zero gradients, almost all "
+        "labels masked, constant inputs). 0 disables it.",
+        at_least=0,
+    )
+
+    autopsy: bool = setting(
+        True,
+        "Run a bad micro-batch again to find the operation that produced the first NaN or inf, the samples that caused it "
+        "and the remedies that would help.",
+    )
+    max_autopsies: int = setting(5, "How many different faults are examined in one run.", at_least=1)
+    autopsy_seconds: float = setting(
+        60.0, "How many seconds an autopsy may continue after it has found the origin.", above=0
+    )
+    bundle_weights: str = setting(
+        "none", "Which weights an autopsy bundle contains: `none`, `trainable` or `all`.", ("none", "trainable", "all")
+    )
+    bundle_text: bool = setting(
+        True,
+        "Whether the log, events and autopsy bundles may contain decoded text of the samples that caused a problem.",
+    )
+
+    logits_mode: str = setting(
+        "repair",
+        "What to do about logits right before sampling: `repair` rows that contain NaN or inf, `always` bounds every row as "
+        "well, `off` changes nothing.",
+        ("repair", "always", "off"),
+    )
+    logits_clip_value: float = setting(
+        30.0,
+        "In mode `always`, logits are raised to at least the maximum of their row minus twice this value.",
+        above=0,
+    )
+    logits_min_prob: float = setting(
+        1e-8, "In mode `always`, every token that is not masked gets at least this probability.", above=0, at_most=1
+    )
+    min_temperature: float = setting(
+        0.1, "The lowest sampling temperature of an online trainer. A lower `temperature` is raised to it.", above=0
+    )
+    on_bad_reward: str = setting(
+        "unscorable",
+        "What to do if a reward is not a finite number or a reward function raises an exception: treat the completion as "
+        "`unscorable`, or `halt` the run.",
+        ("unscorable", "halt"),
+    )
+    ratio_bound: float | None = setting(  # the square of exp(40) still fits into float32
+        20.0,
+        "The largest log-ratio, of the policies or in the KL term, whose exponential is taken. `None` disables the bound.",
+        above=0,
+        at_most=40,
+    )
+
+    activation_steps: int = setting(
+        50,
+        "Measure module outputs and forecast overflow of their dtype every this many steps. 0 disables it.",
+        at_least=0,
+    )
+    activation_modules: str | None = setting(
+        None,
+        "Which modules to measure: name patterns separated by commas (`*.mlp.down_proj,lm_head`). The blocks, the embedding "
+        "and the head by default.",
+    )
+    attention_steps: int = setting(
+        0,
+        "Measure attention scores and entropies, routers and the log-sum-exp of the head every this many steps, which takes "
+        "additional computation. 0 disables it.",
+        at_least=0,
+    )
+    weight_check_steps: int = setting(
+        100,
+        "Check weights and optimizer state for NaN and inf, and whether weights still change, every this many steps. With 0 "
+        "they are checked only before a checkpoint is saved.",
+        at_least=0,
+    )
+    full_metrics: bool = setting(False, "Log the metrics of every module, not only those of the worst one.")
 
     def __post_init__(self):
         check_settings(vars(self))
@@ -171,77 +177,132 @@ class Policy:
         return self.mode == "act"
 
 
-class StepAction(StrEnum):
-    """How the step goes on."""
-
-    STEP = "step"
-    REDO = "redo"
-    REPAIR = "repair"
-    CLIP = "clip"
-    SKIP = "skip"
-    HALT = "halt"
-
-
 @dataclass(frozen=True)
-class Decision:
-    """How the step goes on and, unless it is healthy, which signal says why."""
-
-    course: StepAction
-    signal: Signal | None = None
-
-
-HEALTHY = Decision(StepAction.STEP)
-
-
-def decide(losses: list[float], norm: float, policy: Policy, norms: RobustWindow) -> Decision:
-    """Decides an optimizer step from what was read of it: finite first, then thresholds, then statistics.
-
-    The norm is the same on every rank, and everything but `STEP` depends on it alone, so all ranks decide alike. A
-    non-finite loss whose gradients are finite is news of this rank only and therefore never more than observed.
+class Setting:
+    """One declared setting: reads a value from text and checks it.
 
     Args:
-        losses (`list[float]`):
-            The losses of the group's micro-batches on this rank.
-        norm (`float`):
-            The total norm of the gradients before clipping.
-        policy (`Policy`):
-            What to do.
-        norms (`RobustWindow`):
-            Norms of healthy steps so far.
+        name (`str`):
+            Its name in [`Policy`], without `nanguard_`.
+        annotation (`Any`):
+            Its type, or a union of its type and `None`.
+        default (`Any`), help (`str`), choices (`tuple[str, ...]`), at_least, above, at_most:
+            As in [`setting`].
     """
-    if not math.isfinite(norm):
-        signal = Signal.GRAD_NONFINITE if all(map(math.isfinite, losses)) else Signal.LOSS_NONFINITE
-        courses = {"skip": StepAction.SKIP, "repair": StepAction.REPAIR, "halt": StepAction.HALT}
-        course = courses.get(policy.on_nonfinite, StepAction.REDO)
-        return Decision(course if policy.acts else StepAction.STEP, signal)
-    if policy.skip_grad_norm is not None and norm > policy.skip_grad_norm:
-        return Decision(StepAction.SKIP, Signal.GRAD_SPIKE)
-    spike = norms.is_spike(norm)
-    course = {"clip": StepAction.CLIP, "skip": StepAction.SKIP}.get(policy.on_spike, StepAction.STEP)
-    if spike and policy.acts and course is not StepAction.STEP:
-        return Decision(course, Signal.GRAD_SPIKE)
-    if not all(map(math.isfinite, losses)):
-        return Decision(StepAction.STEP, Signal.LOSS_NONFINITE)
-    return Decision(StepAction.STEP, Signal.GRAD_SPIKE) if spike else HEALTHY
 
-
-class Escalation:
-    """Counts bad steps in a row and says when skipping is no longer an answer."""
-
-    def __init__(self, max_bad_steps: int):
-        self.max_bad_steps = max_bad_steps
-        self.bad_in_a_row = 0
-
-    def healthy(self) -> None:
-        """A step went through: the count starts again."""
-        self.bad_in_a_row = 0
+    name: str
+    annotation: Any
+    default: Any
+    help: str
+    choices: tuple[str, ...]
+    at_least: int | None
+    above: float | None
+    at_most: float
 
     @property
-    def is_half_way(self) -> bool:
-        """Whether half of the bad steps in a row that are allowed have come."""
-        return self.bad_in_a_row >= max(1, self.max_bad_steps // 2)
+    def value_type(self) -> type:
+        """The type of a value that is not `None`."""
+        return (get_args(self.annotation) or (self.annotation,))[0]
 
-    def bad(self) -> bool:
-        """Counts a bad step; returns whether the run has to halt."""
-        self.bad_in_a_row += 1
-        return self.bad_in_a_row >= self.max_bad_steps
+    @property
+    def is_optional(self) -> bool:
+        """Whether `None` is allowed."""
+        return type(None) in get_args(self.annotation)
+
+    @property
+    def default_text(self) -> str:
+        """The default as it is written in Python."""
+        return f'"{self.default}"' if isinstance(self.default, str) else repr(self.default)
+
+    @property
+    def bounds(self) -> str:
+        """The bounds in words, e.g. `"above 0, at most 40"`."""
+        bounds = {"at least": self.at_least, "above": self.above, "at most": self.at_most}
+        return ", ".join(f"{word} {value:g}" for word, value in bounds.items() if value not in (None, LARGEST))
+
+    def read(self, value: object, spelling: str) -> Any:
+        """Returns a value from a command line, an environment variable or YAML in the type of the setting, checked."""
+        converted = self.convert(value)
+        self.check(converted, spelling)
+        return converted
+
+    def convert(self, value: object) -> object:
+        """Returns a value in the type of the setting, or unchanged if it cannot be converted."""
+        if value is False and "off" in self.choices:
+            return "off"  # YAML reads a bare off as False
+        if not isinstance(value, str):
+            return value
+        word = value.strip().lower()
+        if self.is_optional and word in ("none", "null"):
+            return None
+        if self.value_type is bool:
+            return TRUTHS.get(word, value)
+        try:
+            return self.value_type(value)
+        except ValueError:
+            return value
+
+    def check(self, value: object, spelling: str) -> None:
+        """Raises an [`ArgumentError`] if a value is not allowed. `spelling` is the name of the setting as the user wrote it."""
+        if not self._allows(value):
+            hint = HINTS.get(value, "") if isinstance(value, str) else ""
+            raise ArgumentError(f"{spelling} must be {self._expectation()}, got {value!r}.{hint}")
+
+    def _allows(self, value: object) -> bool:
+        if value is None:
+            return self.is_optional
+        if self.value_type is bool or isinstance(value, bool):
+            return self.value_type is bool and isinstance(value, bool)
+        if self.value_type is str:
+            names = value.split(",") if isinstance(value, str) else [""]
+            return value in self.choices if self.choices else all(map(str.strip, names))
+        if not isinstance(value, (int, float)) or (self.value_type is int and not isinstance(value, int)):
+            return False
+        is_above = self.above is None or value > self.above  # false for NaN
+        return is_above and (self.at_least is None or value >= self.at_least) and value <= self.at_most
+
+    def _expectation(self) -> str:
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        texts = {
+            bool: "True or False",
+            str: "names separated by commas",
+            int: "an integer of",
+            float: "a finite number",
+        }
+        bounds = self.bounds.replace(", ", " and ")
+        return " ".join(filter(None, [texts[self.value_type], bounds, "or None" if self.is_optional else ""]))
+
+
+SETTINGS = {f.name: Setting(f.name, f.type, f.default, **f.metadata) for f in fields(Policy)}
+
+
+def check_settings(settings: dict[str, Any], prefix: str = "") -> None:
+    """Checks settings by name and raises an [`ArgumentError`] that names the first bad one and what is allowed.
+
+    Args:
+        settings (`dict[str, Any]`):
+            Names (without `prefix`) and values.
+        prefix (`str`, *optional*, defaults to `""`):
+            What the user's spelling of the names begins with.
+    """
+    for name, value in settings.items():
+        SETTINGS[name].check(value, f"{prefix}{name}")
+    if settings.get("skip_grad_norm") is not None and settings.get("mode") == "observe":
+        raise ArgumentError(
+            f"{prefix}skip_grad_norm was set to {settings['skip_grad_norm']!r} while {prefix}mode is 'observe', which "
+            f"never skips. Set {prefix}mode='act' or leave {prefix}skip_grad_norm out."
+        )
+
+
+def format_parameters(prefix: str = "") -> str:
+    """Returns all settings as the parameter list of a docstring."""
+    lines = ["", "", "    Parameters:"]
+    for each in SETTINGS.values():
+        default = "" if each.default is None else f", defaults to `{each.default_text}`"
+        lines.append(f"        {prefix}{each.name} (`{each.value_type.__name__}`, *optional*{default}):")
+        lines += textwrap.wrap(each.help, 108, initial_indent=" " * 12, subsequent_indent=" " * 12)
+    return "\n".join([*lines, "    "])
+
+
+Policy.__doc__ = f"{Policy.__doc__}{format_parameters()}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .finite import local
+from .torch_private import is_saved
 
 # 8-bit floats have no kernel for a norm.
 WIDE = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
@@ -47,8 +48,7 @@ def name_saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields the buffers that a checkpoint holds."""
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(prefix, recurse=False):
-            # A state dict would tell as well, but may copy and gather.
-            if name.rpartition(".")[2] not in module._non_persistent_buffers_set:
+            if is_saved(module, name.rpartition(".")[2]):
                 yield name, buffer
 
 

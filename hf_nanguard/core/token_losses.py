@@ -1,12 +1,12 @@
-"""Losses over a vocabulary: float32 arithmetic, a few tokens at a time, gradients in closed form.
+"""Losses over a vocabulary: float32 arithmetic in chunks of tokens, gradients in closed form.
 
-Half-precision logits are usually copied to float32 before the loss, and autograd keeps the copy's log-softmax: with a
-large vocabulary that is the peak of the whole step. Here only one chunk of tokens is ever in float32; the gradient,
-softmax minus target, is computed again from the logits in the backward. That costs a second pass of exponentials and
-saves the two copies. It is an `autograd.Function` rather than a checkpoint because the closed form needs no graph, so
-no NaN of an ignored token can come back as 0 * NaN: rows that do not count are filled, never multiplied. Nothing is read
-on the host. The backward is made of plain operations, so there are second derivatives, for which the whole is in float32
-and an ignored token must be finite.
+Half-precision logits are usually copied to float32 before the loss, and autograd saves the log-softmax of the copy: with a
+large vocabulary that is the memory peak of the whole step. Here only one chunk of tokens at a time is in float32; the
+gradient, softmax minus target, is computed from the logits in the backward. That costs a second pass of exponentials and
+saves the two copies. It is an `autograd.Function` rather than a checkpoint because the closed form needs no graph, so an
+ignored token cannot produce 0 * NaN: rows that do not count are filled, never multiplied. Nothing is read on the host. The
+backward consists of plain operations, so second derivatives exist; for them everything is in float32 and ignored tokens
+must be finite.
 """
 
 import math
@@ -19,7 +19,7 @@ from torch import Tensor
 from ..errors import ArgumentError
 
 CHUNK_ELEMENTS = 2**22
-LOG_FLOOR = -(2.0**17)  # what the widest float16 logits make of the least likely token
+LOG_FLOOR = -(2.0**17)  # the smallest log-probability that float16 logits can give
 
 
 def _wide(values: Tensor) -> torch.dtype:
@@ -36,13 +36,19 @@ def _chunks(rows: Tensor, chunk_size: int | None) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, len(rows), size))
 
 
+def check_positive(name: str, value: float) -> None:
+    """Raises an [`ArgumentError`] unless the value is positive and finite."""
+    if not (value > 0 and math.isfinite(value)):
+        raise ArgumentError(f"{name} must be positive and finite, got {value!r}.")
+
+
 def _check_chunk(chunk_size: int | None) -> None:
     if chunk_size is not None and chunk_size < 1:
-        raise ArgumentError(f"chunk_size must be at least 1 token, got {chunk_size!r}. Leave it out to have it chosen.")
+        raise ArgumentError(f"chunk_size must be at least 1 token, got {chunk_size!r}. Leave it out for the default.")
 
 
 def _count(counted: Tensor, num_items: Tensor | int | None) -> Tensor:
-    """Returns what the sum is divided by, at least 1, on the device."""
+    """Returns the divisor of the sum, at least 1, on the device."""
     number = counted.sum() if num_items is None else torch.as_tensor(num_items, device=counted.device)
     return number.clamp(min=1)
 
@@ -79,12 +85,12 @@ def masked_cross_entropy(
     num_items: Tensor | int | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Cross-entropy over the labels that count; zero, with a graph and a zero gradient, if none does.
+    """Cross-entropy over the labels that count; 0, with a graph and a zero gradient, if none does.
 
-    The same as `F.cross_entropy` in float32 up to rounding. It differs where that one breaks: no label left is 0 instead
-    of 0/0, whatever the logits of an ignored position hold reaches neither loss nor gradient, and half-precision logits
-    are never copied to float32 as a whole. A non-finite logit at a position that counts stays visible, and so does a
-    label whose logit is masked by -inf: the loss is inf.
+    Equal to `F.cross_entropy` in float32 up to rounding, with three differences: without any label it is 0 instead of 0/0,
+    the logits of an ignored position, including NaN, affect neither loss nor gradient, and half-precision logits are never
+    copied to float32 as a whole. A non-finite logit at a position that counts makes the loss non-finite, and so does a
+    label whose logit is masked with -inf: the loss is inf.
 
     Logits and labels must be aligned. For a causal model shift the labels, not the logits, which would be copied.
 
@@ -96,7 +102,7 @@ def masked_cross_entropy(
         ignore_index (`int`, *optional*, defaults to `-100`):
             The label that does not count.
         num_items (`Tensor` or `int`, *optional*):
-            What the sum is divided by, e.g. the Trainer's `num_items_in_batch`; the labels that count by default.
+            The divisor of the sum, e.g. the Trainer's `num_items_in_batch`; by default the number of labels that count.
         chunk_size (`int`, *optional*):
             How many tokens are in float32 at a time; about 4 million logits by default.
 
@@ -104,7 +110,7 @@ def masked_cross_entropy(
         `Tensor`: a scalar, float32 (float64 for float64 logits).
 
     Raises:
-        ArgumentError: if shapes do not fit.
+        ArgumentError: if shapes do not match.
 
     Example:
 
@@ -127,7 +133,7 @@ def masked_cross_entropy(
 
 
 def _log_probs(logits: Tensor, temperature: float) -> Tensor:
-    """Returns log-probabilities in float32. The maximum goes first: large logits divided by a temperature lose digits."""
+    """Returns log-probabilities in float32. The maximum is subtracted first: dividing large logits would lose digits."""
     rows = widen(logits)
     return ((rows - rows.amax(-1, keepdim=True)) / temperature).log_softmax(-1)
 
@@ -143,7 +149,7 @@ class _Divergence(torch.autograd.Function):
             theirs = _log_probs(teacher[part], temperature)
             probs = theirs.exp()
             gaps = (theirs - ours.masked_fill_(ours == -math.inf, LOG_FLOOR)).masked_fill_(probs == 0, 0.0)
-            losses = gaps.mul_(probs).sum(-1).clamp_(min=0.0)  # never negative but for rounding
+            losses = gaps.mul_(probs).sum(-1).clamp_(min=0.0)  # negative only by rounding
             total += losses.masked_fill_(~counted[part], 0.0).sum().to(total.dtype)
         ctx.save_for_backward(student, teacher, counted)
         ctx.temperature, ctx.chunk_size = temperature, chunk_size
@@ -172,23 +178,24 @@ def distillation_loss(
     """KL divergence of the student from the teacher at a temperature, times its square, averaged over tokens.
 
     `T^2 * mean over tokens of sum p * (log p - log q)` with `p = softmax(teacher / T)` and `q = softmax(student / T)`. The
-    square keeps gradients of the same size at every temperature. All of it is done in log space from the logits less
+    square keeps the gradients at the same scale for every temperature. It is computed in log space from the logits minus
     their maximum, so saturated logits stay finite and the gradient, `T * (q - p)`, is bounded by T for each logit.
 
-    What is masked: a token with -inf at the teacher has no probability and adds nothing (0 * -inf counts as 0). A token
-    with -inf at the student to which the teacher gives probability would cost infinitely much; it counts with a
-    log-probability of -131072, so the loss is large, finite and tells that the masks disagree. A position at which
-    either has nothing but -inf is not counted. NaN and +inf stay visible. No gradient reaches the teacher.
+    Masks: a token with a teacher logit of -inf has probability 0 and adds nothing (0 * -inf counts as 0). A token with a
+    student logit of -inf to which the teacher gives probability would make the loss infinite; it counts with a
+    log-probability of -131072, so the loss is finite, but so large that the disagreement of the masks is noticed. A
+    position at which either has only -inf does not count. NaN and +inf make the loss non-finite. No gradient reaches the
+    teacher.
 
     Args:
         student_logits (`Tensor`), teacher_logits (`Tensor`):
             `[..., vocabulary]`, of the same shape; the dtypes may differ.
         temperature (`float`, *optional*, defaults to `2.0`):
-            What logits are divided by.
+            The divisor of the logits.
         mask (`Tensor`, *optional*):
-            `[...]`, true (or not 0) where a token counts, e.g. `labels != -100`. What is elsewhere, NaN too, has no say.
+            `[...]`, true (or not 0) where a token counts, e.g. `labels != -100`. Other tokens, including NaN, have no effect.
         num_items (`Tensor` or `int`, *optional*):
-            What the sum is divided by; the tokens that count by default.
+            The divisor of the sum; by default the number of tokens that count.
         chunk_size (`int`, *optional*):
             How many tokens are in float32 at a time; about 4 million logits by default.
 
@@ -196,7 +203,7 @@ def distillation_loss(
         `Tensor`: a scalar, float32 (float64 for a float64 student); 0 with a graph if no token counts.
 
     Raises:
-        ArgumentError: if shapes do not fit or the temperature is not positive.
+        ArgumentError: if shapes do not match or the temperature is not positive.
 
     Example:
 
@@ -207,10 +214,7 @@ def distillation_loss(
     ```
     """
     _check_chunk(chunk_size)
-    if not (temperature > 0 and math.isfinite(temperature)):
-        raise ArgumentError(
-            f"temperature must be positive and finite, got {temperature!r}. 1.0 leaves logits as they are."
-        )
+    check_positive("temperature", temperature)
     if student_logits.shape != teacher_logits.shape:
         raise ArgumentError(
             f"student_logits and teacher_logits must have the same shape, got {tuple(student_logits.shape)} and "
@@ -223,7 +227,7 @@ def distillation_loss(
         )
     student = student_logits.reshape(-1, student_logits.shape[-1])
     teacher = teacher_logits.detach().reshape(student.shape)
-    # a NaN is not equal to -inf, so it counts and stays visible
+    # a NaN is not equal to -inf, so it counts
     counted = (student.detach().amax(-1) != -math.inf) & (teacher.amax(-1) != -math.inf)
     counted = counted if mask is None else counted & (mask.reshape(-1) != 0)
     return _Divergence.apply(student, teacher, counted, temperature, chunk_size) / _count(counted, num_items)

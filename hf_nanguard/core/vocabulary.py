@@ -1,10 +1,10 @@
-"""The closed vocabulary of events: what was seen, what was done, why it happened."""
+"""The closed vocabulary of events: what was found, what was done about it, and why it happened."""
 
 from enum import StrEnum
 
 
 class Signal(StrEnum):
-    """What was seen."""
+    """What was found."""
 
     LABELS_MASKED = "labels_masked"
     LABEL_OUT_OF_RANGE = "label_out_of_range"
@@ -74,3 +74,7 @@ class Cause(StrEnum):
     ROUNDING_STALL = "rounding_stall"
     TRANSIENT = "transient"
     UNKNOWN = "unknown"
+
+
+# Names that are part of the public schema although nothing emits them yet.
+RESERVED: frozenset[StrEnum] = frozenset({Signal.CHECKPOINT_NONFINITE, Signal.LOSS_SPIKE, Action.REWOUND})

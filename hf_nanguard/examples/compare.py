@@ -1,4 +1,4 @@
-"""The same run twice, as the host's trainer does it and guarded, and what became of each: what every recipe ends with."""
+"""The same training run twice, by the stock trainer and with the guard, and a comparison of the results."""
 
 import copy
 import math
@@ -6,50 +6,50 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-import transformers
+import datasets
 from accelerate import PartialState
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
+from transformers.utils import logging
 
 from ..core.finite import find_nonfinite
-from ..report.run_files import Tail, events_path
-from .recipe.command_line import check_output
+from ..plain_text import format_error
+from ..report.run_files import GUARD_FOLDER, Tail, events_path
 
-# How a run that has gone bad ends; anything else is a mistake in the recipe and goes through.
+# How a run ends whose numbers are not finite; any other error is a mistake in the recipe and is raised.
 FAILURES = (ArithmeticError, IndexError, RuntimeError, ValueError)
 
-# Called with a trained trainer; the figures of a run by name.
-Measure = Callable[[Any], dict[str, float | str]]
+Figures = dict[str, float | str]  # measurements of a run by name
+EventRow = dict[str, Any]  # a line of events.jsonl
 
 
 @dataclass
 class Outcome:
-    """What one run left behind, measured from outside the trainer.
+    """The result of one run, measured from outside the trainer.
 
     Args:
         name (`str`):
-            What the run is called, e.g. `"stock"`.
+            Name of the run, e.g. `"stock"`.
         folder (`Path`):
             Its output folder.
         error (`str`, *optional*):
-            What ended it early, in one line.
+            The error that ended it early, in one line.
         steps (`int`):
-            Optimizer steps it counted.
+            Number of optimizer steps.
         losses (`list[float]`):
-            The logged ones.
+            The logged losses.
         bad_weights (`dict[str, str]`), num_weights (`int`):
-            Weight tensors that hold a NaN or inf, by name, and how many there are in all.
+            Weight tensors that contain NaN or inf, by name, and the number of all weight tensors.
         figures (`dict[str, float | str]`):
-            What else was measured.
+            Other measurements.
         events (`list[dict]`):
-            Those the guard has written, as in `events.jsonl`.
+            Events of the guard, as in `events.jsonl`.
     """
 
     name: str
@@ -59,123 +59,110 @@ class Outcome:
     losses: list[float] = field(default_factory=list)
     bad_weights: dict[str, str] = field(default_factory=dict)
     num_weights: int = 0
-    figures: dict[str, float | str] = field(default_factory=dict)
-    events: list[dict[str, Any]] = field(default_factory=list)
+    figures: Figures = field(default_factory=dict)
+    events: list[EventRow] = field(default_factory=list)
 
     @property
     def is_sound(self) -> bool:
-        """Whether it ran to its end and left finite weights."""
+        """Whether the run finished with finite weights."""
         return self.error is None and not self.bad_weights
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns it for a program."""
+        """Returns the outcome as plain values, for JSON."""
         return {**asdict(self), "folder": str(self.folder), "is_sound": self.is_sound}
 
 
-def watch_run(name: str, build_trainer: Callable[[], Trainer], measure: Measure | None = None) -> Outcome:
-    """Trains and returns what became of it; an error that numbers gone bad end with is part of that.
+def watch_run(name: str, trainer: Trainer, measure: Callable[[Any], Figures] = lambda trainer: {}) -> Outcome:
+    """Trains and returns the outcome, which includes an error caused by non-finite numbers.
 
     Args:
         name (`str`):
-            What to call the run.
-        build_trainer (`Callable`):
-            Builds the trainer, stock or guarded. What it raises is not caught.
+            Name of the run.
+        trainer (`Trainer`):
+            The trainer, stock or guarded.
         measure (`Callable`, *optional*):
-            Returns figures of the trained trainer by name, e.g. an accuracy.
+            Called with the trained trainer; returns figures by name, e.g. an accuracy.
 
     Example:
 
     ```python
-    outcomes = [watch_run("stock", build_stock), watch_run("guarded", build_guarded)]
+    outcomes = [watch_run("stock", stock_trainer), watch_run("guarded", guarded_trainer)]
     print_comparison(outcomes)
     ```
     """
-    trainer = build_trainer()
     folder = Path(str(trainer.args.output_dir))
-    tail = Tail(events_path(folder / "nanguard", trainer.args.process_index))
-    outcome = Outcome(name, folder)
+    tail = Tail(events_path(folder / GUARD_FOLDER, trainer.args.process_index))
+    error, figures = None, Figures()
     try:
         trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
-        outcome.figures = {} if measure is None else measure(trainer)
-    except FAILURES as error:
-        outcome.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        figures = measure(trainer)
+    except FAILURES as raised:
+        error = format_error(raised)
     weights = dict(trainer.model.named_parameters())  # type: ignore[union-attr]
-    outcome.bad_weights, outcome.num_weights = find_nonfinite(weights.items()), len(weights)
-    outcome.steps = trainer.state.global_step
-    outcome.losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    outcome.events = tail.read()
-    return outcome
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    bad_weights, steps = find_nonfinite(weights.items()), trainer.state.global_step
+    return Outcome(name, folder, error, steps, losses, bad_weights, len(weights), figures, tail.read())
 
 
 def compare_runs(
-    build_trainer: Callable[[TrainingArguments, bool], Trainer],
+    build_trainer: Callable[[Any, bool], Trainer],
     args: TrainingArguments,
     planted: str,
-    measure: Measure | None = None,
+    measure: Callable[[Any], Figures] = lambda trainer: {},
     compare: bool = True,
 ) -> list[Outcome]:
-    """Runs stock and guarded on the same failure, below `args.output_dir`, and prints both.
+    """Runs stock and guarded with the same planted failure, below `args.output_dir`, and prints both outcomes.
 
     Args:
         build_trainer (`Callable`):
             Called with the arguments and whether to guard; must build model and data anew each time.
         args (`TrainingArguments`):
-            For both; guarded ones, the stock trainer leaves the guard's settings alone.
+            Arguments of both runs. They may have settings of the guard, which the stock trainer ignores.
         planted (`str`):
-            What was planted, in a sentence.
+            One sentence about the planted failure.
         measure (`Callable`, *optional*):
             As in [`watch_run`].
         compare (`bool`, *optional*, defaults to `True`):
-            If not, there is only the guarded run, in `args.output_dir` itself and as talkative as any.
+            If `False`, only the guarded run is made, in `args.output_dir` itself and with all its output.
 
     Returns:
-        `list[Outcome]`: the guarded run's is the last.
-
-    Raises:
-        `ArgumentError`: the output folder cannot be written, or there is nothing to resume from.
+        `list[Outcome]`: the guarded run is the last.
     """
-    check_output(args)
     console = build_console()
     console.print(f"{escape(planted)}\n", highlight=False, soft_wrap=True)
+    outcomes = []
     if not compare:
-        outcomes = [watch_run("guarded", lambda: build_trainer(args, True), measure)]
+        outcomes.append(watch_run("guarded", build_trainer(args, True), measure))
     else:
-        outcomes = []
-        with quiet_host():
+        with quiet_hosts():
             for name in ("stock", "guarded"):
-                mine = copy.copy(args)
-                mine.output_dir = str(Path(str(args.output_dir)) / name)
+                run_args = copy.copy(args)
+                run_args.output_dir = str(Path(str(args.output_dir)) / name)
                 console.print(f"{name} run ...", highlight=False)
-                outcomes.append(
-                    watch_run(name, partial(_build_hushed, build_trainer, mine, name == "guarded"), measure)
-                )
+                trainer = build_trainer(run_args, name == "guarded")
+                for callback in (PrinterCallback, ProgressCallback):
+                    trainer.remove_callback(callback)
+                outcomes.append(watch_run(name, trainer, measure))
     print_comparison(outcomes, console)
     return outcomes
 
 
-def _build_hushed(
-    build_trainer: Callable[[TrainingArguments, bool], Trainer], args: TrainingArguments, guard: bool
-) -> Trainer:
-    """Builds a trainer that does not print every logged row."""
-    trainer = build_trainer(args, guard)
-    for callback in (PrinterCallback, ProgressCallback):
-        trainer.remove_callback(callback)
-    return trainer
-
-
 @contextmanager
-def quiet_host() -> Iterator[None]:
-    """Keeps the host's advice and bars off the screen; what the guard says stays on it."""
-    host = transformers.utils.logging
-    level, bars = host.get_verbosity(), host.is_progress_bar_enabled()
-    host.set_verbosity_error()
-    host.disable_progress_bar()
+def quiet_hosts() -> Iterator[None]:
+    """Turns off warnings and progress bars of transformers and datasets; messages of the guard stay."""
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    datasets_bars = datasets.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    datasets.disable_progress_bars()
     try:
         yield
     finally:
-        host.set_verbosity(level)
+        logging.set_verbosity(level)
         if bars:
-            host.enable_progress_bar()
+            logging.enable_progress_bar()
+        if datasets_bars:
+            datasets.enable_progress_bars()
 
 
 def build_console() -> Console:
@@ -183,71 +170,82 @@ def build_console() -> Console:
     return Console(quiet=not PartialState().is_main_process)
 
 
-def show_number(value: float | str) -> str:
-    """Returns a figure in a few digits."""
+def format_number(value: float | str) -> str:
+    """Returns a figure with four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) and math.isfinite(value) else str(value)
 
 
-def show_losses(losses: Sequence[float]) -> str:
+def format_losses(losses: Sequence[float]) -> str:
     """Returns the first two and the last three losses."""
-    shown = [*map(show_number, losses)]
+    shown = [*map(format_number, losses)]
     return " ".join(shown if len(shown) < 6 else [*shown[:2], "...", *shown[-3:]]) or "none logged"
 
 
-def show_event(event: dict[str, Any]) -> str:
-    """Returns an event in a line: when, what, done about it, the cause, where, and what would have helped."""
+def format_event(event: EventRow) -> str:
+    """Returns an event in one line: step, signal, action, cause, culprit, and remedies that work."""
     culprit = event["culprit"] or {}
-    kinds = ("term", "module", "parameter", "source", "rows", "reward_function")
-    places = [f"{kind.replace('_', ' ')} {culprit[kind]}" for kind in kinds if culprit.get(kind)]
+    names = ("term", "module", "parameter", "source", "rows", "reward_function")
     works = [remedy["name"] for remedy in event["remedies"] if remedy.get("works")]
     parts = [
         f"step {event['step']}: {event['signal']}, {event['action']}",
-        *([event["cause"]] if event["cause"] else []),
+        event["cause"],
+        *(f"{name.replace('_', ' ')} {culprit[name]}" for name in names if culprit.get(name)),
+        f"would have helped: {', '.join(works)}" if works else None,
     ]
-    return "; ".join([*parts, *places, *([f"would have helped: {', '.join(works)}"] if works else [])])
+    return "; ".join(part for part in parts if part)
 
 
-def find_first(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the first event with which the guard acted, or the first if it only observed."""
+def find_first(events: Sequence[EventRow]) -> EventRow:
+    """Returns the first event in which the guard acted, or the first of all if it only observed."""
     return next((event for event in events if event["action"] != "observed"), events[0])
 
 
+def count_events(events: Sequence[EventRow]) -> Counter[str]:
+    """Returns how often each signal met each action."""
+    return Counter(f"{event['signal']} {event['action']}" for event in events)
+
+
+def format_counts(counts: Counter[str]) -> str:
+    """Returns counts of events in one line."""
+    return ", ".join(f"{number} {kind}" for kind, number in counts.items()) or "none"
+
+
 def describe(outcome: Outcome) -> dict[str, str]:
-    """Returns what became of a run, as answers by question."""
-    bad, counts = outcome.bad_weights, Counter(f"{event['signal']} {event['action']}" for event in outcome.events)
+    """Returns the outcome of a run as texts by topic."""
+    bad = outcome.bad_weights
     ended = "" if outcome.error is None else f", ENDED by {shorten(outcome.error, 160)}"
     return {
         "run": f"{outcome.steps} steps{ended}",
         "weights": f"NOT FINITE: {len(bad)} of {outcome.num_weights} tensors" if bad else "all finite",
-        "logged losses": show_losses(outcome.losses),
-        **{name: show_number(value) for name, value in outcome.figures.items()},
-        "events": ", ".join(f"{number} {kind}" for kind, number in counts.items()) or "none",
-        **({"first blamed": show_event(find_first(outcome.events))} if outcome.events else {}),
+        "logged losses": format_losses(outcome.losses),
+        **{name: format_number(value) for name, value in outcome.figures.items()},
+        "events": format_counts(count_events(outcome.events)),
+        **({"first culprit": format_event(find_first(outcome.events))} if outcome.events else {}),
     }
 
 
 def print_comparison(outcomes: Sequence[Outcome], console: Console | None = None) -> None:
-    """Prints runs side by side on a terminal, one after the other in a pipe, and where the events are.
+    """Prints runs as a table on a terminal or one after the other elsewhere, and the paths of their events.
 
     Args:
         outcomes (`Sequence[Outcome]`):
             The runs.
         console (`Console`, *optional*):
-            Where to; by default standard output, of the main process only.
+            Where to print; by default standard output, on the main process only.
     """
     console = build_console() if console is None else console
     answers = [describe(outcome) for outcome in outcomes]
-    questions = list(dict.fromkeys(question for answer in answers for question in answer))
+    topics = list(dict.fromkeys(topic for answer in answers for topic in answer))
     console.print()
     if console.is_terminal:
         table = Table("", *(escape(outcome.name) for outcome in outcomes), show_lines=True)
-        for question in questions:
-            table.add_row(escape(question), *(escape(answer.get(question, "-")) for answer in answers))
+        for topic in topics:
+            table.add_row(escape(topic), *(escape(answer.get(topic, "-")) for answer in answers))
         console.print(table)
     else:
-        width = max(map(len, questions))
+        width = max(map(len, topics))
         for outcome, answer in zip(outcomes, answers, strict=True):
-            lines = [outcome.name, *(f"  {question:<{width}}  {text}" for question, text in answer.items())]
+            lines = [outcome.name, *(f"  {topic:<{width}}  {text}" for topic, text in answer.items())]
             console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     for outcome in outcomes:
         for kind, path in find_evidence(outcome).items():
@@ -255,9 +253,9 @@ def print_comparison(outcomes: Sequence[Outcome], console: Console | None = None
 
 
 def find_evidence(outcome: Outcome) -> dict[str, Path]:
-    """Returns the files and folders in which the guard told of a run's events, by what they hold."""
+    """Returns the event file and the autopsy folder of a run, as far as they exist."""
     if not outcome.events:
         return {}
-    folder = outcome.folder / "nanguard"
+    folder = outcome.folder / GUARD_FOLDER
     bundles = folder / "autopsy"
-    return {"events": folder / "events.jsonl", **({"autopsies": bundles} if bundles.is_dir() else {})}
+    return {"events": events_path(folder, 0), **({"autopsies": bundles} if bundles.is_dir() else {})}

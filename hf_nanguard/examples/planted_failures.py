@@ -1,29 +1,49 @@
-"""Failures that people met, planted in a trainer, stock or guarded, so that both can be seen under the same one."""
+"""Failures from field reports, planted in a stock or guarded trainer."""
 
+from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
+from trl import SFTTrainer
 
 MASKED = -100
 
 
 def find_third(num: int) -> int:
-    """Returns which of a number of steps is a third of the way, but not the first if there are others; 0 if unknown."""
+    """Returns the step a third of the way through `num` steps, and not the first if there are others; 0 if unknown."""
     return max(0, min(max(num // 3, 1), num - 1))
 
 
-class CutOff:
-    """A collator as it was, but in one batch a sample has been cut off before its answer: all its labels are masked.
+def mean_over_answers(logits: Tensor, labels: Tensor) -> Tensor:
+    """Returns the mean over samples of each sample's mean token loss. It is 0 / 0 for a sample without labels."""
+    targets = labels[:, 1:]
+    mask = targets != MASKED
+    log_probs = logits[:, :-1].log_softmax(-1).gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return -((log_probs * mask).sum(1) / mask.sum(1)).mean()
+
+
+class AnswerTrainer(SFTTrainer):
+    """An SFT trainer with a custom loss, as users write them: it fails on a sample whose labels are all masked."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
+        loss = mean_over_answers(outputs.logits, inputs["labels"])
+        return (loss, outputs) if return_outputs else loss
+
+
+class CutOffAnswer:
+    """A collator that masks all labels of one sample in one batch, as if the sample was cut off before its answer.
 
     Args:
         collator (`Callable`):
-            The trainer's own.
+            The trainer's own collator.
         batch (`int`):
             Which batch, counted from 0.
     """
 
-    def __init__(self, collator: Any, batch: int):
+    def __init__(self, collator: Callable[[list], Any], batch: int):
         self.collator = collator
         self.batch = batch
         self.num_made = 0
@@ -36,13 +56,8 @@ class CutOff:
         return made
 
 
-def cut_off_answer(trainer: Any, batch: int) -> None:
-    """Plants a sample without an answer in one batch of a trainer."""
-    trainer.data_collator = CutOff(trainer.data_collator, batch)
-
-
 def blank_scores(model: Any, generation: int) -> None:
-    """Makes the scores of one sequence NaN throughout one generation of a model.
+    """Makes the scores of one sequence NaN in one generation of a model.
 
     Args:
         model (`PreTrainedModel`):
@@ -50,7 +65,7 @@ def blank_scores(model: Any, generation: int) -> None:
         generation (`int`):
             Which call of `generate`, counted from 0.
     """
-    generate, num_calls = model.generate, 0
+    generate, calls = model.generate, count()
 
     def blank(module: Any, args: Any, scores: Tensor) -> Tensor:
         scores = scores.clone()
@@ -58,9 +73,7 @@ def blank_scores(model: Any, generation: int) -> None:
         return scores
 
     def generate_blanked(*args: Any, **kwargs: Any) -> Any:
-        nonlocal num_calls
-        num_calls += 1
-        if num_calls - 1 != generation:
+        if next(calls) != generation:
             return generate(*args, **kwargs)
         handle = model.get_output_embeddings().register_forward_hook(blank)
         try:

@@ -1,4 +1,4 @@
-"""JSONL files of a run: strict JSON, one object a line, flushed at once so that a killed run loses nothing."""
+"""JSONL files of a run: strict JSON, one object per line, flushed at once so that a killed run loses nothing."""
 
 import json
 import logging
@@ -8,11 +8,13 @@ from typing import Any
 
 logger = logging.getLogger("hf_nanguard")
 
+GUARD_FOLDER = "nanguard"  # below a run's output directory: events, metrics and autopsies
+
 
 class JsonlWriter:
-    """Appends objects to a file, which is made (with its folder) by the first of them.
+    """Appends objects to a file and creates the file and its folder with the first of them.
 
-    A disk that is full or read-only must not end a run: what cannot be written is lost, and that is said once.
+    A full or read-only disk must not end a run: objects that cannot be written are lost, and the first failure is logged.
 
     Args:
         path (`str` or `Path`):
@@ -25,46 +27,46 @@ class JsonlWriter:
         self._failed = False
 
     def __call__(self, item: dict[str, Any]) -> None:
-        """Writes one object; the file is open only meanwhile. Non-finite floats must be strings (`core.event.strict`)."""
+        """Writes one object. Non-finite floats must be strings (`core.event.strict`)."""
         line = json.dumps(item, allow_nan=False, default=str) + "\n"
         try:
             if not self._begun:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                _cut_half_line(self.path)
+                _repair_last_line(self.path)
                 self._begun = True
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(line)
         except OSError as error:
             if not self._failed:
-                logger.error("hf_nanguard: %s cannot be written, so lines of it are lost: %s", self.path, error)
+                logger.error("hf_nanguard: cannot write to %s, so some of its lines are lost: %s", self.path, error)
             self._failed = True
 
 
-def _cut_half_line(path: Path) -> None:
-    """Takes off a last line that a crash has cut, so that nothing is glued to it; a whole one gets its end."""
+def _repair_last_line(path: Path) -> None:
+    """Removes a last line that a crash has truncated; a complete one that lacks its newline gets it."""
     if not path.is_file():
         return
     text = path.read_bytes()
-    half = text[text.rfind(b"\n") + 1 :]
-    if not half:
+    last = text[text.rfind(b"\n") + 1 :]
+    if not last:
         return
     with path.open("r+b") as file:
-        file.seek(len(text) - len(half))
+        file.seek(len(text) - len(last))
         try:
-            json.loads(half)
+            json.loads(last)
         except ValueError:
             file.truncate()
         else:
-            file.write(half + b"\n")
+            file.write(last + b"\n")
 
 
-def events_path(directory: str | Path, rank: int) -> Path:
-    """Returns the event file of a rank below a run's `nanguard` folder."""
-    return Path(directory) / ("events.jsonl" if rank == 0 else f"events-rank{rank}.jsonl")
+def events_path(folder: str | Path, rank: int) -> Path:
+    """Returns the event file of a rank in the `GUARD_FOLDER` of a run."""
+    return Path(folder) / ("events.jsonl" if rank == 0 else f"events-rank{rank}.jsonl")
 
 
 def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a file. A last line cut off by a crash is left out."""
+    """Yields the objects of a file. A last line truncated by a crash is left out."""
     lines = Path(path).read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines):
         try:
@@ -75,11 +77,11 @@ def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
 
 
 class Tail:
-    """The objects that come to a file from now on; those of earlier runs in the same folder are left out.
+    """The objects that are appended to a file from now on, without those of earlier runs in the same folder.
 
     Args:
         path (`str` or `Path`):
-            The file, which may not be there yet.
+            The file, which need not exist yet.
     """
 
     def __init__(self, path: str | Path):
@@ -87,7 +89,7 @@ class Tail:
         self._num_old = len(self._read_all())
 
     def read(self) -> list[dict[str, Any]]:
-        """Returns what has come since."""
+        """Returns the objects appended since then."""
         return self._read_all()[self._num_old :]
 
     def _read_all(self) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Something is done with a module at the moment it is first imported, and nothing is imported for it."""
+"""Import hook: calls a function right after a module is first imported, without importing it itself."""
 
 import importlib.abc
 import importlib.machinery
@@ -7,14 +7,14 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 
 
-class Arrival(importlib.abc.MetaPathFinder):
-    """Waits, in `sys.meta_path`, for a module and calls `then` with it: once it is there, before anybody else has it.
+class ImportHook(importlib.abc.MetaPathFinder):
+    """Finder in `sys.meta_path` that calls `then` with a module once it is imported, before the importer gets it.
 
     Args:
         name (`str`):
             The module, found by Python's own path finder.
         then (`Callable`):
-            What is called with it, once.
+            Called with the module, once.
     """
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]):

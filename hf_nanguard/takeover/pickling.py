@@ -1,4 +1,4 @@
-"""How a guarded trainer is copied and pickled: as the trainer it was before, for its class is found nowhere."""
+"""Copies and pickles of a guarded trainer contain the trainer's original class, because the guarded class cannot be imported."""
 
 import copyreg
 from collections.abc import Callable
@@ -7,40 +7,40 @@ from typing import Any
 
 
 def reduce_as(original: Any) -> Callable[[Any, Any], Any]:
-    """Returns a `__reduce_ex__` that describes an instance of a guarded class as one of the class it came from.
+    """Returns a `__reduce_ex__` that reduces an instance of a guarded class as one of its original class.
 
     Args:
         original (`type`):
-            That class, which a pickle can name.
+            The original class, which a pickle can name.
     """
 
     def __reduce_ex__(trainer: Any, protocol: Any) -> Any:  # noqa: N807 - it becomes the method of that name
-        made = original.__reduce_ex__(trainer, protocol)
-        if isinstance(made, str):
-            return made
-        function, given, *rest = made
-        given = tuple(original if value is type(trainer) else value for value in given)
+        reduced = original.__reduce_ex__(trainer, protocol)
+        if isinstance(reduced, str):
+            return reduced
+        function, args, *rest = reduced
+        args = tuple(original if value is type(trainer) else value for value in args)
         if rest:
-            rest[0] = _leave_out(rest[0])
-        if function is copyreg.__newobj__:  # type: ignore[attr-defined] # pickle would see that the class is another one
+            rest[0] = _without_guard(rest[0])
+        if function is copyreg.__newobj__:  # type: ignore[attr-defined] # pickle would check that the class is the same
             function = partial(function)
-        return (function, given, *rest)
+        return (function, args, *rest)
 
     return __reduce_ex__
 
 
-def _leave_out(state: Any) -> Any:
+def _without_guard(state: Any) -> Any:
     if isinstance(state, tuple):  # of a class with slots
-        return (_leave_out(state[0]), *state[1:])
+        return (_without_guard(state[0]), *state[1:])
     return {name: value for name, value in state.items() if name != "nanguard"} if isinstance(state, dict) else state
 
 
 def restore_state(trainer: Any, state: Any) -> None:
-    """Does what `copy` and `pickle` do with the state of an object of this class."""
+    """Restores the state of an object as `copy` and `pickle` do."""
     if any("__setstate__" in vars(owner) for owner in type(trainer).__mro__):
         trainer.__setstate__(state)
         return
     attributes, slots = state if isinstance(state, tuple) else (state, None)
-    vars(trainer).update(attributes or {})
+    trainer.__dict__.update(attributes or {})
     for name, value in (slots or {}).items():
         setattr(trainer, name, value)

@@ -1,4 +1,4 @@
-"""What a short run of somebody's configuration showed, and the verdict on it: best, acceptable or failed."""
+"""Measurements of a short run of a configuration, and their verdict: best, acceptable or failed."""
 
 import math
 from collections import Counter
@@ -9,15 +9,15 @@ from typing import Any
 from ..core.event import strict
 
 BEST, ACCEPTABLE, FAILED = "best", "acceptable", "failed"
-UNKNOWN, SHOWN = "not measured", "measured"  # neither counts
+UNKNOWN, SHOWN = "not measured", "measured"  # these do not count
 BEST_RATE, ACCEPTABLE_RATE = 0.90, 0.85
-HARDLY = 0.02  # a validation loss that rose by less, relatively, has hardly moved
-ROUNDING = 1.01  # clipped gradients of bfloat16 do not hit the norm exactly
+TOLERANCE = 0.02  # a held-out loss that rose by less, relatively, is acceptable
+ROUNDING = 1.01  # clipped bfloat16 gradients do not have exactly the norm
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at: its name, its verdict and the figures in a sentence."""
+    """One check: its name, its verdict and its figures in a sentence."""
 
     name: str
     verdict: str
@@ -30,34 +30,34 @@ class Verification:
 
     Args:
         num_steps (`int`), num_done (`int`):
-            Optimizer steps that were asked for, and that were gone through.
+            Optimizer steps that were requested, and that were completed.
         error (`str`, *optional*):
-            What ended the run early, in one line.
+            The error that ended the run early, in one line.
         num_forwards (`int`), num_bad_forwards (`int`):
-            Forwards whose logits (or log-probabilities, where a trainer makes no logits) were looked at, and how many of
-            them held a NaN or +inf; -inf is a mask.
+            Forwards whose logits (or log-probabilities, if a trainer computes no logits) were checked, and how many of
+            them contained NaN or +inf; -inf is a mask.
         num_bad_steps (`int`), num_nan_gradients (`int`), num_inf_gradients (`int`):
-            Steps with bad gradients, and how many gradient tensors that were.
+            Steps with non-finite gradients, and the number of such gradient tensors.
         norms (`list[float]`), norms_after (`list[float]`):
-            Of the gradients of each step that was taken, before and after clipping.
+            Gradient norms of each step that was taken, before and after clipping.
         max_grad_norm (`float`):
-            What is clipped to; 0 if nothing is.
+            The norm that gradients are clipped to; 0 for no clipping.
         num_seen (`int`), num_used (`int`):
-            Micro-batches that came, and that were learned from.
+            Micro-batches in all, and micro-batches trained on.
         bad_weights (`dict[str, str]`):
-            Weight tensors with a NaN or inf at the end, by name.
+            Weight tensors with NaN or inf at the end, by name.
         measure (`str`):
-            What was measured on held-out data: `"loss"`, or `"reward"` of a trainer that samples.
+            The measure on held-out data: `"loss"`, or `"reward"` for an online trainer.
         before (`float`, *optional*), after (`float`, *optional*):
             That measure at the start and at the end.
         memory (`int`, *optional*), memory_kind (`str`):
-            The peak in bytes, and of what.
+            The memory peak in bytes, and which memory it is.
         memory_limit (`int`, *optional*):
-            What the peak must not exceed, in bytes.
+            The largest allowed peak, in bytes.
         events (`list[dict]`):
-            What the guard told.
+            Events of the guard.
         output_dir (`str`):
-            Where the run was put.
+            The output folder of the run.
     """
 
     num_steps: int
@@ -85,27 +85,27 @@ class Verification:
 
     @property
     def success_rate(self) -> float:
-        """The share of micro-batches that were learned from."""
+        """The share of micro-batches that were trained on."""
         return self.num_used / self.num_seen if self.num_seen else 0.0
 
     @property
     def checks(self) -> list[Check]:
-        """All checks, in the order in which they are shown."""
+        """All checks, in the order in which they are printed."""
         return [check(self) for check in CHECKS]
 
     @property
     def verdict(self) -> str:
-        """The worst of all checks; what could not be measured, or is only shown, does not count."""
+        """The worst verdict of all checks; checks that were not or only measured do not count."""
         found = {check.verdict for check in self.checks}
         return next(verdict for verdict in (FAILED, ACCEPTABLE, BEST) if verdict in found)
 
     @property
     def reasons(self) -> list[str]:
-        """What keeps the verdict from being better."""
+        """The checks that were not best."""
         return [f"{check.name}: {check.text}" for check in self.checks if check.verdict in (FAILED, ACCEPTABLE)]
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns everything as strict JSON has it."""
+        """Returns everything in types of strict JSON."""
         return strict(
             {
                 "verdict": self.verdict,
@@ -118,12 +118,10 @@ class Verification:
 
 
 def check_completion(found: Verification) -> Check:
-    """Did it come to its end, with weights that can be used?"""
+    """The run must finish with finite weights."""
     text = f"{found.num_done} of {found.num_steps} steps"
     if found.bad_weights:
-        text += (
-            f", but {len(found.bad_weights)} weight tensors are not finite, the first {next(iter(found.bad_weights))}"
-        )
+        text += f", but {len(found.bad_weights)} weight tensors are not finite, first {next(iter(found.bad_weights))}"
     elif found.error is not None:
         text += f", then {found.error}"
     sound = found.error is None and not found.bad_weights and found.num_done >= found.num_steps
@@ -131,15 +129,15 @@ def check_completion(found: Verification) -> Check:
 
 
 def check_logits(found: Verification) -> Check:
-    """NaN or +inf in the logits; what the guard has dealt with is acceptable."""
+    """NaN or +inf in the logits is acceptable because the guard handles it."""
     if not found.num_forwards:
-        return Check("logits", UNKNOWN, "the model's output holds neither logits nor log-probabilities")
+        return Check("logits", UNKNOWN, "the model's output has neither logits nor log-probabilities")
     text = f"NaN or inf in {found.num_bad_forwards} of {found.num_forwards} forwards"
     return Check("logits", ACCEPTABLE if found.num_bad_forwards else BEST, text)
 
 
 def check_gradients(found: Verification) -> Check:
-    """NaN or inf in the gradients, likewise."""
+    """NaN or inf in the gradients is acceptable because the guard handles it."""
     text = (
         f"NaN in {found.num_nan_gradients} tensors, inf in {found.num_inf_gradients}, at {found.num_bad_steps} of "
         f"{found.num_done} steps"
@@ -148,7 +146,7 @@ def check_gradients(found: Verification) -> Check:
 
 
 def check_norms(found: Verification) -> Check:
-    """What the norms were."""
+    """Gradient norms before clipping, for information."""
     if not found.norms:
         return Check("gradient norms", UNKNOWN, "no step was taken")
     text = f"min {min(found.norms):.4g}, mean {fmean(found.norms):.4g}, max {max(found.norms):.4g} before clipping"
@@ -156,43 +154,43 @@ def check_norms(found: Verification) -> Check:
 
 
 def check_clipping(found: Verification) -> Check:
-    """Every norm above the bound must have come down to it."""
+    """Every norm above the bound must be clipped to it."""
     bound = found.max_grad_norm
     if not bound:
         return Check("clipping", UNKNOWN, "off (max_grad_norm is 0)")
     above = [after for norm, after in zip(found.norms, found.norms_after, strict=True) if norm > bound]
     if not above:
-        return Check("clipping", UNKNOWN, f"had nothing to do: no norm was above max_grad_norm {bound:g}")
+        return Check("clipping", UNKNOWN, f"not needed: no norm was above max_grad_norm {bound:g}")
     num_held = sum(after <= bound * ROUNDING for after in above)
-    text = f"{num_held} of {len(above)} norms above max_grad_norm {bound:g} came down to it"
+    text = f"{num_held} of {len(above)} norms above max_grad_norm {bound:g} were clipped to it"
     return Check("clipping", BEST if num_held == len(above) else FAILED, text)
 
 
 def check_success(found: Verification) -> Check:
-    """The share of micro-batches that were learned from."""
+    """Most micro-batches must be trained on."""
     rate = found.success_rate
     verdict = BEST if rate > BEST_RATE else ACCEPTABLE if rate > ACCEPTABLE_RATE else FAILED
     return Check("success rate", verdict, f"{rate:.1%}: {found.num_used} of {found.num_seen} micro-batches were used")
 
 
 def check_learning(found: Verification) -> Check:
-    """A held-out loss must fall. A reward of a few samples is too noisy for more than a remark."""
+    """A held-out loss must fall. A reward of a few samples is too noisy to fail a run."""
     name, before, after = f"held-out {found.measure}", found.before, found.after
     if before is None or after is None:
-        return Check(name, UNKNOWN, "there was no held-out data, or the run ended before it was measured again")
+        return Check(name, UNKNOWN, "no held-out data, or the run ended before the second evaluation")
     text = f"{before:.4g} at the start, {after:.4g} at the end"
     if not (math.isfinite(before) and math.isfinite(after)):
         return Check(name, FAILED, text)
     if found.measure == "reward":
         return Check(name, BEST if after >= before else ACCEPTABLE, text)
-    verdict = BEST if after < before else ACCEPTABLE if after <= before + HARDLY * abs(before) else FAILED
+    verdict = BEST if after < before else ACCEPTABLE if after <= before + TOLERANCE * abs(before) else FAILED
     return Check(name, verdict, text)
 
 
 def check_memory(found: Verification) -> Check:
-    """How much memory it took, and whether that is within the limit, if there is one."""
+    """The memory peak must be within the limit, if there is one."""
     if found.memory is None:
-        return Check("memory peak", UNKNOWN, "this system does not tell")
+        return Check("memory peak", UNKNOWN, "this system does not report it")
     text = f"{found.memory / 2**20:,.0f} MiB of {found.memory_kind}"
     if found.memory_limit is None:
         return Check("memory peak", SHOWN, text)
@@ -201,7 +199,7 @@ def check_memory(found: Verification) -> Check:
 
 
 def check_events(found: Verification) -> Check:
-    """What the guard told; what matters of it is in the other checks."""
+    """Events of the guard, for information; the other checks cover what they mean."""
     counts = Counter(f"{event['signal']} {event['action']}" for event in found.events)
     return Check("events", SHOWN, ", ".join(f"{number} {kind}" for kind, number in counts.items()) or "none")
 

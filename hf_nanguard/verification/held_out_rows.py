@@ -1,4 +1,4 @@
-"""A few rows to evaluate on, held out of any kind of training data."""
+"""A few rows for evaluation, held out of any kind of training data."""
 
 import math
 from collections.abc import Mapping
@@ -11,13 +11,12 @@ HELD_OUT_SHARE = 0.2
 
 
 def hold_out(trainer: Any, num_rows: int) -> bool:
-    """Gives the trainer a few rows to evaluate on, of its own evaluation data or else of what it trains on; returns
-    whether that could be."""
+    """Limits the trainer's evaluation data to a few rows, or holds rows out of its training data; returns whether it could."""
     test, train = trainer.eval_dataset, trainer.train_dataset
     if isinstance(test, Mapping):
         test = next(iter(test.values()), None)
     if test is not None:
-        trainer.eval_dataset = test if (parts := _split(test, num_rows)) is None else parts[0]
+        trainer.eval_dataset = (_split(test, num_rows) or (test,))[0]
         return True
     share = int(HELD_OUT_SHARE * _count(train, math.ceil(num_rows / HELD_OUT_SHARE)))
     parts = _split(train, min(num_rows, share))
@@ -27,24 +26,19 @@ def hold_out(trainer: Any, num_rows: int) -> bool:
     return True
 
 
-def _count(dataset: Any, enough: int) -> int:
-    """Returns how many rows there are; of a stream, which has to be read for that, at most `enough`."""
-    return sum(1 for _ in dataset.take(enough)) if isinstance(dataset, datasets.IterableDataset) else _length(dataset)
-
-
-def _length(dataset: Any) -> int:
-    return len(dataset) if isinstance(dataset, datasets.Dataset | list) or _is_map(dataset) else 0
-
-
-def _is_map(dataset: Any) -> bool:
-    return isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset)
+def _count(dataset: Any, enough: int = 0) -> int:
+    """Returns the number of rows; of a stream, which has to be read to count, at most `enough`."""
+    if isinstance(dataset, datasets.IterableDataset):
+        return sum(1 for _ in dataset.take(enough))
+    is_map = isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset)
+    return len(dataset) if is_map or isinstance(dataset, datasets.Dataset | list) else 0
 
 
 def _split(dataset: Any, num_rows: int) -> tuple[Any, Any] | None:
-    """Returns the first rows and the others; `None` if it cannot be cut there."""
+    """Returns the first rows and the others; `None` if the dataset cannot be split there."""
     if isinstance(dataset, datasets.IterableDataset) and num_rows > 0:
         return dataset.take(num_rows), dataset.skip(num_rows)
-    total = _length(dataset)
+    total = _count(dataset)
     if not 0 < num_rows < total:
         return None
     first, others = range(num_rows), range(num_rows, total)

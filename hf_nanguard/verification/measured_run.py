@@ -1,4 +1,4 @@
-"""A short guarded run of any trainer that measures whether its configuration holds."""
+"""A short guarded run of any trainer, which measures whether its configuration works."""
 
 import copy
 import importlib.util
@@ -21,6 +21,7 @@ from ..errors import ArgumentError
 from ..hf.guarded_trainer import attach
 from ..hf.trainer.arguments import find_guard_arguments
 from ..hf.trainer.mixin import GuardedTrainerMixin
+from ..plain_text import format_error
 from ..report.run_files import Tail, events_path
 from .grade import Verification
 from .held_out_rows import hold_out
@@ -39,22 +40,22 @@ def verify(
     report: Report | None = None,
     memory_limit: int | None = None,
 ) -> Verification:
-    """Trains for a few steps under guard and measures whether that holds.
+    """Trains for a few steps with the guard and measures whether the configuration works.
 
-    The trainer is used up: its weights have moved, its arguments are those of the trial. Build another one for the run
-    itself. Where it has no evaluation data, a slice of the training data is held out.
+    Afterwards the trainer has other weights and other arguments, so build a new one for the real run. If it has no
+    evaluation data, a part of the training data is held out.
 
     Args:
         trainer (`Trainer`):
             Any trainer, stock or guarded, built and not yet trained.
         steps (`int`, *optional*, defaults to `20`):
-            Optimizer steps; the learning rate schedule is as long.
+            Optimizer steps; the learning rate schedule has the same length.
         output_dir (`str` or `Path`, *optional*):
-            Where events and autopsies go; the trainer's own folder by default. No checkpoint is written.
+            Folder for events and autopsies; the trainer's own folder by default. No checkpoint is written.
         report (`Callable`, *optional*):
             Called after every step with the number of steps and the logged loss.
         memory_limit (`int`, *optional*):
-            Bytes; a higher peak is a failure.
+            In bytes; a higher peak is a failure.
 
     Returns:
         `Verification`: `.verdict` is `"best"`, `"acceptable"` or `"failed"`, `.reasons` says why.
@@ -71,43 +72,41 @@ def verify(
     _set_arguments(trainer, steps, output_dir)
     settings = trainer.nanguard.arguments if isinstance(trainer, GuardedTrainerMixin) else None
     settings = copy.copy(find_guard_arguments(settings, trainer.args))
-    settings.nanguard_mode = "act"  # what is to be seen is whether the run holds under guard
+    settings.nanguard_mode = "act"  # the question is whether the run works with the guard
     session = attach(trainer, settings).nanguard  # type: ignore[attr-defined]
     session.halting.save_nothing()
-    found = Verification(
-        steps, output_dir=str(trainer.args.output_dir), max_grad_norm=trainer.args.max_grad_norm or 0.0,
-        memory_limit=memory_limit,
-    )  # fmt: skip
     tail = Tail(events_path(session.record.directory, trainer.args.process_index))
     watch = Watch(trainer, report)
     trainer.add_callback(watch)
-    device = trainer.args.device
+    device, error = trainer.args.device, None
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     try:
         trainer.train()
     except ArgumentError:
         raise
-    except Exception as error:  # any user code may raise here, and how a run ends before its time is a finding
-        found.error = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+    except Exception as raised:  # user code may raise anything, and an early end is a result of the verification
+        error = format_error(raised)
     finally:
         watch.remove()
-    watch.tell(found)
-    counter = session.guard.counter
-    found.num_done = trainer.state.global_step
-    found.num_nan_gradients, found.num_inf_gradients = counter.num_nan, counter.num_inf
-    found.num_seen, found.num_used = counter.seen, counter.seen - counter.dropped
-    found.bad_weights = find_bad_weights(trainer.model)  # type: ignore[arg-type]
-    found.memory, found.memory_kind = measure_memory(device)
-    found.events = tail.read()
-    _tell_learning(found, trainer)
-    return found
+    counter, (memory, memory_kind) = session.guard.counter, measure_memory(device)
+    return Verification(
+        num_steps=steps, num_done=trainer.state.global_step, error=error, num_nan_gradients=counter.num_nan,
+        num_inf_gradients=counter.num_inf, max_grad_norm=trainer.args.max_grad_norm or 0.0, num_seen=counter.seen,
+        num_used=counter.seen - counter.dropped, bad_weights=find_bad_weights(trainer.model),  # type: ignore[arg-type]
+        memory=memory, memory_kind=memory_kind, memory_limit=memory_limit, events=tail.read(),
+        output_dir=str(trainer.args.output_dir), **watch.read(), **_read_held_out(trainer.state.log_history, steps),
+    )  # fmt: skip
 
 
 def _set_arguments(trainer: Trainer, steps: int, output_dir: str | Path | None) -> None:
-    """Makes the run short, silent and without checkpoints, and evaluates at its start and its end."""
+    """Makes the run short and silent, without checkpoints, with an evaluation at the start and at the end."""
     args: Any = copy.copy(trainer.args)
-    hosts = (PrinterCallback, ProgressCallback, EarlyStoppingCallback)  # the last wants a best model, here is none
+    hosts = (
+        PrinterCallback,
+        ProgressCallback,
+        EarlyStoppingCallback,
+    )  # the last needs a best model, which this run has not
     for callback in (*hosts, *get_reporting_integration_callbacks(args.report_to)):
         trainer.remove_callback(callback)
     args.output_dir = str(args.output_dir if output_dir is None else output_dir)
@@ -117,16 +116,16 @@ def _set_arguments(trainer: Trainer, steps: int, output_dir: str | Path | None) 
     args.prediction_loss_only, args.metric_for_best_model = True, None
     args.eval_strategy, args.eval_on_start = IntervalStrategy.NO, False
     trainer.args = args
-    num_generations = vars(args).get("num_generations_eval") or vars(args).get("num_generations")
+    num_generations = getattr(args, "num_generations_eval", None) or getattr(args, "num_generations", None)
     if hold_out(trainer, HELD_OUT_PROMPTS if num_generations else HELD_OUT):
         args.eval_strategy, args.eval_steps, args.eval_delay = IntervalStrategy.STEPS, steps, 0
         args.eval_on_start = True
-        if num_generations:  # completions of a prompt must come in one batch
+        if num_generations:  # all completions of a prompt must be in one batch
             args.per_device_eval_batch_size = num_generations
 
 
 class Watch(TrainerCallback):
-    """Looks at logits and at gradients after clipping; what it sees stays on the device until the end.
+    """Measures logits, and gradients after clipping; results stay on the device until the end.
 
     Args:
         trainer (`Trainer`):
@@ -145,7 +144,7 @@ class Watch(TrainerCallback):
         self.handle = trainer.model.register_forward_hook(self._on_forward)
 
     def remove(self) -> None:
-        """Takes the hook off the model."""
+        """Removes the hook from the model."""
         self.handle.remove()
 
     @torch.no_grad()
@@ -175,27 +174,28 @@ class Watch(TrainerCallback):
             if self.report is not None:
                 self.report(state.global_step, logs["loss"])
 
-    def tell(self, found: Verification) -> None:
-        """Reads what was seen."""
-        found.num_forwards, found.num_bad_forwards = (
-            len(self.bad),
-            int(sum(read_host([bad.float() for bad in self.bad]))),
-        )
-        found.num_bad_steps = self.num_bad_steps
+    def read(self) -> dict[str, Any]:
+        """Returns the results, as fields of [`Verification`]."""
         taken = [step for step, norm in self.norms.items() if step in self.after and math.isfinite(norm)]
-        found.norms = [self.norms[step] for step in taken]
-        found.norms_after = read_host([self.after[step] for step in taken])
+        return {
+            "num_forwards": len(self.bad),
+            "num_bad_forwards": int(sum(read_host([bad.float() for bad in self.bad]))),
+            "num_bad_steps": self.num_bad_steps,
+            "norms": [self.norms[step] for step in taken],
+            "norms_after": read_host([self.after[step] for step in taken]),
+        }
 
 
-def _tell_learning(found: Verification, trainer: Any) -> None:
-    rows = [row for row in trainer.state.log_history if "eval_loss" in row]
-    found.measure = "reward" if any("eval_reward" in row for row in rows) else "loss"
-    values = {row["step"]: row.get(f"eval_{found.measure}") for row in rows}
-    found.before, found.after = values.get(0), values.get(found.num_steps)
+def _read_held_out(log_history: list[dict[str, Any]], num_steps: int) -> dict[str, Any]:
+    """Returns the loss or reward on held-out data before and after, as fields of [`Verification`]."""
+    rows = [row for row in log_history if "eval_loss" in row]
+    measure = "reward" if any("eval_reward" in row for row in rows) else "loss"
+    values = {row["step"]: row.get(f"eval_{measure}") for row in rows}
+    return {"measure": measure, "before": values.get(0), "after": values.get(num_steps)}
 
 
 def measure_memory(device: torch.device) -> tuple[int | None, str]:
-    """Returns the peak in bytes and what it is of: the device's memory, or of a CPU the process with all it holds."""
+    """Returns the peak in bytes and its kind: memory of the device, or of the whole process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), f"{device} memory"
     if importlib.util.find_spec("resource") is None:
@@ -203,4 +203,4 @@ def measure_memory(device: torch.device) -> tuple[int | None, str]:
     import resource
 
     unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process memory (RSS, there is no device)"
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "process memory (RSS; no accelerator)"

@@ -7,15 +7,14 @@ from typing import Any
 import torch
 
 from hf_nanguard import GuardArguments, attach
-from hf_nanguard.core.autopsy.bundle.reader import write_bundle
+from hf_nanguard.core.autopsy.bundle.writer import write_bundle
+from hf_nanguard.core.autopsy.evidence.suspect_batch import SuspectBatch
+from hf_nanguard.core.autopsy.evidence.verdict import Verdict
 from hf_nanguard.core.autopsy.examiner import Budget, examine
-from hf_nanguard.core.autopsy.suspect_batch import SuspectBatch
-from hf_nanguard.core.autopsy.verdict import Verdict
 from hf_nanguard.core.ranks import Ranks
 from hf_nanguard.core.rerun.micro_batch import MicroBatch
 from hf_nanguard.core.rng import RngState
 from hf_nanguard.hf.trainer.held_inputs import HeldInputs, LossWeight
-from hf_nanguard.hf.trainer.trainer_facts import describe_trainer
 from hf_nanguard.hf.trainer.trainer_runner import TrainerRunner
 from tests.trainers import build
 
@@ -77,7 +76,7 @@ def examine_and_write(
 ) -> tuple[Path, Verdict]:
     """Examines a micro-batch and writes its bundle, its facts changed by somebody if need be."""
     verdict = examine(suspect, Budget(60.0), remedies=False)
-    facts = describe_trainer(suspect.runner.trainer, suspect.share)
+    facts = suspect.runner.facts(suspect.weight)
     if change is not None:
         change(facts)
     return write_bundle(folder / "step-7", suspect, verdict, facts, weights=weights), verdict

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,13 @@ from transformers import LlamaConfig, LlamaForSequenceClassification, Trainer, T
 
 from hf_nanguard import ArgumentError
 from hf_nanguard.bundle_replay.rebuild import rebuild, replay
-from hf_nanguard.bundle_replay.rebuilt_trainer import TRAINERS
-from hf_nanguard.core.autopsy.bundle.reader import read_bundle, write_bundle
-from hf_nanguard.core.autopsy.verdict import Verdict
+from hf_nanguard.bundle_replay.rebuilt_trainer import OFF, RUN_ARGUMENTS, TRAINERS, build_arguments
+from hf_nanguard.core.autopsy.bundle.reader import read_bundle
+from hf_nanguard.core.autopsy.bundle.writer import write_bundle
+from hf_nanguard.core.autopsy.evidence.verdict import Verdict
 from hf_nanguard.core.rng import RngState
-from hf_nanguard.hf.trainer.trainer_facts import LOSS_ARGUMENTS, describe_model, describe_trainer, find_own_loss
+from hf_nanguard.hf.compat.trainer_class import find_own_loss
+from hf_nanguard.hf.trainer.trainer_facts import describe_model
 from tests.architectures import BY_NAME
 from tests.models import VOCAB, text_rows, tiny_llama, tiny_tokenizer, token_dataset
 from tests.trainers import build, common_arguments, reward_length
@@ -53,7 +56,7 @@ SETTINGS = {
 def run_both(suspect, folder: Path, **more) -> tuple[dict, dict]:
     """Returns loss and gradients of a micro-batch, and of the one that its bundle gives."""
     path = write_bundle(
-        folder / "step-7", suspect, Verdict(None), suspect.runner.facts(suspect.share), weights="all", **more
+        folder / "step-7", suspect, Verdict(None), suspect.runner.facts(suspect.weight), weights="all", **more
     )
     both = []
     for one in (suspect, rebuild(read_bundle(path))):
@@ -298,7 +301,7 @@ def test_weights_of_base_model_and_adapter(tmp_path):
     [
         (["pytorch_model.bin"], "pytorch_model.bin is a pickle"),
         (["model.pt", "config.json"], "model.pt is a pickle"),
-        ([], "must hold safetensors"),
+        ([], "must contain safetensors"),
         (None, "must be a folder"),
     ],
 )
@@ -349,7 +352,10 @@ HOSTILE = {
     "no config": (change_model(config=None), "config must be"),
     "another config": (change_config(model_type="bert"), "model_type 'bert'"),
     "broken config": (change_config(num_attention_heads="many"), "could not be built"),
-    "kernels of the hub": (change_model(attention={"": "evil/kernel"}), "'evil/kernel'.*not fetched"),
+    "kernels of the hub": (
+        change_model(attention={"": "evil/kernel"}),
+        "kernels are not downloaded, got 'evil/kernel'",
+    ),
     "experts of the hub": (change_model(experts="evil/kernel"), "'evil/kernel'"),
     "quantized": (change_config(quantization_config={"quant_method": "gptq"}), "quantized"),
     "more than an integer": (change_config(hidden_size=2**40), "hidden_size"),
@@ -362,7 +368,7 @@ HOSTILE = {
     "a trainer of no name": (change_trainer(host=["Trainer"]), "must be one of"),
     "a loss of its own": (change_trainer(own_loss=["compute_loss"]), "compute_loss.*--factory"),
     "another kind": (lambda facts: facts.update(kind="loop"), "loop.*--factory"),
-    "no model": (lambda facts: facts.pop("model"), "does not tell how its model is built"),
+    "no model": (lambda facts: facts.pop("model"), "does not describe its model"),
     "arguments it cannot take": (lambda facts: facts["arguments"].update(bf16=True, fp16=True), "could not be built"),
 }
 
@@ -374,7 +380,7 @@ def suspect(tmp_path_factory):
 
 @pytest.mark.parametrize(("change", "told"), HOSTILE.values(), ids=HOSTILE)
 def test_a_hostile_bundle_is_refused(change, told, suspect, tmp_path):
-    facts = describe_trainer(suspect.runner.trainer, suspect.share)
+    facts = suspect.runner.facts(suspect.weight)
     change(facts)
     path = write_bundle(tmp_path / "step-7", suspect, Verdict(None), facts, weights="all")
     with pytest.raises(ArgumentError, match=told) as refused:
@@ -384,7 +390,7 @@ def test_a_hostile_bundle_is_refused(change, told, suspect, tmp_path):
 
 def test_facts_of_any_type_are_refused_in_a_sentence(suspect, tmp_path):
     """Each fact in turn is replaced by something else: it is refused, or it does not matter."""
-    facts = describe_trainer(suspect.runner.trainer, suspect.share)
+    facts = suspect.runner.facts(suspect.weight)
     path = write_bundle(tmp_path / "step-7", suspect, Verdict(None), facts, weights="all")
     bundle = read_bundle(path)
     refused = 0
@@ -411,8 +417,8 @@ def test_nothing_is_fetched_or_imported(suspect, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "evil.py").write_text("raise AssertionError('imported')")
     monkeypatch.syspath_prepend(tmp_path)
-    facts = describe_trainer(suspect.runner.trainer, suspect.share)
-    facts["trainer"]["host_module"] = "evil"
+    facts = suspect.runner.facts(suspect.weight)
+    facts["trainer"]["module"] = "evil"
     facts["model"]["config"] |= {
         "auto_map": {"AutoModelForCausalLM": "evil/repo--evil.Model"},
         "_name_or_path": "evil/repo",
@@ -432,6 +438,35 @@ def test_nothing_is_fetched_or_imported(suspect, tmp_path, monkeypatch):
     assert (args.push_to_hub, args.report_to, args.deepspeed, args.torch_compile) == (False, [], None, False)
 
 
+@pytest.mark.parametrize("name", TRAINERS)
+def test_output_hub_reporting_and_launchers_stay_off(name, tmp_path):
+    """Whatever a bundle says about them, also in words that could be names of folders or repositories."""
+    package, arguments_name = TRAINERS[name]
+    cls = getattr(__import__(package), arguments_name)
+    hostile = {
+        "push_to_hub": True, "hub_model_id": "evil", "deepspeed": "evil", "fsdp": "full_shard", "torch_compile": True,
+        "full_determinism": True, "load_best_model_at_end": True, "resume_from_checkpoint": "evil", "tf32": True,
+        "run_name": "evil", "use_liger_kernel": True, "trust_remote_code": True, "chat_template_path": "evil",
+        "model_init_kwargs": {"evil": 1}, "eos_token": "evil", "pad_token": "evil", "use_vllm": True, "vllm_mode": "server",
+        "vllm_server_host": "evil", "log_completions": True, "log_completions_hub_repo": "evil", "sync_ref_model": True,
+        "activation_offloading": True, "generation_kwargs": {"evil": 1}, "use_transformers_paged": True,
+        "generation_config": "evil", "dataset_kwargs": {"evil": 1}, "dataset_num_proc": 10**6,
+    }  # fmt: skip
+    told = {
+        "output_dir": "evil",
+        "report_to": ["wandb"],
+        "loss_type": "../evil",
+        "label_smoothing_factor": 0.25,
+        "num_generations": 2,
+        **hostile,
+    }
+    args = build_arguments(cls, {"arguments": told}, torch.device("cpu"), str(tmp_path))
+    stock = cls(str(tmp_path), use_cpu=True, report_to="none")
+    assert [key for key in hostile if getattr(args, key, None) != getattr(stock, key, None)] == []
+    assert (args.output_dir, args.report_to, args.label_smoothing_factor) == (str(tmp_path), [], 0.25)
+    assert getattr(args, "loss_type", None) == getattr(stock, "loss_type", None)
+
+
 def test_dpo_needs_its_reference(tmp_path):
     path, _ = write(tmp_path, "dpo")
     with pytest.raises(ArgumentError, match=r"DPOTrainer needs its reference model.*--factory"):
@@ -440,7 +475,7 @@ def test_dpo_needs_its_reference(tmp_path):
 
 def test_tensors_that_do_not_fit(tmp_path):
     path, _ = write(tmp_path, change=change_config(intermediate_size=48))
-    with pytest.raises(ArgumentError, match=r"does not fit the model, which wants \[16, 48\]"):
+    with pytest.raises(ArgumentError, match=r"does not fit the model, which has shape \[16, 48\] there"):
         rebuild(read_bundle(path))
 
 
@@ -469,7 +504,7 @@ def test_a_factory_for_the_model_alone(own_module, tmp_path):
         rebuild(read_bundle(path))
     again = rebuild(read_bundle(path), factory="own_factory:model")
     assert again.find_origin() == verdict.origin
-    assert type(again.runner.trainer).__name__ == "GuardedTrainer"
+    assert type(again.runner.trainer).__name__ == "Trainer"
 
 
 def test_a_factory_for_the_loss(own_module, tmp_path):
@@ -522,11 +557,11 @@ def test_facts_are_strict_json_without_places(tmp_path):
     trainer = build("sft", tmp_path / "secret", guard=False, lora=True, hub_model_id="secret/name", run_name="secret")
     trainer.model.config._name_or_path = "secret/base"
     suspect = hold(trainer, healthy)
-    facts = describe_trainer(trainer, suspect.share)
+    facts = suspect.runner.facts(suspect.weight)
     assert "secret" not in json.dumps(facts, allow_nan=False)
     assert facts["trainer"]["host"] == "SFTTrainer"
     assert facts["trainer"]["own_loss"] == []
-    assert facts["share"] == {"steps": 3, "num_items": int(suspect.share.num_items), "completion_items": None}
+    assert facts["share"] == {"steps": 3, "num_items": int(suspect.weight.num_items), "completion_items": None}
     assert facts["arguments"]["learning_rate"] == 1e-2
     assert (
         facts["versions"]["torch"] == torch.__version__.split("+")[0] or facts["versions"]["torch"] == torch.__version__
@@ -569,13 +604,16 @@ def test_every_argument_that_a_loss_reads_is_recorded():
     """A new version of a host may read another one."""
     harmless = {
         "max_length", "device", "n_gpu", "optim", "torch_empty_cache_steps", "per_device_train_batch_size",
+        "gradient_checkpointing_kwargs",  # taken by itself
     }  # fmt: skip
-    for name, (package, _, _) in TRAINERS.items():
+    common = {f.name for f in fields(TrainingArguments)}
+    for name, (package, _) in TRAINERS.items():
         cls = getattr(__import__(package), name)
         methods = ("compute_loss", "_compute_loss", "training_step", "_get_per_token_logps_and_entropies")
         text = "".join(inspect.getsource(vars(c)[m]) for c in cls.__mro__ for m in methods if m in vars(c))
         read = set(re.findall(r"self\.args\.(\w+)", text))
-        assert not read - set(LOSS_ARGUMENTS) - harmless, name
+        taken = {arg for arg in read if (arg in RUN_ARGUMENTS if arg in common else not arg.startswith(OFF))}
+        assert not read - taken - harmless, name
 
 
 def test_non_finite_numbers_of_a_config_come_back(tmp_path):

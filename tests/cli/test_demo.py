@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from hf_nanguard.examples.demo.scenarios import SAMPLING_STEPS
-from hf_nanguard.examples.demo.small_sft import BATCH_SIZE, HIGHEST, MASKED, WORDS, build_rows, build_tokenizer, cut_off
+from hf_nanguard.examples.demo.small_sft import BATCH_SIZE, HIGHEST, WORDS, build_rows, build_tokenizer, cut_off
+from hf_nanguard.examples.planted_failures import MASKED
 from hf_nanguard.report.run_files import read_jsonl
 
 ROOT = Path(__file__).parent.parent.parent
@@ -32,7 +33,7 @@ def finished(tmp_path_factory) -> tuple[str, str, Path]:
 
 
 def cells(output: str, number: int) -> tuple[str, str]:
-    """Returns what the table says of the stock and of the guarded run of an act."""
+    """Returns what the table says of the stock and of the guarded run of a scenario."""
     table = output[output.index("┡") :].splitlines()[1:]
     rows = "\n".join(table).split("├")[number - 1].splitlines()
     parts = [[cell.strip() for cell in line.strip("│").split("│")] for line in rows if line.startswith("│")]
@@ -49,7 +50,7 @@ def test_only_the_poisoned_stock_run_is_lost(finished):
     assert "weights: 21 of 21 tensors NaN" in stock
     assert f"steps lost: {STEPS - STEPS // 3} of {STEPS}" in stock
     assert "held-out loss: nan" in stock
-    assert stock.count("0.0") == 2  # the log shows that as a loss
+    assert stock.count(" 0") == 2  # the log shows that as a loss
     assert "weights: finite" in guarded
     assert f"steps lost: 1 of {STEPS}" in guarded
     learned, healthy = re.search(r"held-out loss: ([\d.]+) \(on healthy data: ([\d.]+)\)", guarded).groups()
@@ -57,7 +58,7 @@ def test_only_the_poisoned_stock_run_is_lost(finished):
 
 
 def test_the_guarded_run_is_bit_identical_to_one_without_that_batch(finished):
-    same, total = re.search(r"never saw that batch: (\d+) of (\d+) weight", cells(finished[0], 1)[1]).groups()
+    same, total = re.search(r"run without that batch: (\d+) of (\d+) weight", cells(finished[0], 1)[1]).groups()
     assert same == total == "21"
 
 
@@ -105,7 +106,7 @@ def test_the_overflow_is_announced_before_it_comes(finished):
     assert "weights: 21 of 21 tensors NaN" in stock
     assert "weights: finite" in guarded
     told, foretold, came = map(
-        int, re.search(r"announced at step (\d+) for step (\d+), .* it came at step (\d+)", guarded).groups()
+        int, re.search(r"predicted at step (\d+) for step (\d+), .* it happened at step (\d+)", guarded).groups()
     )
     assert told + 10 <= came
     assert abs(foretold - came) <= (came - told) / 2
@@ -116,7 +117,7 @@ def test_the_overflow_is_announced_before_it_comes(finished):
 
 def test_it_ends_with_where_the_evidence_is(finished):
     output, _, folder = finished
-    named = re.findall(r"^(?:events|autopsies) of \d: (.*)$", output, flags=re.MULTILINE)
+    named = re.findall(r"^(?:events|autopsies) of failure \d: (.*)$", output, flags=re.MULTILINE)
     assert len(named) >= 5
     assert all(Path(path).exists() and Path(path).is_relative_to(folder) for path in named)
 
@@ -149,7 +150,7 @@ def press_ctrl_c(process):
 @pytest.mark.parametrize(
     ("options", "line"), [(["--steps", "300"], "stock, healthy data"), (["--steps", "6"], "guarded float16")]
 )
-def test_ctrl_c_ends_a_run(options, line, tmp_path):
+def test_ctrl_c_ends_a_run(options, line, interruptible, tmp_path):
     command = [*COMMAND, *options, "--output-dir", str(tmp_path)]
     with subprocess.Popen(
         command,
@@ -165,5 +166,5 @@ def test_ctrl_c_ends_a_run(options, line, tmp_path):
         finally:
             process.kill()
     assert process.returncode == 130
-    assert errors.endswith("nanguard: stopped by Ctrl-C; what was written so far is whole.\n")
+    assert errors.endswith("nanguard: stopped by Ctrl-C; all files written so far are complete.\n")
     assert all(list(read_jsonl(file)) for file in tmp_path.rglob("*.jsonl"))

@@ -10,14 +10,13 @@ import pytest
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 
-from hf_nanguard import GuardArguments, NanGuardCallback
+from hf_nanguard import ArgumentError, GuardArguments, NanGuardCallback, replay
 from hf_nanguard.cli import replay as command
 from hf_nanguard.cli.main import main
-from hf_nanguard.core.autopsy.bundle.reader import write_bundle
+from hf_nanguard.core.autopsy.bundle.writer import write_bundle
+from hf_nanguard.core.autopsy.evidence.verdict import Blame, Remedy, Verdict, format_verdict
 from hf_nanguard.core.autopsy.trace.origin import Origin
-from hf_nanguard.core.autopsy.verdict import Blame, Remedy, Verdict, format_verdict
 from hf_nanguard.core.vocabulary import Cause
-from hf_nanguard.hf.trainer.trainer_facts import describe_trainer
 from tests.bundle_replay.bundles import bad_row, examine_and_write, hold
 from tests.models import tiny_llama, token_rows
 from tests.trainers import build, events_of
@@ -38,7 +37,7 @@ def found(suspect, tmp_path_factory) -> tuple[Path, Verdict]:
 
 
 def write(suspect, folder: Path, verdict: Verdict, **facts) -> str:
-    told = {**describe_trainer(suspect.runner.trainer, suspect.share), **facts}
+    told = {**suspect.runner.facts(suspect.weight), **facts}
     return str(write_bundle(folder / "step-7", suspect, verdict, told, weights="all"))
 
 
@@ -103,13 +102,31 @@ def test_another_origin_is_told(suspect, found, tmp_path, capsys):
     assert told.startswith("Not as recorded: ")
     assert f"module was 'model.layers.9', is {found[1].origin.module!r}" in told
     assert "cause was 'unknown', is 'uninitialised_weight'" in told
-    assert "samples was [0], is [1]" in told
     assert "source" not in told
+
+
+def test_another_sample_that_suffices_is_the_same_verdict(suspect, found, tmp_path, capsys):
+    blame = Blame("samples", [0], rows=[7], texts={0: "recorded text"})
+    path = write(suspect, tmp_path, replace(found[1], blame=blame))
+    code, out, _ = run(path, capsys=capsys)
+    assert code == 0
+    assert out.rstrip().endswith("The same verdict as recorded.")
+    assert "sample 1 of 2" in out
+    assert "recorded text" not in out  # it is the text of another sample
+
+
+def test_a_run_folder_lists_its_bundles(suspect, found, tmp_path, capsys):
+    path = write(suspect, tmp_path / "run" / "nanguard" / "autopsy", found[1])
+    code, _, err = run(str(tmp_path / "run"), capsys=capsys)
+    assert code == 2
+    assert f"is not a bundle. Choose one of those below it: {path}." in err
+    code, _, err = run(str(tmp_path), capsys=capsys)  # too far above
+    assert "facts.json is missing" in err
 
 
 def test_a_batch_that_is_finite_now_is_told(suspect, found, tmp_path, capsys):
     """The weights of another run are given: nothing is wrong with them."""
-    facts = describe_trainer(suspect.runner.trainer, suspect.share)
+    facts = suspect.runner.facts(suspect.weight)
     verdict = replace(found[1], origin=replace(found[1].origin, parameter=None))
     path = write_bundle(tmp_path / "step-7", suspect, verdict, facts, weights="none")
     tiny_llama().save_pretrained(tmp_path / "healthy")
@@ -151,7 +168,7 @@ def test_text_of_a_bundle_cannot_steer_the_terminal(suspect, found, tmp_path, ca
     assert code == 0
     assert "[bold red]" in out  # shown as it is: nobody takes it for markup
     assert not {"\x1b", "\x07", "\u202e"} & set(out)
-    facts = describe_trainer(suspect.runner.trainer, suspect.share)
+    facts = suspect.runner.facts(suspect.weight)
     facts["model"]["config"][f"{evil}_layers"] = 10**9
     path = str(write_bundle(tmp_path / "step-8", suspect, found[1], facts, weights="all"))
     code, out, err = run(path, capsys=capsys)
@@ -166,8 +183,11 @@ def test_text_of_a_bundle_cannot_steer_the_terminal(suspect, found, tmp_path, ca
         ([], "BUNDLE"),
         (["nowhere"], "'nowhere'"),
         (["{bundle}", "--device", "nonsense"], "--device must be a device of this machine, got 'nonsense'"),
-        (["{bundle}", "--factory", "x"], "--factory must be module:function, got 'x'"),
-        (["{bundle}", "--checkpoint", "nowhere"], "--checkpoint must be a folder, got 'nowhere'"),
+        (["{bundle}", "--factory", "x"], "--factory must be module:function, for example my_model:build, got 'x'"),
+        (
+            ["{bundle}", "--checkpoint", "nowhere"],
+            "--checkpoint must be a folder with model.safetensors in it, got 'nowhere'",
+        ),
     ],
 )
 def test_bad_arguments(arguments, told, found, capsys):
@@ -188,6 +208,8 @@ def test_inputs_that_cannot_be_run_are_told_in_a_sentence(suspect, found, tmp_pa
     assert (code, out) == (2, "")
     assert "could not be run (IndexError" in err
     assert err.count("\n") == 1
+    with pytest.raises(ArgumentError, match="could not be run"):
+        replay(path)
 
 
 def test_a_slow_replay_shows_what_it_does(found, capsys, monkeypatch):

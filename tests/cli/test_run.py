@@ -157,9 +157,9 @@ def test_help_names_every_setting_and_its_variable(capsys):
         main(["run", "--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    from hf_nanguard.cli.setting_flags import read_settings
+    from hf_nanguard.core.settings import SETTINGS
 
-    assert [name for name in read_settings() if f"--{name}" not in text] == []
+    assert [name for name in SETTINGS if f"--nanguard_{name}" not in text] == []
     assert "NANGUARD_ON_SPIKE=skip" in text
 
 
@@ -228,8 +228,8 @@ def test_frames_of_the_guard_are_left_out_and_that_is_said(full, tmp_path, capsy
     sys.modules.pop("weighted")
     error = capsys.readouterr().err
     assert "ZeroDivisionError: in the loss" in error
-    assert (os.path.join("hf_nanguard", "hf", "mixin.py") in error) == full
-    assert ("frames of the guard are not shown above" in error) == (not full)
+    assert (os.path.join("hf_nanguard", "hf", "trainer", "mixin.py") in error) == full
+    assert ("frames of the guard hidden above" in error) == (not full)
     assert told_by(error)[-1].startswith("nanguard: 1 event in ")
 
 
@@ -271,7 +271,7 @@ def test_a_child_needs_no_settings_file(tmp_path, monkeypatch, capfd):
         tmp_path, f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}], check=True, cwd='/')"
     )
     assert main(["run", script]) == 0
-    assert capfd.readouterr().out == "Arrival observe\n"
+    assert capfd.readouterr().out == "ImportHook observe\n"
     assert os.environ["NANGUARD_CONFIG"] == "guard.yaml"
 
 
@@ -291,7 +291,7 @@ subprocess.run([sys.executable, "-c", {child!r}], check=True)
 """,
     )
     assert main(["run", "--nanguard_mode", "observe", script]) == 0
-    assert capfd.readouterr().out == "Arrival True True observe\n"
+    assert capfd.readouterr().out == "ImportHook True True observe\n"
 
 
 FREE = f"""
@@ -312,7 +312,7 @@ time.sleep(60)
 """
 
 
-def test_a_process_of_its_own_and_ctrl_c(tmp_path):
+def test_a_process_of_its_own_and_ctrl_c(interruptible, tmp_path):
     """A script is free to set its environment before it imports anything; Ctrl-C ends it with 130, events whole."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NANGUARD_ON_SPIKE": "skip"}
     environment.pop("HF_HUB_OFFLINE")
@@ -334,7 +334,7 @@ def test_a_process_of_its_own_and_ctrl_c(tmp_path):
     assert told_by(error) == [
         f"nanguard: Trainer is guarded with nanguard_on_spike=skip; events go to {events}",
         f"nanguard: no events in {events}.",
-        "nanguard: stopped by Ctrl-C; what was written so far is whole.",
+        "nanguard: stopped by Ctrl-C; all files written so far are complete.",
     ]
     assert "Traceback" not in error
 

@@ -1,5 +1,6 @@
 """Settings of the guard by flag, environment and YAML: what they are, which wins, and what a bad one is told."""
 
+import argparse
 import subprocess
 import sys
 from dataclasses import fields
@@ -7,19 +8,18 @@ from dataclasses import fields
 import pytest
 
 from hf_nanguard import ArgumentError, GuardArguments
-from hf_nanguard.cli.setting_flags import as_environment, gather, read_settings
+from hf_nanguard.cli.main import main
+from hf_nanguard.cli.setting_flags import add_flags, as_environment, gather
 
 
-def test_settings_are_those_of_the_class():
-    kinds = GuardArguments.__annotations__  # HfArgumentParser writes into the `type` of the fields
-    actual = {
-        f.name: (kinds[f.name].__name__ if isinstance(kinds[f.name], type) else str(kinds[f.name]), f.default)
-        for f in fields(GuardArguments)
-    }
-    assert {s.name: (s.kind, s.default) for s in read_settings().values()} == actual
-    assert {s.name: s.help for s in read_settings().values()} == {
-        f.name: f.metadata["help"] for f in fields(GuardArguments)
-    }
+def test_every_setting_has_a_flag_with_its_choices_and_default():
+    parser = argparse.ArgumentParser()
+    add_flags(parser.add_argument_group())
+    flags = {action.dest: action for action in parser._actions if action.dest != "help"}
+    assert list(flags) == [field.name for field in fields(GuardArguments)]
+    assert list(flags["nanguard_on_spike"].choices) == ["observe", "clip", "skip"]
+    assert "(default: observe)" in flags["nanguard_on_spike"].help
+    assert vars(parser.parse_args(["--nanguard_on_spike", "clip"])) == {"nanguard_on_spike": "clip"}
 
 
 def test_reading_them_imports_nothing_heavy():
@@ -82,6 +82,9 @@ def test_settings_pass_through_the_environment_as_they_are():
             {"NANGUARD_ON_SPIKE": "jump"},
             ["environment variable NANGUARD_ON_SPIKE", "'jump'", "observe, clip, skip"],
         ),
+        ({"nanguard_logits_min_prob": "2"}, {}, ["--nanguard_logits_min_prob", "2.0", "at most 1"]),
+        ({}, {"NANGUARD_LOGITS_MIN_PROB": "2"}, ["environment variable NANGUARD_LOGITS_MIN_PROB", "2.0", "at most 1"]),
+        ({}, {"NANGUARD_RATIO_BOUND": "41"}, ["environment variable NANGUARD_RATIO_BOUND", "41.0", "at most 40"]),
         ({}, {"NANGUARD_ON_SPIEK": "skip"}, ["NANGUARD_ON_SPIEK", "Did you mean NANGUARD_ON_SPIKE?"]),
         ({"nanguard_skip_grad_norm": "2"}, {"NANGUARD_MODE": "observe"}, ["nanguard_skip_grad_norm", "nanguard_mode"]),
     ],
@@ -96,11 +99,15 @@ def test_bad_settings(flags, environment, told):
     ("text", "told"),
     [
         ("nanguard_on_spike: jump\n", ["guard.yaml: nanguard_on_spike", "'jump'"]),
-        ("learning_rate: 1\n", ["learning_rate in", "guard.yaml is no setting of the guard"]),
+        ("nanguard_logits_min_prob: 2\n", ["guard.yaml: nanguard_logits_min_prob", "2.", "at most 1"]),
+        ("nanguard_on_spiek: skip\n", ["nanguard_on_spiek in", "Did you mean nanguard_on_spike?"]),
+        ("NANGUARD_MODE: act\n", ["NANGUARD_MODE in", "guard.yaml is not a setting of the guard"]),
+        ("3: 4\n", ["3 in", "guard.yaml is not a setting of the guard"]),
+        ("learning_rate: 1\n", ["learning_rate in", "guard.yaml is not a setting of the guard"]),
         ("- a\n- b\n", ["names and values"]),
         ("nanguard_mode: [act\n", ["must be a YAML file"]),
-        (b"\xff\xfe\x00", ["can be read"]),
-        (None, ["can be read", "No such file"]),
+        (b"\xff\xfe\x00", ["readable"]),
+        (None, ["readable", "No such file"]),
     ],
 )
 def test_bad_yaml(tmp_path, text, told):
@@ -114,5 +121,12 @@ def test_bad_yaml(tmp_path, text, told):
 
 
 def test_a_file_that_the_environment_names_is_complained_of_in_its_name():
-    with pytest.raises(ArgumentError, match=r"^NANGUARD_CONFIG must be a YAML file .* 'missing\.yaml'"):
+    with pytest.raises(ArgumentError, match=r"^NANGUARD_CONFIG must be a readable YAML file.* 'missing\.yaml'"):
         gather({}, {"NANGUARD_CONFIG": "missing.yaml"})
+
+
+def test_a_value_out_of_bounds_ends_the_command_with_one_sentence(monkeypatch, capsys):
+    monkeypatch.setenv("NANGUARD_LOGITS_MIN_PROB", "2")
+    assert main(["run", "train.py"]) == 2
+    expected = "environment variable NANGUARD_LOGITS_MIN_PROB must be a finite number above 0 and at most 1, got 2.0."
+    assert capsys.readouterr().err == f"nanguard: {expected}\n"

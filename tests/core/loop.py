@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_nanguard.core.settings import Policy
 from hf_nanguard.core.step.guard import Guard
-from tests.faults import NAN, _BadGradient
+from hf_nanguard.testing import NAN, add_bad_gradient
 
 OPTIMIZERS: dict[str, Callable] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1),
@@ -107,7 +107,7 @@ class Loop:
         if batch.strikes and batch.fault == "loss":
             loss = loss * batch.value
         if batch.strikes and batch.fault == "gradient":
-            loss = loss + _BadGradient.apply(dict(self.model.named_parameters())[batch.parameter], batch.value)
+            loss = add_bad_gradient(loss, dict(self.model.named_parameters())[batch.parameter], batch.value)
         return loss
 
     def step(self, group: list[Batch]) -> Any:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hf_nanguard.core.event import Culprit, Event, strict
 from hf_nanguard.core.vocabulary import Action, Cause, Signal
-from tests.faults import INF, NAN
+from hf_nanguard.testing import INF, NAN
 
 KEYS = {
     "schema", "time", "step", "micro_step", "rank", "signal", "action", "message", "values", "culprit", "cause",

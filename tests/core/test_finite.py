@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_nanguard.core.finite import find_nonfinite, local, magnitudes, read_host
-from tests.core.counting import Counting
-from tests.faults import INF, NAN
+from hf_nanguard.testing import INF, NAN, OperationCounter
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -100,14 +99,14 @@ def test_a_float64_loss_is_read_as_it_is():
 @pytest.mark.parametrize("num_tensors", [1, 3, 40])
 def test_exactly_one_host_read(num_tensors):
     named = [(str(index), torch.randn(4)) for index in range(num_tensors)]
-    with Counting() as counted:
+    with OperationCounter() as counted:
         find_nonfinite(named)
     assert len(counted.reads) == 1
 
 
 def test_measuring_reads_nothing():
     tensors = [torch.randn(4), torch.randn(2, 2).half()]
-    with Counting() as counted:
+    with OperationCounter() as counted:
         magnitudes(tensors)
     assert counted.reads == []
 

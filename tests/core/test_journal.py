@@ -10,7 +10,7 @@ from hf_nanguard.core.event import Culprit, Event
 from hf_nanguard.core.journal import Journal
 from hf_nanguard.core.ranks import Ranks
 from hf_nanguard.core.vocabulary import Action, Signal
-from tests.faults import NAN
+from hf_nanguard.testing import NAN
 
 
 def _event(signal=Signal.GRAD_NONFINITE, action=Action.DROPPED, message="a gradient went bad", step=3, **fields):
@@ -112,7 +112,7 @@ def test_rank_0_writes_the_events_of_all_and_the_others_their_own():
         [_event(rank=1, message="one"), _event(rank=1, message="uno")],
         [],
     ]
-    told = _on_ranks(3, lambda journal, rank: journal.share(events[rank]))
+    told = _on_ranks(3, lambda journal, rank: journal.write_shared(events[rank]))
     assert [[event["message"] for event in rank] for rank in told] == [["zero", "one", "uno"], ["one", "uno"], []]
     assert [event["rank"] for event in told[0]] == [0, 1, 1]
 

@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_nanguard.core.logits import FOLD_EVERY, NEVER, RowNotes, Tally, bound_scores, repair_scores
-from tests.core.counting import Counting
-from tests.counting import counting
-from tests.faults import INF, NAN
+from hf_nanguard.testing import INF, NAN, OperationCounter
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 LIMIT = 6e4  # within float16
@@ -85,7 +83,7 @@ def test_healthy_scores_are_returned_themselves():
     scores[:, ::2] = -INF
     repair = repair_scores(scores)
     assert repair.scores is scores
-    assert repair.top is None
+    assert repair.maxima is None
 
 
 @pytest.mark.parametrize("edge", [torch.finfo(torch.float32).max, torch.finfo(torch.float32).min, 1e-45])
@@ -123,23 +121,23 @@ def test_nothing_is_read(sick, look):
         scores[1, 2] = NAN
         scores[2] = NAN
     tally, notes = Tally(), RowNotes()
-    for context in (Counting(), counting()):
-        with context as count:
-            for step in range(2 * FOLD_EVERY + 3):
-                repair = repair_scores(scores, look=look)
-                if repair.top is not None:
-                    tally.add(repair.top, repair.left)
-                    notes.add(step, repair.top, repair.left)
-        assert not count.reads
-    assert tally.read() == ((2 * (2 * FOLD_EVERY + 3),) * 2 if sick else (0, 0))
+    with OperationCounter() as count:
+        for step in range(2 * FOLD_EVERY + 3):
+            repair = repair_scores(scores, look=look)
+            if repair.maxima is not None:
+                tally.add(repair.maxima)
+                notes.add(step, repair.maxima)
+    assert count.ops
+    assert count.reads == []
+    assert tally.read() == ((2 * FOLD_EVERY + 3,) * 2 if sick else (0, 0))
 
 
 def test_a_healthy_call_is_one_operation_where_it_can_look():
     scores = torch.randn(4, 9)
-    with Counting() as count:
+    with OperationCounter() as count:
         repair_scores(scores)
     assert count.ops == ["aten.amax.default"]
-    with Counting() as count:
+    with OperationCounter() as count:
         repair_scores(scores, look=False)
     assert len(count.ops) <= 6, count.ops
 

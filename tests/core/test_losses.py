@@ -18,8 +18,7 @@ from hf_nanguard.core.losses import (
     normalized_mse,
     soft_cap,
 )
-from tests.core.counting import Counting
-from tests.faults import INF, NAN
+from hf_nanguard.testing import INF, NAN, OperationCounter
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EDGE = 65504.0
@@ -202,7 +201,7 @@ def test_half_logits_are_never_float32_as_a_whole(call):
     assert sizes.largest[torch.float32] < logits.numel()
 
 
-class Sizes(Counting):
+class Sizes(OperationCounter):
     """Keeps the largest number of elements of any result, by dtype."""
 
     def __enter__(self):
@@ -220,7 +219,7 @@ class Sizes(Counting):
 def test_nothing_is_read():
     logits = torch.randn(8, 5, requires_grad=True)
     labels = torch.tensor([0, 1, -100, 2, 3, 4, 0, -100])
-    with Counting() as count:
+    with OperationCounter() as count:
         loss = masked_cross_entropy(soft_cap(logits, 30.0), labels, chunk_size=3, num_items=torch.tensor(6))
         loss = loss + distillation_loss(logits, logits.detach() * 2, mask=labels != -100)
         loss = loss + clamp_weight(torch.tensor(INF)) * normalized_mse(logits, logits.detach() + 1, labels != -100)

@@ -3,7 +3,7 @@
 import torch
 
 from hf_nanguard.core.ranks import Ranks
-from tests.core.counting import Counting
+from hf_nanguard.testing import OperationCounter
 
 
 def test_one_process_is_rank_0_of_1():
@@ -18,7 +18,7 @@ def test_alone_ignores_the_others():
 
 def test_a_fact_comes_back_as_it_is_and_costs_nothing():
     fact = {"bad": {"w": "nan"}, "losses_finite": False, "none": None}
-    with Counting() as counted:
+    with OperationCounter() as counted:
         assert Ranks().gather(fact) == [fact]
     assert counted.ops == []
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from hf_nanguard.core.rng import RngState
-from tests.core.counting import Counting
+from hf_nanguard.testing import OperationCounter
 
 
 def draw():
@@ -41,7 +41,7 @@ def test_each_generator_alone():
 
 def test_capturing_draws_nothing_and_reads_nothing_back():
     before = torch.get_rng_state()
-    with Counting() as counted:
+    with OperationCounter() as counted:
         RngState.capture()
     assert counted.reads == []
     assert torch.equal(torch.get_rng_state(), before)

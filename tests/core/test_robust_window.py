@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_nanguard.core.robust_window import RobustWindow
-from tests.faults import INF, NAN
+from hf_nanguard.testing import INF, NAN
 
 
 def window_of(values, **settings_):

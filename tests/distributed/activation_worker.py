@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from hf_nanguard.core.journal import Journal
 from hf_nanguard.core.monitors.activations import ActivationMonitor
 from hf_nanguard.core.ranks import Ranks
-from tests.counting import counting
+from hf_nanguard.testing import OperationCounter
 from tests.distributed.ending import hang_up
 from tests.models import tiny_llama
 
@@ -35,17 +35,17 @@ def main(kind: str, folder: Path) -> None:
         wrapped = fully_shard(model, mesh=mesh)
     else:
         wrapped = DistributedDataParallel(model)
-    monitor = ActivationMonitor(model, Journal(ranks, events.append), ranks, 2, early=(1,))
+    monitor = ActivationMonitor(model, Journal(ranks, events.append), 2, early=(1,))
     for step in range(5):
         ids = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(10 * ranks.rank + step))
         monitor.begin_step(step)
         if (step, ranks.rank) == (3, ranks.size - 1):
             model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * float("nan"))
         wrapped(input_ids=ids, labels=ids).loss.backward()
-        with counting() as count:
+        with OperationCounter() as count:
             monitor.end_backward(step)
-        messages = sum(number for op, number in count.ops.items() if "allreduce" in op)
-        told.append({"metrics": monitor.metrics(), "messages": messages, "reads": count.reads})
+        messages = sum(number for op, number in count.op_counts.items() if "allreduce" in op)
+        told.append({"metrics": monitor.metrics(), "messages": messages, "reads": count.num_reads})
     hooks = sum(len(module._forward_hooks) for module in model.modules())
     said = {"steps": told, "events": events, "hooks": hooks}
     (folder / f"rank{ranks.rank}.json").write_text(json.dumps(said), encoding="utf-8")

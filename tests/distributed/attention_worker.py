@@ -30,7 +30,7 @@ CASES = ("ddp", "ddp-healthy", "fsdp", "fsdp-fused")
 def play(model, module, batch, planted: bool) -> dict:
     """Trains; from step 4 on the queries of layer 1 grow. Returns metrics of every step and the events of this rank."""
     ranks, events = Ranks(), []
-    monitor = AttentionMonitor(module, Journal(ranks, events.append), ranks, 1, early=())
+    monitor = AttentionMonitor(module, Journal(ranks, events.append), 1, early=())
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     rows = []
     for step in range(NUM_STEPS):
@@ -44,7 +44,7 @@ def play(model, module, batch, planted: bool) -> dict:
         optimizer.zero_grad()
         monitor.after_update(step)
         rows.append(monitor.metrics())
-    return {"rows": rows, "events": events, "said": sorted(monitor.said)}
+    return {"rows": rows, "events": events, "said": sorted(monitor.warned)}
 
 
 def shard(module) -> None:

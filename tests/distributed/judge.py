@@ -93,7 +93,7 @@ def check_events(scenario: Scenario, ranks: list[dict[str, Any]], folder: Path) 
 def check_autopsy(event: dict[str, Any]) -> None:
     """The rank to blame has found the line where its loss was multiplied by NaN, while the others waited."""
     assert event["culprit"]["op"].startswith("aten.mul")
-    assert event["culprit"]["source"].startswith("faults.py:")
+    assert event["culprit"]["source"].startswith("fault_injector.py:")
     assert event["culprit"]["phase"] == "loss"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.faults import Fault
+from hf_nanguard.testing import Fault
 
 KINDS = ("sampling", "policy", "reward", "reward_error")
 

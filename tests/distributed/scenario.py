@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tests.faults import Fault
+from hf_nanguard.testing import Fault
 
 LLAMA, MEAN, NORM, SFT, GRPO = "llama", "mean", "norm", "sft", "grpo"
 MIXIN, ATTACH, CALLBACK = "mixin", "attach", "callback"
@@ -56,7 +56,7 @@ class Scenario:
         way (`str`):
             How the guard is put in: `mixin` (the Guarded class), `attach`, `callback`.
         faults (`tuple[Fault, ...]`):
-            The culprits. Kinds beyond those of `tests.faults`: `late_error` (raised after the loss was computed), `constant`
+            The culprits. Kinds beyond those of `hf_nanguard.testing`: `late_error` (raised after the loss was computed), `constant`
             (NaN added to the loss, which leaves the gradients finite); and while completions are made: `sampling` (the
             logits of the first one are NaN), `policy` (`parameter` becomes NaN), `reward` (that of the first one is
             `value`), `reward_error` (the reward function fails).
@@ -411,13 +411,28 @@ def refused_suite() -> list[Scenario]:
     return [late]
 
 
-def is_variant(scenario: Scenario) -> bool:
-    """Whether it is another one with the culprit first in its group, or on rank 0."""
-    return scenario.name.endswith(("-first", "-first-llama", "-first-norm", "-rank0"))
+# Scenarios for `make slow`: the same fault, policy or trainer stays in `make test` with another one.
+VARIANTS = {
+    "two": (
+        "loss-middle-llama", "gradient-middle-norm", "loss-last-norm", "gradient-last-llama", "label-middle", "masked-last",
+        "error-middle", "sft-last", "loss-all-llama", "error-all-norm", "label-all-sft", "loss-single-2", "label-single-0",
+        "mean-tail", "attached-sft", "sft-single", "grpo-gradient", "loss-first-step-rebuilt", "error-sft", "skip-gradient",
+        "halt-gradient", "halt-sft", "callback-halt", "grpo-sampling-everywhere", "grpo-reward-inf",
+    ),
+    "fsdp": ("healthy-llama-1", "loss-middle-rank0", "label-middle-rank1", "loss-sft", "skip-loss"),
+}  # fmt: skip
+
+
+def split(suite: str, scenarios: list[Scenario]) -> dict[str, list[Scenario]]:
+    """Splits a suite into what `make test` runs and the variants that `make slow` runs."""
+    unknown = set(VARIANTS[suite]) - {s.name for s in scenarios}
+    assert not unknown, unknown
+    places = ("-first", "-first-llama", "-first-norm", "-rank0") if suite == "two" else ()
+    variants = [s for s in scenarios if s.name in VARIANTS[suite] or s.name.endswith(places)]
+    return {suite: [s for s in scenarios if s not in variants], f"{suite}_variants": variants}
 
 
 SUITES = {
-    "two": [s for s in main_suite(2) if not is_variant(s)], "variants": [s for s in main_suite(2) if is_variant(s)],
-    "four": four_suite(), "accelerate": accelerate_suite(), "fsdp": fsdp_suite(),
+    **split("two", main_suite(2)), **split("fsdp", fsdp_suite()), "four": four_suite(), "accelerate": accelerate_suite(),
     "fsdp_refused": refused_suite(),
 }  # fmt: skip

@@ -22,8 +22,8 @@ from torch.distributed.fsdp import fully_shard
 
 from hf_nanguard.core.finite import local
 from hf_nanguard.core.journal import Journal
-from hf_nanguard.core.monitors.weight_updates import MovementMonitor
-from hf_nanguard.core.monitors.weights import SoundnessMonitor
+from hf_nanguard.core.monitors.weight_updates import UpdateMonitor
+from hf_nanguard.core.monitors.weights import WeightMonitor
 from hf_nanguard.core.ranks import Ranks
 from tests.distributed.ending import hang_up
 
@@ -95,20 +95,20 @@ def play(case: Case) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     ranks = Ranks()
     journal = Journal(ranks, events.append)
-    soundness = SoundnessMonitor(model, optimizer, journal, ranks, every_n_steps=1)
-    movement = MovementMonitor(model, optimizer, journal, ranks, every_n_steps=1)
+    weights = WeightMonitor(model, journal, 1, optimizer=optimizer)
+    updates = UpdateMonitor(model, journal, 1, optimizer=optimizer)
     rows, reason = [], None
     for step in range(NUM_STEPS):
         generator = torch.Generator().manual_seed(10 * step + (ranks.rank if case.sharded else 0))
         optimizer.zero_grad()
         model(torch.randn(4, 6, generator=generator).to(case.dtype)).float().square().mean().backward()
-        movement.before_update(step)
+        updates.before_update(step)
         optimizer.step()
-        movement.after_update(step)
-        rows.append(movement.metrics())
+        updates.after_update(step)
+        rows.append(updates.metrics())
         if step == BAD_STEP and ranks.rank == CULPRIT:
             plant(case, model, optimizer)
-        reason = soundness.after_update(step)
+        reason = weights.after_update(step)
         if reason is not None:
             break
     return {"outcome": "finished", "reason": reason, "events": events, "rows": rows}

@@ -26,12 +26,13 @@ def test_two_ranks_exit_in_order(two: Played):
 
 @pytest.fixture(scope="module")
 def variants(tmp_path_factory) -> Played:
-    return play_suite("variants", [s.name for s in SUITES["variants"]], tmp_path_factory.mktemp("variants"), 2)
+    names = [s.name for s in SUITES["two_variants"]]
+    return play_suite("two_variants", names, tmp_path_factory.mktemp("variants"), 2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scenario", SUITES["variants"], ids=lambda s: s.name)
-def test_other_places_on_two_ranks(variants: Played, scenario: Scenario):
+@pytest.mark.parametrize("scenario", SUITES["two_variants"], ids=lambda s: s.name)
+def test_variants_on_two_ranks(variants: Played, scenario: Scenario):
     check_scenario(scenario, variants)
 
 

@@ -62,6 +62,18 @@ def test_trainers_exit_in_order(trainers: Played):
     assert trainers.codes == [0]
 
 
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory) -> Played:
+    names = [s.name for s in SUITES["fsdp_variants"]]
+    return play_suite("fsdp_variants", names, tmp_path_factory.mktemp("variants"), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", SUITES["fsdp_variants"], ids=lambda s: s.name)
+def test_variants_of_trainers_over_shards(variants: Played, scenario: Scenario):
+    check_scenario(scenario, variants)
+
+
 @pytest.mark.slow
 def test_late_error_is_refused(tmp_path):
     """It is raised as it is, and said so: a second forward would gather shards that no other rank gathers then."""

@@ -35,7 +35,7 @@ def test_the_bad_rank_is_named(played: Played, name: str, row: int):
     assert event["culprit"]["parameter"] == "0.weight"
     assert event["values"]["rows"] == [row]
     assert event["values"]["num_entries"] == (24 if CASES[name].sharded else 48)
-    assert (f"of rank {CULPRIT}'s part" in said["reason"]) == CASES[name].sharded
+    assert (f"of the shard on rank {CULPRIT}" in said["reason"]) == CASES[name].sharded
 
 
 def test_remedies_are_tried_on_a_shard(played: Played):

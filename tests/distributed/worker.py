@@ -26,12 +26,12 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from hf_nanguard import NonFiniteError
+from hf_nanguard.testing import PlantedFaults
 from tests.distributed.ending import hang_up
 from tests.distributed.host import make_trainer, rows_of
 from tests.distributed.making import plant_in_making
 from tests.distributed.scenario import SUITES, Scenario
 from tests.distributed.sharding import shard_on_cpu
-from tests.faults import Planted
 from tests.reference import losses_of, tensors_of
 
 PATIENCE = 40
@@ -41,13 +41,13 @@ COLLECTIVES = (
 )  # fmt: skip
 
 
-class Culprits(Planted):
+class Culprits(PlantedFaults):
     """The injector, with the faults that only several ranks need, and a record of the rows of every batch."""
 
     def __init__(self, trainer: Any, faults: tuple):
         super().__init__(trainer, faults)
         self.rows: dict[str, list[int]] = {}
-        plant_in_making(trainer, self.faults, self.struck)
+        plant_in_making(trainer, self.faults, self.triggered)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         place = self.place(inputs)
@@ -108,7 +108,7 @@ def play(scenario: Scenario, folder: Path, guarded: bool) -> tuple[dict[str, Any
         "global_step": trainer.state.global_step,
         "losses": losses_of(trainer),
         "rows": planted.rows,
-        "struck": len(planted.struck),
+        "struck": len(planted.triggered),
         "messages": dict(messages),
     }
     return said, tensors

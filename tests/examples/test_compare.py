@@ -8,37 +8,35 @@ from rich.console import Console
 from transformers import Trainer, TrainingArguments
 
 from hf_nanguard.examples.compare import Outcome, compare_runs, describe, find_first, print_comparison, watch_run
-from tests.faults import NAN
+from hf_nanguard.testing import NAN
 from tests.reference import losses_of
 from tests.trainers import build
 
 NUM_WEIGHTS = 21
 
 
-class Sick(Trainer):
+class Failing(Trainer):
     """Its loss is NaN at one step, or it raises there."""
 
     error: Exception | None = None
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**inputs)
-        struck = self.state.global_step == 1
-        if struck and self.error is not None:
+        is_bad = self.state.global_step == 1
+        if is_bad and self.error is not None:
             raise self.error
-        loss = outputs.loss * NAN if struck else outputs.loss
+        loss = outputs.loss * NAN if is_bad else outputs.loss
         return (loss, outputs) if return_outputs else loss
 
 
-def build_sick(folder: Path, guard: bool, error: Exception | None = None) -> Trainer:
-    trainer = build("plain", folder, Sick, guard, gradient_accumulation_steps=1, max_steps=3)
+def build_failing(folder: Path, guard: bool, error: Exception | None = None) -> Trainer:
+    trainer = build("plain", folder, Failing, guard, gradient_accumulation_steps=1, max_steps=3)
     trainer.error = error
     return trainer
 
 
 def test_a_stock_run_is_seen_to_be_lost(tmp_path):
-    outcome = watch_run(
-        "stock", lambda: build_sick(tmp_path, False), lambda trainer: {"steps": trainer.state.global_step}
-    )
+    outcome = watch_run("stock", build_failing(tmp_path, False), lambda trainer: {"steps": trainer.state.global_step})
     assert (outcome.error, outcome.steps, outcome.events) == (None, 3, [])
     assert len(outcome.bad_weights) == outcome.num_weights == NUM_WEIGHTS
     assert set(outcome.bad_weights.values()) == {"nan"}
@@ -49,7 +47,7 @@ def test_a_stock_run_is_seen_to_be_lost(tmp_path):
 
 def test_a_guarded_run_is_sound_and_has_its_own_events_only(tmp_path):
     for _ in range(2):
-        outcome = watch_run("guarded", lambda: build_sick(tmp_path, True))
+        outcome = watch_run("guarded", build_failing(tmp_path, True))
         assert outcome.is_sound
         assert [(event["step"], event["signal"]) for event in outcome.events] == [(1, "loss_nonfinite")]
 
@@ -57,7 +55,7 @@ def test_a_guarded_run_is_sound_and_has_its_own_events_only(tmp_path):
 def test_an_error_of_bad_numbers_is_part_of_the_outcome(tmp_path):
     measured = []
     error = RuntimeError("probability tensor is bad\nand more")
-    outcome = watch_run("stock", lambda: build_sick(tmp_path, False, error), measured.append)
+    outcome = watch_run("stock", build_failing(tmp_path, False, error), measured.append)
     assert outcome.error == "RuntimeError: probability tensor is bad"
     assert (outcome.steps, outcome.bad_weights, measured) == (1, {}, [])
     assert not outcome.is_sound
@@ -65,14 +63,14 @@ def test_an_error_of_bad_numbers_is_part_of_the_outcome(tmp_path):
 
 def test_a_mistake_goes_through(tmp_path):
     with pytest.raises(KeyError):
-        watch_run("stock", lambda: build_sick(tmp_path, False, KeyError("no such column")))
+        watch_run("stock", build_failing(tmp_path, False, KeyError("no such column")))
 
 
 def test_both_run_on_the_same_arguments_in_folders_of_their_own(tmp_path, capsys):
     built = []
 
     def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
-        trainer = build_sick(Path(args.output_dir), guard)
+        trainer = build_failing(Path(args.output_dir), guard)
         built.append(trainer)
         return trainer
 
@@ -90,7 +88,7 @@ def test_both_run_on_the_same_arguments_in_folders_of_their_own(tmp_path, capsys
 
 def test_without_a_comparison_there_is_the_guarded_run_only(tmp_path, capsys):
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    [outcome] = compare_runs(lambda args, guard: build_sick(Path(args.output_dir), guard), args, "", compare=False)
+    [outcome] = compare_runs(lambda args, guard: build_failing(Path(args.output_dir), guard), args, "", compare=False)
     assert (outcome.name, outcome.folder, outcome.is_sound) == ("guarded", tmp_path, True)
     assert "{'loss'" in capsys.readouterr().out
 
@@ -124,7 +122,7 @@ def test_answers():
     assert kept["run"] == "0 steps, ENDED by RuntimeError: [red]no[/red]"
     assert kept["events"] == "1 loss_nonfinite observed, 1 loss_nonfinite dropped"
     blamed = "step 4: loss_nonfinite, dropped; div_by_zero; term kd; rows [7]; would have helped: eps"
-    assert kept["first blamed"] == blamed
+    assert kept["first culprit"] == blamed
     assert find_first([event("observed")])["action"] == "observed"
 
 

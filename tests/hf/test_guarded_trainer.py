@@ -10,8 +10,6 @@ from datasets import Dataset
 from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
-    T5Config,
-    T5ForConditionalGeneration,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -30,9 +28,9 @@ from hf_nanguard import (
     attach,
     guarded,
 )
+from hf_nanguard.testing import Fault, plant
 
-from ..faults import Fault, plant
-from ..models import text_rows, tiny_llama, tiny_tokenizer, token_dataset
+from ..models import text_rows, tiny_llama, tiny_t5, tiny_tokenizer, token_dataset
 from ..reference import assert_same, tensors_of, without
 from ..trainers import KINDS, build, common_arguments, events_of, reward_length, stock_class
 
@@ -88,10 +86,8 @@ def test_guarded_is_made_once():
 
 
 def _seq2seq(tmp_path, cls):
-    torch.manual_seed(0)
-    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
     args = Seq2SeqTrainingArguments(**common_arguments(tmp_path))
-    return cls(T5ForConditionalGeneration(config), args, train_dataset=token_dataset(24))
+    return cls(tiny_t5(), args, train_dataset=token_dataset(24))
 
 
 def _reward(tmp_path, cls):

@@ -3,7 +3,7 @@
 import pytest
 from transformers import Trainer
 
-from tests.faults import NAN
+from hf_nanguard.testing import NAN
 from tests.reference import assert_same, losses_of, tensors_of
 from tests.trainers import build, events_of
 

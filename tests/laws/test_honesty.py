@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from hf_nanguard import GuardArguments, NonFiniteError, guarded
+from hf_nanguard.testing import INF, NAN, Fault, plant
 
-from ..faults import INF, NAN, Fault, plant
-from ..models import token_dataset
+from ..architectures import BY_NAME
+from ..models import tiny_t5, token_dataset
 from ..reference import assert_same, losses_of, tensors_of, without
-from ..trainers import KINDS, build, events_of, stock_class
+from ..trainers import KINDS, build, events_besides_spikes, events_of, stock_class
 
 LAYER = "model.layers.0.self_attn.k_proj.weight"
 
@@ -27,7 +28,7 @@ def _train(tmp_path, *faults, kind="plain", guard_settings=None, name="guarded",
     trainer = build(kind, tmp_path / name, extra=extra, **overrides)
     planted = plant(trainer, *faults)
     trainer.train()
-    assert set(planted.struck) == set(faults)
+    assert set(planted.triggered) == set(faults)
     return trainer
 
 
@@ -371,13 +372,15 @@ def test_healthy_runs_raise_no_event(case, tmp_path):
         with torch.no_grad():
             trainer.model.lm_head.weight.mul_(500)
     trainer.train()
-    assert events_of(trainer) == []
+    assert events_besides_spikes(trainer) == []
 
 
 def test_grpo_with_a_zero_loss_and_a_live_gradient_is_healthy(tmp_path):
-    trainer = build("grpo", tmp_path)
+    """On-policy, with completions of one length, the loss is the mean advantage: zero up to rounding."""
+    trainer = build("grpo", tmp_path, generation_kwargs={"min_new_tokens": 4})
     trainer.train()
-    assert 0.0 in [round(loss, 7) for loss in losses_of(trainer)]
+    assert max(map(abs, losses_of(trainer))) < 1e-6
+    assert max(row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row) > 1e-3
     assert events_of(trainer) == []
 
 
@@ -393,18 +396,14 @@ def test_grpo_with_equal_rewards_goes_on_as_stock(tmp_path):
 
 
 def test_minus_inf_masks_are_healthy(tmp_path):
-    from transformers import T5Config, T5ForConditionalGeneration, TrainingArguments
+    from transformers import TrainingArguments
 
     from hf_nanguard import GuardedTrainer
 
     from ..trainers import common_arguments
 
-    torch.manual_seed(0)
-    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
     rows = token_dataset(24).map(lambda row: {"attention_mask": [1] * 5 + [0] * 3})
-    trainer = GuardedTrainer(
-        T5ForConditionalGeneration(config), TrainingArguments(**common_arguments(tmp_path)), train_dataset=rows
-    )
+    trainer = GuardedTrainer(tiny_t5(), TrainingArguments(**common_arguments(tmp_path)), train_dataset=rows)
     trainer.train()
     assert events_of(trainer) == []
 
@@ -419,19 +418,14 @@ def test_a_nan_moment_ends_the_run_with_the_parameter_named(tmp_path):
 
 
 def _vision(tmp_path, trainer_class):
-    from transformers import TrainingArguments, ViTConfig, ViTForImageClassification
+    from transformers import TrainingArguments
 
     from ..trainers import common_arguments
 
-    torch.manual_seed(0)
-    config = ViTConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=8, patch_size=4,
-        num_labels=3,
-    )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
-    rows = [{"pixel_values": torch.randn(3, 8, 8, generator=generator), "labels": i % 3} for i in range(24)]
+    rows = [{"pixel_values": torch.randn(3, 16, 16, generator=generator), "labels": i % 3} for i in range(24)]
     args = TrainingArguments(**common_arguments(tmp_path, train_sampling_strategy="sequential"))
-    return trainer_class(ViTForImageClassification(config), args, train_dataset=rows)
+    return trainer_class(BY_NAME["vit"].build(), args, train_dataset=rows)
 
 
 @pytest.mark.parametrize(("kind", "value"), [("input", NAN), ("input", INF), ("label", 3)])

@@ -5,8 +5,8 @@ import torch
 from transformers import TrainerCallback
 
 from hf_nanguard import GradientMonitorCallback, GuardArguments, NanGuardCallback
+from hf_nanguard.testing import OperationCounter
 
-from ..counting import counting
 from ..trainers import KINDS, build
 
 
@@ -15,7 +15,7 @@ class _CountSteps(TrainerCallback):
     training writes."""
 
     def __init__(self):
-        self.context = counting()
+        self.context = OperationCounter()
         self.count = None
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -40,8 +40,8 @@ def test_no_more_host_reads_than_stock(kind, accumulation, tmp_path):
     settings = {"gradient_accumulation_steps": accumulation}
     stock = _count(kind, tmp_path / "stock", False, **settings)
     ours = _count(kind, tmp_path / "guarded", True, **settings)
-    assert stock.reads > 0
-    assert ours.reads <= stock.reads
+    assert stock.num_reads > 0
+    assert ours.num_reads <= stock.num_reads
     sampled = 4 if kind == "grpo" else 0  # tokens a completion: one reduction each, besides the bound on a step
     assert ours.num_ops <= stock.num_ops + 2 * (8 + sampled)
 
@@ -64,16 +64,16 @@ def test_one_read_a_step_replaces_the_two_reads_a_micro_batch(accumulation, tmp_
     settings = {"gradient_accumulation_steps": accumulation}
     stock = _count("plain", tmp_path / "stock", False, **settings)
     ours = _count("plain", tmp_path / "guarded", True, **settings)
-    assert stock.reads - ours.reads == 2 * (2 * accumulation - 1)
+    assert stock.num_reads - ours.num_reads == 2 * (2 * accumulation - 1)
 
 
 @pytest.mark.parametrize("overrides", [{}, {"max_grad_norm": 0.0}, {"lora": True}])
 def test_no_pass_over_gradients_or_parameters_is_added(overrides, tmp_path):
     stock = _count("plain", tmp_path / "stock", False, **overrides)
     ours = _count("plain", tmp_path / "guarded", True, **overrides)
-    for op in stock.ops.keys() | ours.ops.keys():
+    for op in stock.op_counts.keys() | ours.op_counts.keys():
         if "foreach" in op or "norm" in op:
-            assert ours.ops[op] <= stock.ops[op], op
+            assert ours.op_counts[op] <= stock.op_counts[op], op
 
 
 PERIODS = ("activation_steps", "attention_steps", "weight_check_steps")
@@ -87,8 +87,8 @@ def test_a_monitor_that_is_not_due_costs_nothing(kind, tmp_path):
     without, between = (
         _count(kind, tmp_path / name, True, extra={"guard": guard}) for name, guard in (("off", off), ("on", on))
     )
-    assert between.ops == without.ops
-    assert between.reads == without.reads
+    assert between.op_counts == without.op_counts
+    assert between.num_reads == without.num_reads
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_look_is_one_read(name, reads, tmp_path):
     without, with_look = (
         _count("plain", tmp_path / str(i), True, extra={"guard": guard}) for i, guard in enumerate(guards)
     )
-    assert with_look.reads - without.reads == 2 * reads  # two steps are counted
+    assert with_look.num_reads - without.num_reads == 2 * reads  # two steps are counted
 
 
 def test_off_is_stock(tmp_path):
@@ -111,23 +111,23 @@ def test_off_is_stock(tmp_path):
         extra={"callbacks": [counter], "guard": GuardArguments(nanguard_mode="off")},
     )  # fmt: skip
     trainer.train()
-    assert counter.count.ops == stock.ops
+    assert counter.count.op_counts == stock.op_counts
 
 
 @pytest.mark.parametrize("callback", [NanGuardCallback, GradientMonitorCallback])
 def test_a_callback_costs_two_fused_reductions_and_one_read(callback, tmp_path):
     stock = _count("plain", tmp_path / "stock", False)
     watched = _count("plain", tmp_path / "watched", False, callbacks=[callback()])
-    assert watched.reads - stock.reads <= 2
+    assert watched.num_reads - stock.num_reads <= 2
     assert watched.num_ops - stock.num_ops <= 2 * 8
     foreach = "aten._foreach_norm.Scalar"
-    assert watched.ops[foreach] - stock.ops[foreach] == 2 * 2
+    assert watched.op_counts[foreach] - stock.op_counts[foreach] == 2 * 2
 
 
 def test_a_model_is_not_copied(tmp_path):
     """Inputs are held by reference: no clone or copy grows with the batch or the model."""
     stock = _count("plain", tmp_path / "stock", False, gradient_accumulation_steps=4)
     ours = _count("plain", tmp_path / "guarded", True, gradient_accumulation_steps=4)
-    clones = [op for op in ours.ops if "clone" in op or "copy" in op]
-    assert sum(ours.ops[op] - stock.ops[op] for op in clones) <= 2
+    clones = [op for op in ours.op_counts if "clone" in op or "copy" in op]
+    assert sum(ours.op_counts[op] - stock.op_counts[op] for op in clones) <= 2
     assert torch.is_grad_enabled()

@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_nanguard import bounded_loss
+from hf_nanguard.examples.recipe.field_report_case import exit_code
 from hf_nanguard.examples.tasks.calendar_words import (
     BAD_WORD,
     build_student,
@@ -189,9 +190,7 @@ def test_a_missing_file_is_one_sentence(tmp_path, capsys):
         "--train_file",
         str(tmp_path / "no.txt"),
     ]
-    with pytest.raises(SystemExit) as ended:
-        distill.main(words)
-    assert ended.value.code == 2
+    assert exit_code(distill.run, words) == 2
     error = capsys.readouterr().err
     assert "no.txt" in error
     assert error.count("\n") == 1
@@ -200,7 +199,7 @@ def test_a_missing_file_is_one_sentence(tmp_path, capsys):
 @pytest.mark.slow
 def test_the_recipe_as_it_comes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert distill.main([]) == 0
+    assert exit_code(distill.run, []) == 0
     printed = capsys.readouterr().out
     assert f"NOT FINITE: {TENSORS} of {TENSORS} tensors" in printed
     assert "events of the guarded run: runs/distill/guarded/nanguard/events.jsonl" in printed

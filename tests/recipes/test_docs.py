@@ -10,19 +10,19 @@ import yaml
 from transformers import TrainingArguments
 
 from hf_nanguard import GuardArguments, GuardedTrainer
-from hf_nanguard.cli.setting_flags import CONFIG_VARIABLE, gather, read_settings
+from hf_nanguard.cli.setting_flags import CONFIG_VARIABLE, gather
 from hf_nanguard.core.autopsy.remedies.bounded_operators import BOUNDS
 from hf_nanguard.core.event import SCHEMA, Culprit, Event
 from hf_nanguard.core.optimizer.rounding import IDEAS
-from hf_nanguard.core.settings import CHOICES
+from hf_nanguard.core.settings import PREFIX, SETTINGS
 from hf_nanguard.core.step.counters import Counter
 from hf_nanguard.core.vocabulary import Action, Cause, Signal
 from hf_nanguard.examples.recipe.presets import list_presets
-from hf_nanguard.hf.trainer.arguments import PREFIX
 
 from ..architectures import BY_NAME
 from ..models import tiny_llama, token_dataset
 from ..trainers import common_arguments
+from .argument_tables import update_tables
 from .markdown import (
     ROOT,
     anchor_headings,
@@ -86,23 +86,21 @@ def test_snippets_run(name, snippet, tmp_path, monkeypatch, capsys):
 
 
 def test_argument_tables_are_those_of_the_code():
-    rows = find_tables(ARGUMENTS, "field")
-    stated = {cells[0]: cells[1:3] for cells in rows}
-    actual = {}
-    for field in fields(GuardArguments):
-        kind = GuardArguments.__annotations__[field.name]  # HfArgumentParser writes into `field.type`
-        name = kind.__name__ if isinstance(kind, type) else str(kind)
-        default = f'"{field.default}"' if isinstance(field.default, str) else repr(field.default)
-        actual[f"`{field.name}`"] = [f"`{name}`", f"`{default}`"]
-    assert stated == actual
-    assert len(rows) == len(actual)
-    assert all(cells[3] for cells in rows)
+    assert update_tables(ARGUMENTS) == ARGUMENTS, "run python -m tests.recipes.argument_tables"
+    assert [cells[0] for cells in find_tables(ARGUMENTS, "field")] == [f"`{f.name}`" for f in fields(GuardArguments)]
+
+
+def test_tables_that_are_out_of_date_are_seen():
+    for stale in (ARGUMENTS.replace("`nanguard_stall_steps` | `int`", "`nanguard_stall_steps` | `float`"),
+                  re.sub(r"\| `nanguard_full_metrics`.*\n", "", ARGUMENTS)):  # fmt: skip
+        assert stale != ARGUMENTS
+        assert update_tables(stale) == ARGUMENTS
 
 
 def test_every_choice_is_explained():
     meanings = {cells[0].strip("`"): named_in(cells[3:]) for cells in find_tables(ARGUMENTS, "field")}
-    for name, choices in CHOICES.items():
-        assert set(choices) <= set(meanings[f"{PREFIX}{name}"]), name
+    for name, setting in SETTINGS.items():
+        assert set(setting.choices) <= set(meanings[f"{PREFIX}{name}"]), name
 
 
 def test_the_yaml_and_the_spellings_are_read(tmp_path):
@@ -112,7 +110,7 @@ def test_the_yaml_and_the_spellings_are_read(tmp_path):
     assert gather({}, {CONFIG_VARIABLE: str(file)}) == yaml.safe_load(text)
     flag, variable, line, by_file = (cells[2] for cells in find_tables(ARGUMENTS, "of `nanguard run`"))
     name, value = flag.strip("`").split()
-    assert name in {setting.flag for setting in read_settings().values()}
+    assert name in {f"--{PREFIX}{setting}" for setting in SETTINGS}
     expected = {name.removeprefix("--"): int(value)}
     assert gather({}, dict([variable.strip("`").split("=")])) == expected
     assert yaml.safe_load(line.strip("`")) == expected
@@ -235,8 +233,7 @@ def test_every_signal_in_use_has_advice():
 
 
 def test_every_remedy_is_told_and_belongs_to_a_cause():
-    folder = ROOT / "hf_nanguard" / "core" / "autopsy"
-    code = "".join((folder / name).read_text(encoding="utf-8") for name in ("remedy.py", "bound.py", "update.py"))
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "hf_nanguard" / "core").rglob("*.py"))
     tried = set(re.findall(r"(?:Idea|_Trial)\(\s*\"(\w+)\"", code)) - {"unchanged"}
     tried |= set(re.findall(r"Cause\.\w+: \(\s*\"(\w+)\"", code))
     tried |= IDEAS.keys()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_nanguard.examples.recipe.field_report_case import exit_code
 from hf_nanguard.examples.tasks import pictures as picture
 from hf_nanguard.report.run_files import read_jsonl
 
@@ -25,7 +26,7 @@ def recipe(monkeypatch):
 
 
 def test_stock_and_guarded_on_a_broken_picture(recipe, tmp_path, capsys):
-    assert recipe.main([*SHORT, "--output_dir", str(tmp_path)]) == 0
+    assert exit_code(recipe.run, [*SHORT, "--output_dir", str(tmp_path)]) == 0
     stock, guarded = sections(capsys.readouterr().out)
     assert "ENDED by RuntimeError: probability tensor" in stock["run"]
     assert "ENDED" not in guarded["run"]
@@ -39,15 +40,13 @@ def test_stock_and_guarded_on_a_broken_picture(recipe, tmp_path, capsys):
 def test_no_comparison_among_several_processes(recipe, tmp_path, capsys, monkeypatch):
     """The stock run would die on one of them and leave the others waiting."""
     monkeypatch.setattr(recipe.GuardedGRPOConfig, "world_size", 2)
-    with pytest.raises(SystemExit) as ended:
-        recipe.main([*SHORT, "--output_dir", str(tmp_path)])
-    assert ended.value.code == 2
+    assert exit_code(recipe.run, [*SHORT, "--output_dir", str(tmp_path)]) == 2
     assert "--compare must be false on several processes, got 2" in capsys.readouterr().err
 
 
 def test_whole_pictures_are_silent(recipe, tmp_path, capsys):
     words = [*SHORT, "--plant", "none", "--compare", "false", "--preset", "balanced", "--max_steps", "2"]
-    assert recipe.main([*words, "--output_dir", str(tmp_path)]) == 0
+    assert exit_code(recipe.run, [*words, "--output_dir", str(tmp_path)]) == 0
     assert not (tmp_path / "nanguard" / "events.jsonl").exists()
     assert "none" in capsys.readouterr().out
 
@@ -57,9 +56,7 @@ def test_whole_pictures_are_silent(recipe, tmp_path, capsys):
     [(["--num_rows", "3"], "--num_rows"), (["--plant", "pixel"], "'pixel'"), (["--bogus", "1"], "--bogus")],
 )
 def test_bad_arguments(recipe, words, told, capsys):
-    with pytest.raises(SystemExit) as stop:
-        recipe.main(words)
-    assert stop.value.code == 2
+    assert exit_code(recipe.run, words) == 2
     error = capsys.readouterr().err
     assert told in error
     assert error.count("\n") == 1

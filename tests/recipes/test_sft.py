@@ -13,6 +13,7 @@ from hf_nanguard.core.finite import find_nonfinite
 from hf_nanguard.examples.recipe.recipe_parser import parse
 from hf_nanguard.examples.recipe.sft_recipe import RECIPE
 from hf_nanguard.examples.tasks import sums as arithmetic
+from hf_nanguard.report.run_files import read_jsonl
 
 QUIET = ["--disable_tqdm", "true"]
 
@@ -42,14 +43,22 @@ def sections(text: str) -> tuple[dict[str, str], dict[str, str]]:
     return read_section(before, "stock"), read_section("guarded\n" + after, "guarded")
 
 
+def check_silent(folder: Path, told: str) -> None:
+    """Asserts that a long healthy run reported nothing, or gradient spikes only: rounding decides whether one occurs."""
+    file = folder / "nanguard" / "events.jsonl"
+    events = list(read_jsonl(file)) if file.exists() else []
+    assert {(event["signal"], event["action"]) for event in events} <= {("grad_spike", "observed")}
+    assert ("events: none" in told) == (not events)
+
+
 def test_sums_are_learned(tmp_path, capsys):
+    """The accuracy is about 0.9 with every seed, and that of an untrained model is 0."""
     assert main(["sft", "--max_steps", "120", "--output_dir", str(tmp_path), *QUIET]) == 0
     told = capsys.readouterr().out
     [(accuracy, rate)] = re.findall(r"^accuracy ([\d.]+), answer rate ([\d.]+) on 200 sums$", told, flags=re.MULTILINE)
     assert float(accuracy) > 0.5
     assert float(rate) > 0.9
-    assert "events: none" in told
-    assert not (tmp_path / "nanguard" / "events.jsonl").exists()
+    check_silent(tmp_path, told)
 
 
 @pytest.mark.parametrize("task", ["sft", "grpo"])
@@ -102,8 +111,7 @@ def test_a_halt_is_told_and_ends_with_1(tmp_path, capsys):
 
 def test_the_embedded_model_has_the_dtype_and_the_attention_that_were_asked_for(tmp_path):
     words = ["--dtype", "bfloat16", "--attn_implementation", "eager", "--output_dir", str(tmp_path)]
-    plan = parse(words, RECIPE.kind)
-    model = RECIPE.gather_parts(plan)["model"]()
+    model = RECIPE.gather_parts(parse(words, RECIPE.kind))["model"]()
     assert model.dtype == torch.bfloat16
     assert model.config._attn_implementation == "eager"
 
@@ -133,9 +141,9 @@ def test_stock_and_guarded_on_a_missing_answer(tmp_path, capsys):
     assert float(guarded["last gradient norm"]) > 0
     assert float(guarded["accuracy"]) > 0.3
     assert float(guarded["answer rate"]) > 0.9
-    assert guarded["events"] == "1 loss_nonfinite skipped"
-    assert "step 30" in guarded["first blamed"]
-    assert "div_by_zero" in guarded["first blamed"]
+    assert re.fullmatch(r"1 loss_nonfinite skipped(, \d+ grad_spike observed)?", guarded["events"])
+    assert "step 30" in guarded["first culprit"]
+    assert "div_by_zero" in guarded["first culprit"]
 
 
 @pytest.mark.parametrize("lora", [False, True])

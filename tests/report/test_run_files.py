@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from hf_nanguard.report.run_files import JsonlWriter, events_path, read_jsonl
-from tests.faults import INF, NAN
+from hf_nanguard.testing import INF, NAN
 
 HOSTILE = 'line\nbreak\r\n\u2028\u2029\x85\x0b\x0c\x1c\x00 é 漢 \U0001f4a5 \ud800 " \\ </script> {"a":1}'
 

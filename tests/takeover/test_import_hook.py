@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hf_nanguard.takeover.import_hook import Arrival
+from hf_nanguard.takeover.import_hook import ImportHook
 
 
 @pytest.fixture
@@ -27,33 +27,33 @@ def change(module):
 
 
 def test_it_is_changed_before_anybody_has_it(awaited):
-    arrival = Arrival("arriving", change)
-    sys.meta_path.insert(0, arrival)
+    hook = ImportHook("arriving", change)
+    sys.meta_path.insert(0, hook)
     assert importlib.import_module("user_of_it").value == 2
     module = sys.modules["arriving"]
-    assert arrival not in sys.meta_path
+    assert hook not in sys.meta_path
     assert "value = 1" in inspect.getsource(module)
     assert "exec_module" not in vars(module.__loader__)
     assert importlib.reload(module).value == 1
 
 
 def test_one_who_no_longer_waits_gets_nothing(awaited):
-    arrival = Arrival("arriving", change)
-    sys.meta_path.insert(0, arrival)
-    sys.meta_path.remove(arrival)
+    hook = ImportHook("arriving", change)
+    sys.meta_path.insert(0, hook)
+    sys.meta_path.remove(hook)
     assert importlib.import_module("arriving").value == 1
 
 
 def test_an_import_that_fails_is_awaited_again(awaited):
     seen = []
-    arrival = Arrival("failing", seen.append)
-    sys.meta_path.insert(0, arrival)
+    hook = ImportHook("failing", seen.append)
+    sys.meta_path.insert(0, hook)
     with pytest.raises(KeyError, match="not yet"):
         importlib.import_module("failing")
-    assert (seen, arrival in sys.meta_path) == ([], True)
+    assert (seen, hook in sys.meta_path) == ([], True)
 
 
 def test_a_missing_module_is_missing(awaited):
-    sys.meta_path.insert(0, Arrival("no_such_module", change))
+    sys.meta_path.insert(0, ImportHook("no_such_module", change))
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("no_such_module")

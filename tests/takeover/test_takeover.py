@@ -15,8 +15,8 @@ from transformers import Trainer, TrainingArguments
 from hf_nanguard import GuardArguments, GuardedTrainer, GuardedTrainerMixin, GuardedTrainingArguments, guarded
 from hf_nanguard.hf.compat.training_loop import LOOP, find_own_loop, find_own_super
 from hf_nanguard.takeover.takeover import Takeover
+from hf_nanguard.testing import Fault, plant
 
-from ..faults import Fault, plant
 from ..models import tiny_llama, token_dataset
 from ..trainers import build, common_arguments, stock_class
 
@@ -41,7 +41,7 @@ def test_stock_trainers_are_guarded_meanwhile(kind, tmp_path, said):
     events = tmp_path / "nanguard" / "events.jsonl"
     name = stock_class(kind).__name__
     assert said == [f"{name} is guarded with nanguard_on_spike=skip; events go to {events}", f"no events in {events}."]
-    assert takeover.num_guarded == takeover.num_built == 1
+    assert takeover.num_built == 1
     assert type(build(kind, tmp_path, guard=False)) is stock_class(kind)
 
 
@@ -83,7 +83,7 @@ def test_a_guarded_trainer_is_left_alone_but_for_what_is_given(tmp_path, said):
     assert type(trainer) is GuardedTrainer
     assert trainer.nanguard.arguments is own
     assert said[0].startswith(
-        "GuardedTrainer was guarded already with nanguard_on_spike=clip, nanguard_max_bad_steps=3;"
+        "GuardedTrainer was already guarded with nanguard_on_spike=clip, nanguard_max_bad_steps=3;"
     )
     with take_over(said, nanguard_on_spike="skip"):
         trainer = build("plain", tmp_path, GuardedTrainer, guard=False, extra={"guard": own})
@@ -113,7 +113,7 @@ def test_settings_that_do_not_go_with_the_scripts_own(tmp_path, said):
 def test_off_is_said(tmp_path, said):
     with take_over(said, nanguard_mode="off"):
         build("plain", tmp_path, guard=False)
-    assert said == ["Trainer is not guarded, for nanguard_mode is off."]
+    assert said == ["Trainer is not guarded because nanguard_mode is off."]
 
 
 class OwnLoop(Trainer):
@@ -203,7 +203,9 @@ def test_a_trainer_that_is_none_is_left_alone(said):
     with take_over(said):
         trainer = Bare()
     assert (type(trainer), trainer.args) == (Bare, "mine")
-    assert said == ["Bare cannot be guarded, for it was not built by the constructor of Trainer; it trains unguarded."]
+    assert said == [
+        "Bare cannot be guarded because it was not built by the constructor of Trainer. It trains unguarded."
+    ]
 
 
 def test_a_trainer_that_lacks_something_is_left_alone(tmp_path, said):
@@ -215,7 +217,7 @@ def test_a_trainer_that_lacks_something_is_left_alone(tmp_path, said):
     with take_over(said):
         trainer = build("plain", tmp_path, Lacking, guard=False)
     assert type(trainer) is Lacking
-    assert "something of a Trainer is missing in it" in said[0]
+    assert "it lacks an attribute of Trainer" in said[0]
     assert "accelerator" in said[0]
 
 
@@ -231,7 +233,7 @@ def test_a_trainer_that_lacks_something_is_left_alone(tmp_path, said):
 def test_what_cannot_be_guarded_runs_unguarded(cls, why, tmp_path, said):
     with take_over(said):
         trainer = build("plain", tmp_path, cls, guard=False, max_steps=1)
-    assert said == [f"{cls.__name__} cannot be guarded, for {why}; it trains unguarded."]
+    assert said == [f"{cls.__name__} cannot be guarded because {why}. It trains unguarded."]
     assert type(trainer) is cls
     assert trainer.train() == "mine" if cls is OwnLoop else trainer.train().global_step == 1
 
@@ -308,7 +310,7 @@ def test_a_constructor_that_trains_is_told_of(tmp_path, said):
 
     with take_over(said):
         copy.copy(build("plain", tmp_path, Eager, guard=False, max_steps=1))
-    late = "Eager has trained in its constructor, unguarded; what follows is guarded."
+    late = "Eager trained in its constructor, without the guard. Later training is guarded."
     assert [sentence == late for sentence in said] == [True, False, False, False]
 
 
@@ -369,7 +371,7 @@ def test_files_of_other_ranks_are_named_if_they_are_of_this_run(tmp_path, said):
     with take_over(said) as takeover:
         takeover.began -= 60  # the clock of a file system may be coarse
         build("plain", tmp_path, guard=False)
-    assert said[-1] == f"no events in {folder / 'events.jsonl'} (and what other ranks saw in events-rank2.jsonl)."
+    assert said[-1] == f"no events in {folder / 'events.jsonl'} (other ranks: events-rank2.jsonl)."
 
 
 def test_only_the_first_rank_speaks(tmp_path, said, monkeypatch):

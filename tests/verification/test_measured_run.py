@@ -6,9 +6,9 @@ from datasets import Dataset
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback
 
 from hf_nanguard import ArgumentError, GuardArguments
+from hf_nanguard.testing import INF, NAN, Fault, plant
 from hf_nanguard.verification.measured_run import measure_memory, verify
 
-from ..faults import INF, NAN, Fault, plant
 from ..models import text_rows, token_dataset, token_rows
 from ..trainers import build
 

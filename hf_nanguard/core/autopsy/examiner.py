@@ -1,33 +1,31 @@
-"""The examination of a bad micro-batch, in the order of its worth: origin, data, repeat, remedies.
+"""Examines a bad micro-batch, most useful findings first: origin, samples, reproducibility, remedies, bundle.
 
-The origin takes one replay under a trace. What follows shares a budget of time; what the budget does not reach is marked
-untried. Whatever goes wrong in here costs the explanation, never the run.
+Finding the origin takes one replay under a trace. Everything after it shares a time budget; what the budget does not reach
+is marked untried. An error in here costs the explanation, never the run.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from ..event import Event
+from ...plain_text import format_error
+from ..event import Event, Remedy
 from ..journal import Journal
 from ..optimizer.update import examine_update, try_update_remedies
 from ..rerun.micro_batch import MicroBatch
 from ..rerun.runner import Runner
 from ..settings import Policy
 from ..vocabulary import Action, Signal
-from .blame import find_blame
-from .bundle.reader import write_bundle
+from .bundle.writer import write_bundle
+from .evidence.blame import find_blame
+from .evidence.suspect_batch import SuspectBatch
+from .evidence.verdict import Blame, Verdict, format_verdict
 from .remedies.try_remedies import try_remedies
-from .suspect_batch import SuspectBatch
 from .trace.origin import Origin
-from .verdict import Blame, Remedy, Verdict, format_verdict
 
 logger = logging.getLogger("hf_nanguard")
 
@@ -38,88 +36,82 @@ FOLDER = "autopsy"
 
 
 class Budget:
-    """A stretch of time, and a word to the user when it gets long.
+    """The time that one autopsy may take.
 
     Args:
         seconds (`float`):
             How long replays may go on after the origin was found.
-        say (`Callable`, *optional*):
-            Told what is being done, at most every two seconds, once it has taken longer than that.
+        report (`Callable`, *optional*):
+            Called with the current stage, at most every two seconds, once that much time has passed.
     """
 
-    def __init__(self, seconds: float, say: Callable[[str], None] | None = None):
+    def __init__(self, seconds: float, report: Callable[[str], None] | None = None):
         self.seconds = seconds
-        self.say = say
-        self.begun = self.told = time.monotonic()
+        self.report = report or (lambda stage: None)
+        self.begun = self.reported = time.monotonic()
         self.deadline = float("inf")
         self.stage = ""
 
-    @contextmanager
-    def patient(self, stage: str) -> Iterator[None]:
-        """Surrounds something that cannot be asked on its way; it is told if it takes long."""
-        self.stage = stage
-        timer = threading.Timer(PATIENCE, lambda: None if self.say is None else self.say(f"{stage} ..."))
+    def find_origin(self, suspect: SuspectBatch) -> Origin | None:
+        """Traces the micro-batch, however long that takes, and starts the countdown."""
+        timer = threading.Timer(PATIENCE, self.report, ["looking for the origin ..."])  # a trace never calls `allowed`
         timer.daemon = True
         timer.start()
         try:
-            yield
+            return suspect.find_origin()
         finally:
             timer.cancel()
+            self.deadline = time.monotonic() + self.seconds
 
-    def start(self) -> None:
-        """Begins to count."""
-        self.deadline = time.monotonic() + self.seconds
+    def enter(self, stage: str) -> None:
+        """Names what the next replays are for."""
+        self.stage = stage
 
     def allowed(self) -> bool:
         """Returns whether there is time for another replay."""
         now = time.monotonic()
-        if self.say is not None and now - self.told > PATIENCE:
-            self.told = now
-            self.say(f"{self.stage} ({now - self.begun:.0f} s)")
+        if now - self.reported > PATIENCE:
+            self.reported = now
+            self.report(f"{self.stage} ({now - self.begun:.0f} s)")
         return now < self.deadline
 
-    @property
-    def spent(self) -> float:
-        """Seconds since the beginning."""
-        return time.monotonic() - self.begun
+    def conclude(self, suspect: SuspectBatch, origin: Origin | None, **found: Any) -> Verdict:
+        """Returns the verdict with what it took to get there."""
+        seconds = round(time.monotonic() - self.begun, 3)
+        return Verdict(origin, num_samples=suspect.num_samples, num_runs=suspect.num_runs, seconds=seconds, **found)
 
 
-def examine(
-    suspect: SuspectBatch, budget: Budget, origin: Origin | None = None, remedies: bool = True, text: bool = True
-) -> Verdict:
+def examine(suspect: SuspectBatch, budget: Budget, remedies: bool = True) -> Verdict:
     """Examines a bad micro-batch.
 
     Args:
-        specimen (`SuspectBatch`):
+        suspect (`SuspectBatch`):
             The micro-batch, ready to be run again.
         budget (`Budget`):
             How much time there is once the origin is known.
-        origin (`Origin`, *optional*):
-            Where the bad number was born, if that is known already.
         remedies (`bool`, *optional*, defaults to `True`):
             Whether to try remedies.
-        text (`bool`, *optional*, defaults to `True`):
-            Whether to decode the samples to blame.
     """
-    with budget.patient("looking for the origin"):
-        origin = origin or suspect.find_origin()
-    budget.start()
-    if origin is None:
-        return Verdict(None, num_samples=suspect.num_samples, num_runs=suspect.num_runs, seconds=budget.spent)
-    budget.stage = "looking for the samples it takes"
+    origin = budget.find_origin(suspect)
+    return budget.conclude(suspect, None) if origin is None else explain(suspect, origin, budget, remedies)
+
+
+def explain(suspect: SuspectBatch, origin: Origin, budget: Budget, remedies: bool = True, text: bool = True) -> Verdict:
+    """Examines a bad micro-batch whose origin is known; `text` says whether to decode the samples to blame."""
+    budget.enter("looking for the samples that cause it")
     blame = find_blame(suspect, origin, budget.allowed)
     blame = replace(blame, texts=read_texts(suspect, blame) if text else {})
-    budget.stage = "looking whether it comes back"
+    budget.enter("checking whether it is reproducible")
     reproducible = (not suspect.run().healthy) if budget.allowed() else None
     origin, tried = trace_update(suspect, origin)
     if remedies and reproducible is not False:
-        budget.stage = "trying remedies"
-        tried += try_remedies(suspect, origin, blame, budget.allowed, origin.cause)
-    return Verdict(origin, blame, reproducible, tried, suspect.num_samples, suspect.num_runs, round(budget.spent, 3))
+        budget.enter("trying remedies")
+        tried += try_remedies(suspect, origin, blame, budget.allowed)
+    return budget.conclude(suspect, origin, blame=blame, reproducible=reproducible, remedies=tried)
 
 
 def trace_update(suspect: SuspectBatch, origin: Origin) -> tuple[Origin, tuple[Remedy, ...]]:
-    """Goes one step further back if a parameter was bad: to the optimizer update that made it so."""
+    """Goes one step further back if a parameter was not finite: to the optimizer update that wrote it."""
     optimizer = suspect.runner.optimizer
     named = [(n, p) for n, p in suspect.model.named_parameters() if n == origin.parameter]
     update = examine_update(optimizer, named) if optimizer is not None and named else None
@@ -140,17 +132,17 @@ def read_texts(suspect: SuspectBatch, blame: Blame) -> dict[int, str]:
 
 
 class Examiner:
-    """Decides which bad micro-batches are examined, and keeps what was found.
+    """Decides which bad micro-batches are examined, and keeps the verdicts.
 
     Args:
         policy (`Policy`):
-            Whether, how often and how long.
+            Whether to examine, how many faults, and for how long.
         journal (`Journal`):
-            Where it is told when an autopsy fails.
+            Where the event of a failed autopsy is written.
         folder (`Path`, *optional*):
             The run's `nanguard` folder; without one no bundle is written.
 
-    `spared` are the bad parameters that some samples were seen to do without.
+    `spared` holds the non-finite parameters that some samples do not use, as an autopsy has shown.
     """
 
     def __init__(self, policy: Policy, journal: Journal, folder: Path | None = None):
@@ -160,77 +152,74 @@ class Examiner:
         self.known: dict[tuple, Verdict] = {}
         self.spared: set[str] = set()
         self.num_traces = 0
-        self.told_out_of_sight = False
-        self.told_finite: set[bool] = set()
+        self.logged: set[str] = set()
 
     @property
     def due(self) -> bool:
         """Whether another micro-batch may be traced."""
         return self.policy.autopsy and self.num_traces < TRACES_PER_AUTOPSY * self.policy.max_autopsies
 
-    def examine(self, runner: Runner, micro: MicroBatch, share: Any, step: int) -> Verdict | None:
-        """Examines a bad micro-batch; `None` if it is not to be examined, or could not be.
+    def examine(self, runner: Runner, micro: MicroBatch, weight: Any, step: int) -> Verdict | None:
+        """Examines a bad micro-batch; `None` if no more are examined, or if the examination failed.
 
         A fault that was examined before is only located again. Gradients, buffers and random state are left as the last
-        replay had them: whoever calls goes on from a clean state of his own, or does this in `runner.undisturbed()`.
+        replay had them: the caller continues from a clean state of its own, or calls this in `runner.undisturbed()`.
         """
         if not self.due:
             return None
         self.num_traces += 1
         try:
-            verdict = self._examine(runner, micro, share, step)
-            if verdict.spares_others and verdict.origin is not None and verdict.origin.parameter is not None:
-                self.spared.add(verdict.origin.parameter)
-            return verdict
-        except torch.OutOfMemoryError as error:
-            self._tell_failure(step, micro, f"out of memory: {_first_line(error)}")
+            verdict = self._examine(SuspectBatch(runner, micro, weight), step)
         except Exception as error:  # any code of the user's may run in a replay; an explanation must not cost the run
-            self._tell_failure(step, micro, f"{type(error).__name__}: {_first_line(error)}")
-        return None
-
-    def _examine(self, runner: Runner, micro: MicroBatch, share: Any, step: int) -> Verdict:
-        suspect = SuspectBatch(runner, micro, share)
-        say = lambda stage: logger.warning("hf_nanguard: autopsy of step %d: %s", step, stage)  # noqa: E731
-        budget = Budget(self.policy.autopsy_seconds, say)
-        with budget.patient("looking for the origin"):
-            origin = suspect.find_origin()
-        known = self.known.get(origin.signature) if origin is not None else None
-        if known is not None or len(self.known) >= self.policy.max_autopsies or runner.lockstep:
-            return self._locate(suspect, origin, known, budget, step)
-        if origin is None:
-            again = not suspect.run(compiled=True).healthy  # as the loop runs it, which is not how it can be traced
-            verdict = Verdict(None, reproducible=again, num_runs=suspect.num_runs, seconds=round(budget.spent, 3))
-            if again in self.told_finite:
-                return verdict
-            self.told_finite.add(again)
-        else:
-            verdict = examine(suspect, budget, origin, text=self.policy.bundle_text)
-            verdict = self._write_bundle(suspect, verdict, step)
-            self.known[origin.signature] = verdict
-        self._tell(verdict, step, micro)
+            self._emit_failure(step, micro, format_error(error))
+            return None
+        if verdict.spares_others and verdict.origin is not None and verdict.origin.parameter is not None:
+            self.spared.add(verdict.origin.parameter)
         return verdict
 
-    def _tell(self, verdict: Verdict, step: int, micro: MicroBatch) -> None:
-        """Logs the verdict, with the path of its bundle as a person can use it."""
+    def _examine(self, suspect: SuspectBatch, step: int) -> Verdict:
+        budget = Budget(
+            self.policy.autopsy_seconds,
+            lambda stage: logger.warning("hf_nanguard: autopsy of step %d: %s", step, stage),
+        )
+        origin = budget.find_origin(suspect)
+        full = len(self.known) >= self.policy.max_autopsies
+        if origin is None:
+            return self._report_finite(suspect, budget, step, full)
+        known = self.known.get(origin.signature)
+        if known is not None or full or suspect.runner.lockstep:  # locates it, without another examination
+            blame = find_blame(suspect, origin, lambda: False)
+            kept = {} if known is None else {"remedies": known.remedies, "bundle": known.bundle}
+            verdict = budget.conclude(suspect, origin, blame=blame, **kept)
+        else:
+            verdict = explain(suspect, origin, budget, text=self.policy.bundle_text)
+            verdict = self._write_bundle(suspect, verdict, step)
+        if known is None and not full:
+            self.known[origin.signature] = verdict
+            self._log(verdict, step, suspect.micro)
+        return verdict
+
+    def _report_finite(self, suspect: SuspectBatch, budget: Budget, step: int, full: bool) -> Verdict:
+        """Handles a fault that the trace did not reproduce; logs each of the two outcomes once."""
+        if full or suspect.runner.lockstep:
+            return budget.conclude(suspect, None)
+        again = not suspect.run(compiled=True).healthy  # as the loop runs it, which cannot be traced
+        verdict = budget.conclude(suspect, None, reproducible=again)
+        if self._is_first(f"finite under the trace, {again}"):
+            self._log(verdict, step, suspect.micro)
+        return verdict
+
+    def _is_first(self, topic: str) -> bool:
+        """Returns whether a topic comes up for the first time."""
+        first = topic not in self.logged
+        self.logged.add(topic)
+        return first
+
+    def _log(self, verdict: Verdict, step: int, micro: MicroBatch) -> None:
+        """Logs the verdict, with a bundle path that can be opened from the working directory."""
         if verdict.bundle is not None and self.folder is not None:
             verdict = replace(verdict, bundle=str(self.folder / verdict.bundle))
         logger.warning(format_verdict(verdict, step, micro.index))
-
-    def _locate(
-        self, suspect: SuspectBatch, origin: Origin | None, known: Verdict | None, budget: Budget, step: int
-    ) -> Verdict:
-        """Says where it was, without another examination."""
-        if origin is None:
-            return Verdict(None, num_runs=suspect.num_runs, seconds=round(budget.spent, 3))
-        blame = find_blame(suspect, origin, lambda: False)
-        verdict = Verdict(
-            origin, blame, num_samples=suspect.num_samples, num_runs=suspect.num_runs, seconds=round(budget.spent, 3),
-            remedies=known.remedies if known is not None else (), bundle=known.bundle if known is not None else None,
-        )  # fmt: skip
-        if known is None and len(self.known) < self.policy.max_autopsies:
-            self.known[origin.signature] = verdict
-            self._tell(verdict, step, suspect.micro)
-        return verdict
 
     def _write_bundle(self, suspect: SuspectBatch, verdict: Verdict, step: int) -> Verdict:
         if self.folder is None:
@@ -240,33 +229,25 @@ class Examiner:
                 self.folder / FOLDER / f"step-{step}",
                 suspect,
                 verdict,
-                {**suspect.runner.facts(suspect.share), "rows": suspect.micro.rows},
+                {**suspect.runner.facts(suspect.weight), "rows": suspect.micro.rows},
                 weights=self.policy.bundle_weights,
                 text=self.policy.bundle_text,
             )
         except Exception as error:  # a full disk, or anything in the inputs that cannot be written
-            self._tell_failure(
-                step, suspect.micro, f"no bundle was written: {type(error).__name__}: {_first_line(error)}"
-            )
+            self._emit_failure(step, suspect.micro, f"no bundle was written: {format_error(error)}")
             return verdict
         return replace(verdict, bundle=path.relative_to(self.folder).as_posix())
 
-    def tell_out_of_sight(self, step: int) -> None:
-        """Says, once, that the fault lies where this runner cannot look."""
-        if not self.told_out_of_sight and self.journal.ranks.rank == 0:
+    def log_out_of_sight(self, step: int) -> None:
+        """Logs, once, that the fault is where this runner cannot look."""
+        if self._is_first("out of sight") and self.journal.ranks.rank == 0:
             logger.warning(
-                "hf_nanguard: no autopsy of step %d: the model's own forward and backward are finite when run again, so the "
-                "fault lies in the loss or in a hook on the model, which a callback does not see. attach(trainer) does.",
+                "hf_nanguard: no autopsy of step %d: forward and backward of the model are finite when run again, so the "
+                "fault is in the loss or in a hook on the model, which a callback cannot see. Use attach(trainer) instead.",
                 step,
             )
-        self.told_out_of_sight = True
 
-    def _tell_failure(self, step: int, micro: MicroBatch, reason: str) -> None:
+    def _emit_failure(self, step: int, micro: MicroBatch, reason: str) -> None:
         message = f"autopsy of micro-batch {micro.index} of step {step}: {reason}"
         rank = self.journal.ranks.rank
         self.journal.write(Event(step, Signal.GUARD_FAILED, Action.OBSERVED, message, micro.index, rank))
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else "no message"

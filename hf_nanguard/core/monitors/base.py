@@ -1,22 +1,33 @@
-"""What looks at a run every so many steps, and costs nothing in between.
+"""The base class of monitors, which check a run every N steps and cost nothing in between.
 
-    monitor.begin_step(step)       before the first forward of a step: put hooks in place, if the step is due
-    monitor.end_backward(step)     forward and backward are over, nothing is decided yet: take the hooks away again
-    monitor.before_update(step)    the optimizer is about to step (never called for a step that is skipped)
-    monitor.after_update(step)     it has stepped; returns a reason to halt, the same on every rank, or `None`
+    monitor.begin_step(step)       before the first forward of a step: add hooks if a check is due
+    monitor.end_backward(step)     after the last backward, before any decision: remove the hooks
+    monitor.before_update(step)    right before the optimizer steps (not called if the step is skipped)
+    monitor.after_update(step)     right after; returns a reason to halt, the same on every rank, or `None`
 
-`step` is `state.global_step` when the step began, the number that its events carry. A group that is run again is run
-between `end_backward` and `before_update`, where no hook is left.
+`step` is `state.global_step` at the beginning of the step, the number that its events carry. If a group is run again, that
+happens between `end_backward` and `before_update`, when no hook is left.
+
+To add a monitor: subclass [`Monitor`] in its own file, add it to `monitor_set.build_monitors`, and test it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-EARLY = (10, 20, 40)  # most failures are there from the beginning, and short runs want to hear of them too
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..event import Culprit, Event
+from ..journal import Journal
+from ..ranks import Ranks
+from ..vocabulary import Action, Cause, Signal
+
+EARLY = (10, 20, 40)  # most failures exist from the beginning, and short runs need to report them too
 
 
 class Hook:
-    """A hook of a monitor on a module. A copy of the module, or a pickle, has one in its place that does nothing."""
+    """A module hook that does nothing in copies and pickles of the module."""
 
     def __init__(self, function: Callable[..., None]):
         self.function = function
@@ -25,41 +36,46 @@ class Hook:
         self.function(*args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Hook":
-        return Hook(_look_away)
+        return Hook(_do_nothing)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Hook, (_look_away,)
+        return Hook, (_do_nothing,)
 
 
-def _look_away(*args: Any) -> None:
+def _do_nothing(*args: Any) -> None:
     return
 
 
+@dataclass(eq=False)
 class Monitor:
-    """Looks at a run every so many steps. Subclasses override what they need.
+    """Checks a run every N steps. Subclasses override the methods they need and add their settings as keyword arguments."""
 
-    Args:
-        every_n_steps (`int`):
-            The period; 0 turns the monitor off.
-        early (`tuple[int, ...]`, *optional*, defaults to `(10, 20, 40)`):
-            Further steps, counted from 1, at which it looks.
-    """
+    model: nn.Module  # without DDP wrapper
+    journal: Journal  # where events are written; it also knows the ranks that train together
+    every_n_steps: int  # 0 turns the monitor off
+    full_metrics: bool = False  # log a metric for every module or parameter, and not only a summary
+    early: tuple[int, ...] = EARLY  # additional steps, counted from 1, at which a check is due
+    is_off: bool = field(default=False, init=False)
+    _row: dict[str, float] = field(default_factory=dict, init=False)
 
-    def __init__(self, every_n_steps: int, early: tuple[int, ...] = EARLY):
-        self.every_n_steps = every_n_steps
-        self.early = early
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that train together."""
+        return self.journal.ranks
+
+    # ---- overridden by subclasses ----
 
     def is_due(self, step: int) -> bool:
-        """Returns whether the monitor looks at this step; the same on every rank."""
+        """Returns whether this step is checked; the same on every rank."""
         done = step + 1
-        return self.every_n_steps > 0 and (done % self.every_n_steps == 0 or done in self.early)
+        return not self.is_off and self.every_n_steps > 0 and (done % self.every_n_steps == 0 or done in self.early)
 
     def begin_step(self, step: int) -> None:
         """Runs before the first forward of a step."""
         return
 
     def end_backward(self, step: int) -> None:
-        """Runs after its last backward."""
+        """Runs after the last backward of a step."""
         return
 
     def before_update(self, step: int) -> None:
@@ -70,18 +86,60 @@ class Monitor:
         """Runs after the optimizer has stepped, on every rank; returns a reason to halt, the same on every rank."""
         return None
 
+    def check_before_save(self, step: int) -> str | None:
+        """Runs before a checkpoint is saved, on every rank; returns a reason not to, the same on every rank."""
+        return None
+
+    def is_sound(self) -> bool:
+        """Returns whether what a checkpoint would hold is finite on this rank, as far as this monitor checks it."""
+        return True
+
     def close(self) -> None:
-        """Takes away what a step that was broken off may have left."""
+        """Removes hooks and samples that an interrupted step may have left."""
         return
 
-    def metrics(self) -> dict[str, float]:
-        """Returns what was seen since the last row of the log, under `nanguard/` names; empty if nothing was."""
-        return {}
-
     def state_dict(self) -> dict[str, Any]:
-        """Returns what survives a checkpoint, as JSON values."""
+        """Returns the state to save in a checkpoint, as JSON values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores what [`Monitor.state_dict`] returned."""
         return
+
+    # ---- used by subclasses ----
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics recorded since the last row of the log and forgets them."""
+        row, self._row = self._row, {}
+        return row
+
+    def record(self, name: str, value: float, parts: Mapping[str, float] | None = None, noun: str = "") -> None:
+        """Adds `nanguard/<name>` to the next row of the log and, with `full_metrics`, the value of each module or parameter
+        as `nanguard/<noun>/<part>`; the noun is the name by default."""
+        self._row[f"nanguard/{name}"] = value
+        if self.full_metrics and parts:
+            self._row |= {f"nanguard/{noun or name}/{part}": each for part, each in parts.items()}
+
+    def emit(
+        self,
+        step: int,
+        signal: Signal,
+        message: str,
+        values: dict[str, Any] | None = None,
+        culprit: Culprit | None = None,
+        cause: Cause | None = None,
+        remedies: tuple[dict[str, Any], ...] = (),
+    ) -> None:
+        """Writes an event about an observation that is the same on every rank, on rank 0 only."""
+        fields = (None, 0, values or {}, culprit, cause, remedies)
+        self.journal.write_once(Event(step, signal, Action.OBSERVED, message, *fields))
+
+    def turn_off(self, step: int, message: str) -> None:
+        """Turns the monitor off for the rest of the run and writes an event that says why."""
+        self.is_off = True
+        self.emit(step, Signal.GUARD_FAILED, message)
+
+    def reduce_max(self, values: Tensor) -> None:
+        """Replaces values by their maximum over ranks, in place, with one message. Every rank must call it."""
+        if self.ranks.size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)

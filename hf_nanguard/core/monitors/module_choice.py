@@ -1,4 +1,4 @@
-"""Which modules of a model are worth watching: its blocks, what lies before and behind them, or what a pattern names."""
+"""Selects the modules whose outputs are monitored: the blocks of a model and its outer layers, or what a pattern matches."""
 
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -8,35 +8,39 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ...errors import ArgumentError
 
-ENDS = (nn.Embedding, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+OUTER_LAYERS = (nn.Embedding, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns the blocks of a model by name: the elements of its outermost lists of modules."""
-    return {name: module for name, module, inside in _walk(model) if inside}
+    """Returns the blocks of a model by name: the elements of its outermost `nn.ModuleList`s."""
+    return {name: module for name, module, is_block in _walk(model) if is_block}
 
 
-def find_ends(model: nn.Module) -> dict[str, nn.Module]:
-    """Returns embeddings, projections and heads by name: the linear, convolution and embedding layers outside of blocks."""
-    return {name: module for name, module, inside in _walk(model) if not inside and isinstance(module, ENDS)}
+def find_outer_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Returns the embeddings, projections and heads by name: linear, convolution and embedding layers outside of blocks."""
+    return {
+        name: module for name, module, is_block in _walk(model) if not is_block and isinstance(module, OUTER_LAYERS)
+    }
 
 
-def pick_modules(model: nn.Module, patterns: Sequence[str] | None = None) -> dict[str, nn.Module]:
-    """Returns the modules to watch by name, in the order in which the model holds them.
+def pick_modules(model: nn.Module, patterns: str | Sequence[str] | None = None) -> dict[str, nn.Module]:
+    """Returns the modules to monitor by name, in the order of `model.named_modules()`.
 
     Args:
         model (`nn.Module`):
             The model, without DDP wrapper.
-        patterns (`Sequence[str]`, *optional*):
-            Patterns of names as `fnmatch` has them; leading parts may be left out, so that `"layers.*.mlp"` also finds
-            `"base_model.model.model.layers.0.mlp"`. The blocks and the ends of the model by default.
+        patterns (`str` or `Sequence[str]`, *optional*):
+            `fnmatch` patterns of module names, separated by commas in a string. Leading parts may be left out:
+            `"layers.*.mlp"` also matches `"base_model.model.model.layers.0.mlp"`. Blocks and outer layers by default.
 
     Raises:
-        ArgumentError: if no module has such a name.
+        ArgumentError: if no module matches.
     """
     if patterns is None:
-        chosen = {**find_blocks(model), **find_ends(model)}
+        chosen = {**find_blocks(model), **find_outer_layers(model)}
         return {name: module for name, module in model.named_modules() if name in chosen}
+    if isinstance(patterns, str):
+        patterns = [part.strip() for part in patterns.split(",")]
     found = {
         name: module
         for name, module in model.named_modules()
@@ -44,21 +48,21 @@ def pick_modules(model: nn.Module, patterns: Sequence[str] | None = None) -> dic
         and any(fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for pattern in patterns)
     }
     if not found:
-        example = next(iter(find_blocks(model) or find_ends(model)), "")
+        example = next(iter(find_blocks(model) or find_outer_layers(model)), "")
         raise ArgumentError(
-            f"modules must be patterns of module names, got {', '.join(map(repr, patterns))}, which no module has. "
+            f"modules must be patterns of module names, got {', '.join(map(repr, patterns))}, which match no module. "
             f"This model has modules such as {example!r}."
         )
     return found
 
 
-def _walk(module: nn.Module, name: str = "", inside: bool = False) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yields modules down to the blocks, with whether each is one."""
+def _walk(module: nn.Module, name: str = "", is_block: bool = False) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Yields modules down to the blocks, with whether each is a block."""
     if isinstance(module, ParametrizationList):
         return  # it computes a weight
-    holds = isinstance(module, nn.ModuleList)
-    if not holds:
-        yield name, module, inside
-    if holds or not inside:
+    is_list = isinstance(module, nn.ModuleList)
+    if not is_list:
+        yield name, module, is_block
+    if is_list or not is_block:
         for child_name, child in module.named_children():
-            yield from _walk(child, f"{name}.{child_name}" if name else child_name, holds)
+            yield from _walk(child, f"{name}.{child_name}" if name else child_name, is_list)

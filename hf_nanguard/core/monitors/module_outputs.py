@@ -1,76 +1,60 @@
-"""What modules put out, measured on the device: extremes, RMS, zeros, and how much comes near the dtype's limit.
+"""Measures the outputs of modules in one training step, on the device.
 
-Three reductions an output: `aminmax` for the largest magnitude (exact in every dtype, NaN and inf survive, the sign of an inf
-is told), a 2-norm in float32 for the RMS, and a count of non-zeros. A 0-norm in float32 would be one more norm, but on
-the CPU it stops counting at 2**24. The share near the limit takes two more operations, so it is measured on request. All
-of it stays on the device until it is put together in one table.
+An output takes three reductions: `aminmax` for the largest magnitude (exact in every dtype; keeps NaN, inf and the sign of
+an inf), a 2-norm in float32 for the RMS, and a count of non-zeros (a 0-norm in float32 stops counting at 2**24 on the CPU).
+The share of values near the limit of the dtype takes two more operations and is measured only on request.
+
+Only training forwards count: not evaluation, generation or reference models, nor the recomputation of gradient checkpointing
+if the first forward was measured. If a module returns several tensors, the first one is measured: the others may be masks.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..finite import local
+from ..rerun.nested_inputs import find_tensors
+from ..torch_private import is_in_backward
 from ..vocabulary import Cause
+from .base import Hook
 
 NEAR_BITS = 4  # near the limit: within a factor of 16
-DTYPES = {
+CAUSES = {
     torch.float16: Cause.FP16_OVERFLOW,
     torch.bfloat16: Cause.BF16_OVERFLOW,
     torch.float32: None,
     torch.float64: None,
 }
-NAMES = {torch.finfo(dtype).max: str(dtype).removeprefix("torch.") for dtype in DTYPES}
-CAUSES = {torch.finfo(dtype).max: cause for dtype, cause in DTYPES.items()}
+DTYPES = {torch.finfo(dtype).max: dtype for dtype in CAUSES}
 COLUMNS = 7  # minus lowest, highest, whether NaN, RMS, share of zeros, share near the limit, minus the dtype's limit
 
 
 def find_tensor(output: Any) -> Tensor | None:
-    """Returns the first float tensor with a dimension in what a module returned; `None` if there is none."""
-    if isinstance(output, Tensor):
-        part = local(output)
-        dense = part.layout is torch.strided and not part.is_nested and not part.is_meta  # else there are no kernels
-        return part if dense and part.dtype in DTYPES and part.ndim and part.numel() else None
-    parts: Any = ()
-    if isinstance(output, Mapping):
-        parts = output.values()
-    elif isinstance(output, (tuple, list)):
-        parts = output
-    elif is_dataclass(output) and not isinstance(output, type):
-        parts = (vars(output).get(field.name) for field in fields(output))
-    return next((tensor for part in parts if (tensor := find_tensor(part)) is not None), None)
+    """Returns the first float tensor with at least one dimension in the output of a module, `None` without any."""
+    return next((part for tensor in find_tensors(output) if _has_kernels(part := local(tensor))), None)
+
+
+def _has_kernels(part: Tensor) -> bool:
+    dense = part.layout is torch.strided and not part.is_nested and not part.is_meta
+    return bool(dense and part.dtype in CAUSES and part.ndim and part.numel())
 
 
 @dataclass(frozen=True)
 class Activation:
-    """What was seen of one module at one step: over its forwards and all ranks, the largest of each.
-
-    Args:
-        lowest, highest (`float`):
-            The extremes.
-        has_nan (`bool`):
-            Whether there was a NaN.
-        rms (`float`):
-            Root of the mean square.
-        zeros (`float`):
-            Share of exact zeros.
-        near_limit (`float`, *optional*):
-            Share within a factor of 16 of the dtype's limit; `None` if it was not measured.
-        limit (`float`):
-            That limit.
-    """
+    """The outputs of one module in one step: the maximum over its forwards and all ranks."""
 
     lowest: float
     highest: float
     has_nan: bool
     rms: float
-    zeros: float
-    near_limit: float | None
-    limit: float
+    zeros: float  # share of exact zeros
+    near_limit: float | None  # share within a factor of 16 of the dtype's limit, `None` if it was not measured
+    limit: float  # the largest number of the dtype
 
     @property
     def largest(self) -> float:
@@ -79,20 +63,30 @@ class Activation:
 
     @property
     def is_masked(self) -> bool:
-        """Whether -inf, or the lowest number of the dtype, is all that stands out: that is how masks are written."""
+        """Whether the only extreme value is -inf or the lowest number of the dtype, as masks are written."""
         return not self.has_nan and self.lowest <= -self.limit and self.highest < self.limit
 
     @property
     def is_finite(self) -> bool:
-        """Whether all was finite."""
+        """Whether all values were finite."""
         return math.isfinite(self.largest)
+
+    @property
+    def dtype(self) -> str:
+        """The name of the output's dtype."""
+        return str(DTYPES[self.limit]).removeprefix("torch.")
+
+    @property
+    def overflow_cause(self) -> Cause | None:
+        """The cause of an event about an overflow of that dtype."""
+        return CAUSES[DTYPES[self.limit]]
 
 
 @dataclass(frozen=True)
 class OutputMeasure:
-    """One output, measured on its device."""
+    """Measurements of one output, on its device."""
 
-    index: int
+    module: str
     numel: int
     dtype: torch.dtype
     lowest: Tensor
@@ -102,50 +96,100 @@ class OutputMeasure:
     near: Tensor | None
 
 
+class OutputProbe:
+    """Hooks that measure the outputs of modules in one step.
+
+    Args:
+        model (`nn.Module`):
+            The model, whose mode tells training from evaluation.
+        modules (`Mapping[str, nn.Module]`):
+            The modules by name.
+        near (`Collection[str]`):
+            Names of the modules whose share near the dtype's limit is measured too.
+    """
+
+    def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], near: Collection[str]):
+        self.model = model
+        self.near = near
+        self.measures: list[OutputMeasure] = []
+        self.order: dict[str, None] = {}  # modules in the order of their first forward
+        self.failures: dict[str, Exception] = {}  # modules whose outputs cannot be measured
+        self._in_forward: set[str] = set()
+        self._handles = [
+            module.register_forward_hook(Hook(partial(self._measure, name))) for name, module in modules.items()
+        ]
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _measure(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not self.model.training:
+            return
+        self.order[name] = None
+        if not torch.is_grad_enabled():
+            return  # generation, a reference model, or a checkpointed block that will run again with gradients
+        if not is_in_backward():
+            self._in_forward.add(name)
+        elif name in self._in_forward:
+            return
+        tensor = find_tensor(output)
+        if tensor is None or name in self.failures:
+            return
+        try:
+            self.measures.append(measure(name, tensor, name in self.near))
+        except Exception as error:  # tensor subclasses may raise anything, and the forward must continue
+            self.failures[name] = error
+
+
 @torch.no_grad()
-def measure(index: int, tensor: Tensor, near: bool) -> OutputMeasure:
+def measure(module: str, tensor: Tensor, near: bool) -> OutputMeasure:
+    """Measures one output of a module; with `near`, also the share near the dtype's limit."""
     lowest, highest = torch.aminmax(tensor)
     wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32  # a 2-norm of float16 overflows
     norm = torch.linalg.vector_norm(tensor, 2, dtype=wide)
     edge = torch.finfo(tensor.dtype).max * 2.0**-NEAR_BITS
     large = torch.count_nonzero(nn.functional.hardshrink(tensor, edge)) if near else None
     return OutputMeasure(
-        index, tensor.numel(), tensor.dtype, lowest, highest, norm, torch.count_nonzero(tensor), large
+        module, tensor.numel(), tensor.dtype, lowest, highest, norm, torch.count_nonzero(tensor), large
     )  # fmt: skip
 
 
 @torch.no_grad()
-def tabulate(measures: Sequence[OutputMeasure], num_modules: int, device: torch.device) -> Tensor:
-    """Returns one row of `COLUMNS` per module, on the device: the largest of its measures, -inf without any."""
+def tabulate(measures: Sequence[OutputMeasure], modules: Iterable[str], device: torch.device) -> Tensor:
+    """Returns one row of `COLUMNS` per module, on the device: the maximum of its measures, -inf without any."""
     wide = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
-    rows = [torch.full((1, COLUMNS), -math.inf, dtype=wide, device=device)]
-    places: list[list[int]] = [[] for _ in range(num_modules)]
+    rows = {module: row for row, module in enumerate(modules)}
+    table = torch.full((len(rows), COLUMNS), -math.inf, dtype=wide, device=device)
     groups: dict[tuple[torch.dtype, torch.device], list[OutputMeasure]] = {}
     for measured in measures:
         groups.setdefault((measured.dtype, measured.lowest.device), []).append(measured)
-    num_rows = 1
     for (dtype, _), group in groups.items():
         lowest, highest, norms, nonzeros = (
             torch.stack(column).to(device, wide)
-            for column in zip(
-                *((measured.lowest, measured.highest, measured.norm, measured.nonzeros) for measured in group),
-                strict=True,
-            )
+            for column in zip(*((m.lowest, m.highest, m.norm, m.nonzeros) for m in group), strict=True)
         )
         sizes = torch.tensor([measured.numel for measured in group], dtype=wide, device=device)
         near = torch.full_like(sizes, -1.0)
-        counted = [(place, measured.near) for place, measured in enumerate(group) if measured.near is not None]
-        if counted:
-            where = torch.tensor([place for place, _ in counted], device=device)
-            near[where] = torch.stack([count for _, count in counted]).to(device, wide) / sizes[where]
+        counts = {place: measured.near for place, measured in enumerate(group) if measured.near is not None}
+        if counts:
+            places = torch.tensor(list(counts), device=device)
+            near[places] = torch.stack(list(counts.values())).to(device, wide) / sizes[places]
         limits = torch.full_like(sizes, -torch.finfo(dtype).max)
         has_nan = torch.isnan(highest).to(wide)
         columns = (-lowest, highest, has_nan, norms / sizes.sqrt(), 1 - nonzeros / sizes, near, limits)
-        # A reduction over ranks may lose a NaN, so it travels as a flag.
-        rows.append(torch.stack(columns, 1).nan_to_num(math.inf, math.inf, -math.inf))
-        for measured in group:
-            places[measured.index].append(num_rows)
-            num_rows += 1
-    depth = max(1, *map(len, places))
-    table = torch.tensor([place + [0] * (depth - len(place)) for place in places], device=device)
-    return torch.cat(rows)[table].amax(1)
+        # A reduction over ranks may lose a NaN, so it is sent as a flag.
+        values = torch.stack(columns, 1).nan_to_num(math.inf, math.inf, -math.inf)
+        where = torch.tensor([rows[measured.module] for measured in group], device=device)
+        table.scatter_reduce_(0, where[:, None].expand_as(values), values, "amax")
+    return table
+
+
+def read_table(table: Tensor, modules: Iterable[str]) -> dict[str, Activation]:
+    """Returns the rows of a table by module, those without a measure left out. One host read."""
+    return {
+        module: Activation(-low, high, nan > 0, rms, zeros, None if near < 0 else near, -limit)
+        for module, (low, high, nan, rms, zeros, near, limit) in zip(modules, table.tolist(), strict=True)
+        if high > -math.inf
+    }

@@ -1,89 +1,88 @@
-"""The monitors of a run, walked through together, step by step.
+"""The monitors of a run, called together at each stage of a step.
 
-A monitor that fails must not end a run that is sound: it says so and is off from there on. Not among several ranks: others
-may wait for the message it did not send, so there the error is raised.
+A monitor that raises an error must not end a healthy run: the error is reported and the monitor is turned off. With several
+ranks the error is raised instead, because other ranks may already wait for the message that was not sent.
 """
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
+from torch.optim import Optimizer
 
+from ...plain_text import format_error
 from ..event import Event
 from ..journal import Journal
-from ..ranks import Ranks
 from ..settings import Policy
 from ..vocabulary import Action, Signal
 from .activations import ActivationMonitor
 from .base import Monitor
-from .weight_updates import MovementMonitor
-from .weights import SoundnessMonitor
+from .weight_updates import UpdateMonitor
+from .weights import WeightMonitor
 
 logger = logging.getLogger("hf_nanguard")
 
+T = TypeVar("T")
+
 
 def build_monitors(
-    policy: Policy, model: nn.Module, optimizer: Any, journal: Journal, ranks: Ranks, compiled: bool = False
+    policy: Policy, model: nn.Module, optimizer: Optimizer | None, journal: Journal, *, compiled: bool = False
 ) -> tuple[Monitor, ...]:
-    """Builds the monitors a policy asks for.
+    """Builds the monitors that a policy asks for.
 
     Args:
         policy (`Policy`):
-            The periods.
+            The settings.
         model (`nn.Module`):
-            The model without wrappers.
+            The model, without DDP wrapper.
         optimizer (`torch.optim.Optimizer`, *optional*):
-            Its optimizer; `None` if weights and moments are kept where nobody else can look.
-        journal (`Journal`), ranks (`Ranks`):
-            Where events go, and the processes that train together.
+            Its optimizer; `None` if weights and optimizer state cannot be read from here.
+        journal (`Journal`):
+            Where events are written.
         compiled (`bool`, *optional*, defaults to `False`):
             Whether the model runs under `torch.compile`.
     """
     if policy.mode == "off":
         return ()
-    monitors: list[Monitor] = [
-        ActivationMonitor(
-            model, journal, ranks, policy.activation_steps, policy.activation_modules, policy.full_metrics,
-            compiled=compiled,
-        )
-    ]  # fmt: skip
-    if optimizer is not None:
-        watched = (model, optimizer, journal, ranks, policy.weight_check_steps)
-        monitors += [SoundnessMonitor(*watched, policy.acts), MovementMonitor(*watched, policy.full_metrics)]
-    return tuple(monitors)
+    full, patterns, weight_steps = policy.full_metrics, policy.activation_modules, policy.weight_check_steps
+    activations = ActivationMonitor(model, journal, policy.activation_steps, full, patterns=patterns, compiled=compiled)
+    if optimizer is None:
+        return (activations,)
+    return (
+        activations,
+        WeightMonitor(model, journal, weight_steps, optimizer=optimizer, acts=policy.acts),
+        UpdateMonitor(model, journal, weight_steps, full, optimizer=optimizer),
+    )
 
 
 class MonitorSet:
-    """Takes every monitor through the steps of a run.
+    """Calls all monitors of a run at each stage of a step and keeps their state in checkpoints.
 
     Args:
-        monitors (`tuple[Monitor, ...]`, *optional*):
-            The monitors; may be set later, when model and optimizer are known.
-        journal (`Journal`, *optional*):
-            Where it goes that a monitor failed; without one the error is raised.
+        journal (`Journal`):
+            Where the failure of a monitor is reported.
     """
 
-    def __init__(self, monitors: tuple[Monitor, ...] = (), journal: Journal | None = None):
+    def __init__(self, journal: Journal):
         self.journal = journal
-        self.monitors = monitors
-        self.step: int | None = None  # the step that is being watched
+        self.monitors: tuple[Monitor, ...] = ()
+        self.step: int | None = None  # the step under way
         self.awaits_update = False
-        self.loaded: dict[str, Any] = {}  # the state of a checkpoint, for monitors that are not there yet
+        self.loaded: dict[str, Any] = {}  # the state of a checkpoint that was loaded before the monitors were built
 
     def begin(self, monitors: tuple[Monitor, ...]) -> None:
-        """Puts new monitors on patrol, with the state of the checkpoint that was loaded."""
+        """Replaces the monitors and restores their state from the checkpoint that was loaded, if any."""
         self.close()
         self.monitors = monitors
         for monitor in monitors:
-            if (state := self.loaded.get(type(monitor).__name__)) is not None:
-                try:
-                    monitor.load_state_dict(state)
-                except (KeyError, TypeError, ValueError, AttributeError) as error:  # of another version
-                    name = type(monitor).__name__
-                    logger.warning(
-                        "hf_nanguard: the state of %s was not readable (%r), so it starts anew.", name, error
-                    )
+            name = type(monitor).__name__
+            if (state := self.loaded.get(name)) is None:
+                continue
+            try:
+                monitor.load_state_dict(state)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:  # written by another version
+                logger.warning("hf_nanguard: the state of %s is not readable (%r), so it starts anew.", name, error)
         self.loaded = {}
 
     def begin_step(self, step: int) -> None:
@@ -92,7 +91,7 @@ class MonitorSet:
         self._each(lambda monitor: monitor.begin_step(step))
 
     def end_backward(self) -> None:
-        """Runs after its last backward."""
+        """Runs after the last backward of a step."""
         if (step := self.step) is not None:
             self._each(lambda monitor: monitor.end_backward(step))
 
@@ -111,51 +110,48 @@ class MonitorSet:
         return next(filter(None, self._each(lambda monitor: monitor.after_update(step))), None)
 
     def check_before_save(self, step: int) -> str | None:
-        """Looks at what is about to be saved, on every rank; returns a reason not to."""
-        found = self._each(lambda m: m.check_before_save(step) if isinstance(m, SoundnessMonitor) else None)
-        return next(filter(None, found), None)
+        """Checks what is about to be saved, on every rank; returns a reason not to save it."""
+        return next(filter(None, self._each(lambda monitor: monitor.check_before_save(step))), None)
 
     def is_sound(self) -> bool:
-        """Returns whether weights and optimizer state of this rank are finite, as far as there is a monitor for that."""
-        return all(m.find() is None for m in self.monitors if isinstance(m, SoundnessMonitor))
+        """Returns whether weights and optimizer state of this rank are finite, as far as a monitor checks them."""
+        return all(monitor.is_sound() for monitor in self.monitors)
 
     def close(self) -> None:
-        """Takes away what a step that was broken off may have left."""
+        """Removes hooks and samples that an interrupted step may have left."""
         self.step, self.awaits_update = None, False
         for monitor in self.monitors:
             monitor.close()
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of the next log row."""
-        return {name: value for found in self._each(lambda m: m.metrics()) for name, value in found.items()}
+        """Returns the metrics of the next row of the log."""
+        return {name: value for row in self._each(lambda monitor: monitor.metrics()) for name, value in row.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what survives a checkpoint."""
+        """Returns the state of all monitors by class name, as JSON values."""
         return dict(self._each(lambda monitor: (type(monitor).__name__, monitor.state_dict())))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what [`MonitorSet.state_dict`] returned, now or once the monitors are there."""
+        """Restores what [`MonitorSet.state_dict`] returned, now or as soon as the monitors are built."""
         self.loaded = dict(state)
         if self.monitors:
             self.begin(self.monitors)
 
-    def _each(self, work: Callable[[Monitor], Any]) -> list[Any]:
-        """Does something with every monitor; returns what came of it, but for those that failed."""
-        found = []
+    def _each(self, call: Callable[[Monitor], T]) -> list[T]:
+        """Calls a function with every monitor; returns the results of those that did not fail."""
+        results = []
         for monitor in self.monitors:
             try:
-                found.append(work(monitor))
-            except (
-                Exception
-            ) as error:  # whatever a model, a tensor or an optimizer of another kind makes a monitor raise
-                if self.journal is None or self.journal.ranks.size > 1:
+                results.append(call(monitor))
+            except Exception as error:  # unusual models, tensors and optimizers can make a monitor raise anything
+                if self.journal.ranks.size > 1:
                     raise
-                self._retire(monitor, error, self.journal)
-        return found
+                self._remove(monitor, error)
+        return results
 
-    def _retire(self, monitor: Monitor, error: Exception, journal: Journal) -> None:
+    def _remove(self, monitor: Monitor, error: Exception) -> None:
         self.monitors = tuple(other for other in self.monitors if other is not monitor)
         monitor.close()
-        message = f"{type(monitor).__name__} failed and is off from here on: {type(error).__name__}: {str(error)[:300]}"
+        message = f"{type(monitor).__name__} failed and was turned off: {format_error(error)}"
         logger.warning("hf_nanguard: %s", message, exc_info=error)
-        journal.write(Event(self.step or 0, Signal.GUARD_FAILED, Action.OBSERVED, message))
+        self.journal.write(Event(self.step or 0, Signal.GUARD_FAILED, Action.OBSERVED, message))

@@ -1,9 +1,9 @@
-"""The health of softmaxes: attention that turns one-hot, routers that use one expert, logits that drift away.
+"""Detects softmaxes that collapse: attention that becomes one-hot, routers that use one expert, logits that drift away.
 
-Everything is measured on a small sample, without a gradient and without random numbers, and stays on the device. All
-measurements are turned so that larger is worse, so that parts, micro-batches and ranks are combined by their maximum;
-`ABSENT` says that there was nothing to measure. Entropies are relative: 1 is uniform, 0 is one-hot, however many keys or
-experts there are. What it does not see: single heads (a layer is the mean of its heads) and what lies between two looks.
+Everything is measured on a small sample, without gradients or random numbers, and stays on the device. Larger is worse in all
+measurements (entropies are negated), so that micro-batches and ranks are combined by their maximum; `ABSENT` means that there
+was nothing to measure. Entropies are relative: 1 is uniform, 0 is one-hot, however many keys or experts there are. It does
+not see single heads (a layer is the mean of its heads) nor what happens between two checks.
 """
 
 import math
@@ -16,23 +16,23 @@ from torch import Tensor
 SAMPLES = 2  # of a micro-batch
 POSITIONS = 8  # of a sample, evenly spread
 TOKENS = 512  # of a router
-MIN_KEYS = 4  # a query that sees fewer keys is one-hot, or nearly, by nature
+MIN_KEYS = 4  # a query that sees fewer keys is always nearly one-hot
 MIN_TOKENS = 16  # fewer say nothing about the load of experts
-HIDDEN = -9e3  # additive masks hide by -1e4 or less; position biases stay above
+HIDDEN = -9e3  # additive masks use -1e4 or less; position biases stay above
 ABSENT = -math.inf
-LOOKS = 3
+CHECKS = 3  # how many checks define the initial level, of which the best counts, and how many in a row a collapse
 
 
 def pick_positions(length: int) -> slice:
-    """Returns `POSITIONS` places, or fewer, evenly spread over a length, the last one among them."""
+    """Returns at most `POSITIONS` places, evenly spread over a length, including the last one."""
     stride = -(-length // POSITIONS) if length else 1
     return slice((length - 1) % stride, None, stride)
 
 
-def worse_of(values: list[Tensor], instead: float = ABSENT) -> Tensor:
-    """Returns scalars as one float32 tensor, with `instead` for those that are NaN."""
+def _stack(values: list[Tensor], nan: float = ABSENT) -> Tensor:
+    """Returns scalars as one float32 tensor, with `nan` in place of NaN."""
     stacked = torch.stack([value.float() for value in values])
-    return torch.where(stacked.isnan(), instead, stacked)
+    return torch.where(stacked.isnan(), nan, stacked)
 
 
 @torch.no_grad()
@@ -98,7 +98,7 @@ def measure_attention(
         entropy = torch.special.entr(scores.softmax(-1)).sum(-1) / count.clamp(min=2).log()
         enough = count >= MIN_KEYS
         mean = torch.where(enough, entropy, 0.0).sum() / enough.sum()  # NaN if there is none
-        return torch.cat([worse_of([scores.amax()], math.inf), worse_of([-mean])])
+        return torch.cat([_stack([scores.amax()], math.inf), _stack([-mean])])
 
 
 @torch.no_grad()
@@ -128,7 +128,7 @@ def measure_router(logits: Tensor, real: Tensor | None = None) -> Tensor:
     load = torch.special.entr(mean).sum() / most
     experts = torch.arange(rows.shape[-1], device=rows.device)
     share = ((rows.argmax(-1, keepdim=True) == experts) & used[:, None]).sum(0).amax() / total
-    found = worse_of([-token, -load, share, rows.amax()])
+    found = _stack([-token, -load, share, rows.amax()])
     return torch.where(total >= MIN_TOKENS, found, ABSENT)
 
 
@@ -139,16 +139,16 @@ def measure_logsumexp(logits: Tensor, real: Tensor | None = None) -> Tensor:
     found = logits.detach().float().logsumexp(-1).flatten()
     used = torch.ones_like(found, dtype=torch.bool) if real is None else real.flatten().bool()
     mean = torch.where(used, found, 0.0).sum() / used.sum()
-    return worse_of([mean, torch.where(used, found.abs(), ABSENT).amax()])
+    return _stack([mean, torch.where(used, found.abs(), ABSENT).amax()])
 
 
 @dataclass(frozen=True)
 class Rule:
-    """When a number of a module has gone bad: beyond a level, and by a ratio away from where it was at first.
+    """When a value of a module has collapsed: beyond a level, and by a ratio away from its initial value.
 
     Args:
         rises (`bool`):
-            Whether it is bad above; else below.
+            Whether large values are bad; else small ones.
         level (`float`), ratio (`float`):
             The two bounds, of which the farther one counts.
     """
@@ -158,20 +158,20 @@ class Rule:
     ratio: float
 
     def bound(self, first: float) -> float:
-        """Returns where bad begins for a module that was at `first`."""
+        """Returns the bound for a module whose initial value was `first`."""
         return max(self.level, self.ratio * first) if self.rises else min(self.level, self.ratio * first)
 
     def is_bad(self, value: float, first: float) -> bool:
-        """Returns whether the value is bad."""
+        """Returns whether the value is beyond its bound."""
         return value > self.bound(first) if self.rises else value < self.bound(first)
 
-    def is_well(self, value: float, first: float) -> bool:
-        """Returns whether a module that was bad has recovered, clear of the bound by a factor of 2."""
+    def is_recovered(self, value: float, first: float) -> bool:
+        """Returns whether the value is clear of its bound by a factor of 2."""
         return 2 * value < self.bound(first) if self.rises else value > 2 * self.bound(first)
 
 
-# Heads that rest on the first token bring healthy layers down to a tenth; a router may be confident as long as all
-# experts are used; scores in the hundreds and log-sum-exps in the tens are seen in healthy large models.
+# Heads that attend to the first token bring healthy layers down to 0.1; a router may be confident as long as all
+# experts are used; scores in the hundreds and log-sum-exps in the tens occur in healthy large models.
 RULES = {
     "attention_entropy": Rule(rises=False, level=0.05, ratio=0.25),
     "attention_score": Rule(rises=True, level=1000.0, ratio=4.0),
@@ -182,7 +182,7 @@ RULES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """The worst module of those that have gone bad."""
+    """The worst of the modules that have collapsed."""
 
     module: str
     value: float
@@ -190,57 +190,55 @@ class Finding:
     num_modules: int
 
 
-class CollapseWatch:
-    """Follows one number of many modules and tells, once, when some have gone bad and stayed so.
+class CollapseDetector:
+    """Follows one value of many modules and reports once when some of them have collapsed.
 
     Args:
         rule (`Rule`):
-            What bad means.
-        looks (`int`, *optional*, defaults to `3`):
-            How many looks make the first level, of which the best counts, and how many in a row make it bad.
+            What counts as a collapse.
     """
 
-    def __init__(self, rule: Rule, looks: int = LOOKS):
+    def __init__(self, rule: Rule):
         self.rule = rule
-        self.looks = looks
         self.first: dict[str, list[float]] = {}
         self.in_a_row: dict[str, int] = {}
-        self.sick: set[str] = set()
-        self.told = False
+        self.collapsed: set[str] = set()
+        self.reported = False
 
     def observe(self, values: dict[str, float]) -> Finding | None:
-        """Takes one look's values in, those that are not finite left out; returns what is to be told."""
+        """Adds the values of one check, non-finite ones left out; returns what is to be reported."""
         finite = {module: value for module, value in values.items() if math.isfinite(value)}
         for module, value in finite.items():
             early = self.first.setdefault(module, [])
-            if len(early) < self.looks:
+            if len(early) < CHECKS:
                 early.append(value)
                 continue
-            first = self._first(module)
+            first = self._initial(module)
             self.in_a_row[module] = self.in_a_row.get(module, 0) + 1 if self.rule.is_bad(value, first) else 0
-            if self.in_a_row[module] >= self.looks:
-                self.sick.add(module)
-            elif self.rule.is_well(value, first):
-                self.sick.discard(module)
-        seen = self.sick & finite.keys()
-        if not self.sick:
-            self.told = False
-        if self.told or not seen:
+            if self.in_a_row[module] >= CHECKS:
+                self.collapsed.add(module)
+            elif self.rule.is_recovered(value, first):
+                self.collapsed.discard(module)
+        measured = self.collapsed & finite.keys()
+        if not self.collapsed:
+            self.reported = False
+        if self.reported or not measured:
             return None
-        self.told = True
-        worst = (max if self.rule.rises else min)(sorted(seen), key=finite.__getitem__)
-        return Finding(worst, finite[worst], self._first(worst), len(self.sick))
+        self.reported = True
+        worst = (max if self.rule.rises else min)(sorted(measured), key=finite.__getitem__)
+        return Finding(worst, finite[worst], self._initial(worst), len(self.collapsed))
 
-    def _first(self, module: str) -> float:
+    def _initial(self, module: str) -> float:
         return (min if self.rule.rises else max)(self.first[module])
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what `load_state_dict` needs."""
+        """Returns the state to save in a checkpoint, as JSON values."""
         first = {module: list(early) for module, early in self.first.items()}
-        return {"first": first, "in_a_row": dict(self.in_a_row), "sick": sorted(self.sick), "told": self.told}
+        collapsed = sorted(self.collapsed)
+        return {"first": first, "in_a_row": dict(self.in_a_row), "collapsed": collapsed, "reported": self.reported}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the watch of a checkpoint."""
+        """Restores what [`CollapseDetector.state_dict`] returned."""
         self.first = {module: [float(value) for value in early] for module, early in state["first"].items()}
         self.in_a_row = {module: int(count) for module, count in state["in_a_row"].items()}
-        self.sick, self.told = set(state["sick"]), bool(state["told"])
+        self.collapsed, self.reported = set(state["collapsed"]), bool(state["reported"])

@@ -1,28 +1,29 @@
 """A fixed sample of every trainable parameter, taken before an update and compared after it.
 
-At most `SAMPLE` entries of a parameter, at a stride that goes through all its columns, no random numbers. Before the update:
-weights, gradients and (over all entries, for exact zeros) the size of each gradient; after it: one host read.
+At most `SAMPLE` entries of a parameter, at a stride that reaches all of its columns, without random numbers. Before the update:
+weights, gradients and the size of each whole gradient, to find exact zeros. After it: one host read.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..finite import local, magnitudes, read_host
 from ..optimizer.rounding import Sample
 from ..ranks import Ranks
 from ..state_tensors import is_plain
+from ..torch_private import foreach_norm
 
 SAMPLE = 4096
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter whose gradient is dense, and which of its entries are looked at: every `stride`-th, `size` in all."""
+    """The sampled entries of one parameter with a dense gradient: every `stride`-th, `size` in all."""
 
     name: str
     parameter: Tensor
@@ -32,7 +33,7 @@ class Piece:
 
     @property
     def weight(self) -> float:
-        """How many entries each of them stands for."""
+        """How many entries of the parameter each sampled one stands for."""
         return local(self.parameter).numel() / self.size
 
     def take(self, tensor: Tensor) -> Tensor:
@@ -42,36 +43,23 @@ class Piece:
 
 @dataclass
 class UpdateSample:
-    """What was taken before an update, on the device.
+    """The sample taken before an update, on the device."""
 
-    Args:
-        heaps (`list`):
-            For each device and dtype the pieces, their weights and their gradients.
-        sizes (`dict[str, Tensor]`):
-            The sizes of whole gradients by parameter, 0 for exact zeros only.
-        rates (`list`):
-            The learning rate of each group.
-        idle (`set[str]`):
-            Trainable parameters that have no gradient, or that the optimizer does not know.
-        is_sharded (`bool`):
-            Whether ranks hold different parts of parameters.
-    """
-
-    heaps: list[tuple[list[Piece], Tensor, Tensor]]
-    sizes: dict[str, Tensor]
-    rates: list[float | Tensor | None]
-    idle: set[str]
-    is_sharded: bool
+    batches: list[tuple[list[Piece], Tensor, Tensor]]  # by device and dtype: pieces, their weights, their gradients
+    sizes: dict[str, Tensor]  # of whole gradients by parameter, 0 for exact zeros only
+    rates: list[float | Tensor | None]  # the learning rate of each parameter group
+    idle: set[str]  # trainable parameters that have no gradient or are not in the optimizer
+    is_sharded: bool  # whether ranks hold different parts of parameters
 
     @property
     def pieces(self) -> list[Piece]:
         """All pieces."""
-        return [piece for pieces, _, _ in self.heaps for piece in pieces]
+        return [piece for pieces, _, _ in self.batches for piece in pieces]
 
-    def sample(self, names: set[str]) -> dict[str, Sample]:
-        """Returns those entries of some parameters that have a gradient."""
+    def pick_entries(self, names: Collection[str]) -> dict[str, Sample]:
+        """Returns the sampled entries of some parameters that have a gradient."""
         found = {}
-        for pieces, _, gradients in self.heaps:
+        for pieces, _, gradients in self.batches:
             for piece, gradient in zip(pieces, gradients.split([piece.size for piece in pieces]), strict=True):
                 if piece.name in names:
                     live = gradient.nonzero().flatten()
@@ -81,37 +69,36 @@ class UpdateSample:
 
 
 @dataclass
-class Count:
-    """What was read of a look: entries with a gradient and how many of them moved, both scaled up to all entries, and the
-    size of the gradient, by parameter; and the learning rate of each group (`None` if the optimizer finds its own)."""
+class UpdateCounts:
+    """What was read after the update, by parameter; counts are scaled up from the sample to all entries."""
 
-    live: dict[str, float] = field(default_factory=dict)
-    moved: dict[str, float] = field(default_factory=dict)
-    sizes: dict[str, float] = field(default_factory=dict)
-    rates: list[float | None] = field(default_factory=list)
+    live: dict[str, float] = field(default_factory=dict)  # entries with a gradient
+    moved: dict[str, float] = field(default_factory=dict)  # those of them that changed
+    sizes: dict[str, float] = field(default_factory=dict)  # of the whole gradient
+    rates: list[float | None] = field(default_factory=list)  # of each group, `None` if the optimizer finds its own
 
-    def share(self, names: set[str] | None = None) -> float | None:
-        """Returns the share of entries with a gradient that moved, `None` if there are no such entries."""
-        chosen = set(self.live) if names is None else names
+    def share(self, names: Iterable[str]) -> float | None:
+        """Returns the share of entries with a gradient that changed, `None` if there are no such entries."""
+        chosen = list(names)
         live = sum(self.live.get(name, 0.0) for name in chosen)
         return sum(self.moved.get(name, 0.0) for name in chosen) / live if live else None
 
 
 @torch.no_grad()
-def take_sample(model: nn.Module, optimizer: Any) -> UpdateSample:
-    """Takes the sample, before an update; nothing is read."""
+def take_sample(model: nn.Module, optimizer: Optimizer) -> UpdateSample:
+    """Takes the sample before an update, without a host read."""
     named = list(_name_parameters(model, optimizer))
-    heaps: dict[tuple[torch.device, torch.dtype], list[Piece]] = {}
+    batches: dict[tuple[torch.device, torch.dtype], list[Piece]] = {}
     gradients = {name: parameter.grad for name, parameter, _ in named if parameter.grad is not None}
     for name, parameter, group in named:
         part = local(parameter)
         if name in gradients and group is not None and _can_sample(part, local(gradients[name])):
             piece = Piece(name, parameter, group, *_find_stride(part))
-            heaps.setdefault((part.device, part.dtype), []).append(piece)
+            batches.setdefault((part.device, part.dtype), []).append(piece)
     return UpdateSample(
-        heaps=[
+        batches=[
             (pieces, _take_weights(pieces), torch.cat([piece.take(gradients[piece.name]) for piece in pieces]))
-            for pieces in heaps.values()
+            for pieces in batches.values()
         ],
         sizes=dict(zip(gradients, _measure(list(gradients.values())), strict=True)),
         rates=[_take_rate(group.get("lr")) for group in optimizer.param_groups],
@@ -121,30 +108,30 @@ def take_sample(model: nn.Module, optimizer: Any) -> UpdateSample:
 
 
 @torch.no_grad()
-def read_sample(sample: UpdateSample, ranks: Ranks) -> Count:
-    """Compares after the update, by one host read. If parameters are sharded, every rank must call it."""
+def read_sample(sample: UpdateSample, ranks: Ranks) -> UpdateCounts:
+    """Compares the sample after the update, with one host read. Every rank must call it if parameters are sharded."""
     live: list[Tensor] = []
     moved: list[Tensor] = []
-    for pieces, before, gradients in sample.heaps:
+    for pieces, before, gradients in sample.batches:
         sizes = [piece.size for piece in pieces]
         has_gradient = gradients != 0
         changed = (_take_weights(pieces) != before) & has_gradient
         # The 1-norms of a list are counts, all by one kernel.
-        live += torch._foreach_norm(has_gradient.float().split(sizes), 1)
-        moved += torch._foreach_norm(changed.float().split(sizes), 1)
+        live += foreach_norm(has_gradient.float().split(sizes), 1)
+        moved += foreach_norm(changed.float().split(sizes), 1)
     rates = [rate for rate in sample.rates if isinstance(rate, Tensor)]
     numbers = iter(read_host([*sample.sizes.values(), *live, *moved, *rates]))
-    count = Count(
+    counts = UpdateCounts(
         sizes={name: next(numbers) for name in sample.sizes},
         live={piece.name: next(numbers) * piece.weight for piece in sample.pieces},
         moved={piece.name: next(numbers) * piece.weight for piece in sample.pieces},
     )
-    count.rates = [next(numbers) if isinstance(rate, Tensor) else rate for rate in sample.rates]
-    return _add_up(count, ranks) if sample.is_sharded and ranks.size > 1 else count
+    counts.rates = [next(numbers) if isinstance(rate, Tensor) else rate for rate in sample.rates]
+    return _add_up(counts, ranks) if sample.is_sharded and ranks.size > 1 else counts
 
 
-def _add_up(mine: Count, ranks: Ranks) -> Count:
-    total = Count(rates=mine.rates)
+def _add_up(mine: UpdateCounts, ranks: Ranks) -> UpdateCounts:
+    total = UpdateCounts(rates=mine.rates)
     for live, moved, sizes in ranks.gather([mine.live, mine.moved, mine.sizes]):
         for into, part in ((total.live, live), (total.moved, moved)):
             for name, number in part.items():
@@ -154,8 +141,8 @@ def _add_up(mine: Count, ranks: Ranks) -> Count:
     return total
 
 
-def _name_parameters(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor, int | None]]:
-    """Yields the trainable parameters of model and optimizer, each with its group."""
+def _name_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Tensor, int | None]]:
+    """Yields the trainable parameters of model and optimizer with their parameter group."""
     groups = {parameter: at for at, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
     for name, parameter in model.named_parameters():
         at = groups.pop(parameter, None)
@@ -167,23 +154,23 @@ def _name_parameters(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Te
 
 
 def _can_sample(part: Tensor, gradient: Tensor) -> bool:
-    """Whether entries can be picked out: not of quantised weights, nor of the gradient of a few rows."""
+    """Returns whether entries can be sampled: not of quantised weights, nor of sparse gradients."""
     return is_plain(part) and part.numel() > 0 and part.shape == gradient.shape
 
 
 def _measure(gradients: list[Tensor]) -> list[Tensor]:
     """Returns a size of each gradient that is 0 only for exact zeros and finite for finite ones.
 
-    The 1-norm takes a fraction of the time that largest magnitudes take on a CPU; in float16 it overflows.
+    The 1-norm takes a fraction of the time of largest magnitudes on a CPU, but in float16 it overflows.
     """
     parts = [local(gradient) for gradient in gradients]
     if any(part.dtype == torch.float16 for part in parts):
         return magnitudes(parts)
-    return list(torch._foreach_norm(parts, 1)) if parts else []
+    return foreach_norm(parts, 1)
 
 
 def _find_stride(part: Tensor) -> tuple[int, int]:
-    """Returns a stride that goes through all columns, and how many entries that makes."""
+    """Returns a stride that reaches all columns, and the number of entries it yields."""
     count, width = part.numel(), part.shape[-1] if part.ndim else 1
     stride = -(-count // SAMPLE)
     while math.gcd(stride, width) > 1:
@@ -191,8 +178,8 @@ def _find_stride(part: Tensor) -> tuple[int, int]:
     return stride, -(-count // stride)
 
 
-def _take_rate(rate: Any) -> float | Tensor | None:
-    """Returns a learning rate as it is now; one that lives on a device stays there, as a copy."""
+def _take_rate(rate: float | Tensor | None) -> float | Tensor | None:
+    """Returns the current learning rate; one on a device is copied and stays there."""
     return rate.detach().clone() if isinstance(rate, Tensor) else None if rate is None else float(rate)
 
 

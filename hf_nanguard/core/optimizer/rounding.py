@@ -1,9 +1,9 @@
-"""Updates that rounding swallows: what would move these entries, tried on copies of them.
+"""Updates lost to rounding: what would move these entries, tried on copies of them.
 
-A stored weight moves if its update is more than half the distance to its neighbour. One more update of sampled entries, done by
-the same optimizer in float64, tells how large updates are. From that follow what stochastic rounding would move on average and
-how much larger the learning rate has to be; float32 weights and that learning rate are then tried by updates of their own.
-Optimizers whose state does not go entry by entry (Adafactor's rows and columns, 8-bit blocks) leave everything untried.
+A stored weight changes if its update is more than half the distance to the next representable number. One more update of sampled
+entries by the same optimizer in float64 shows how large updates are. From that follow how many entries stochastic rounding
+would move on average and how much larger the learning rate has to be; float32 weights and that learning rate are then tried.
+Nothing is tried with optimizers whose state is not kept for each entry (Adafactor's rows and columns, 8-bit blocks).
 """
 
 import math
@@ -12,38 +12,37 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..autopsy.verdict import Remedy
+from ...plain_text import format_error
+from ..event import Remedy
 from ..finite import local
 from ..state_tensors import is_plain
+from .copied_update import copy_entries, copy_settings, copy_state, find_group, step_copy
 
 MOVES = 0.01  # the share of entries from which weights count as moving
-REMAINDERS = (
-    "master",
-    "compensation",
-    "kahan",
-)  # what optimizers call the part of a weight that is too fine for its dtype
+# Names that optimizers give to the part of a weight that its dtype cannot hold.
+REMAINDERS = ("master", "compensation", "kahan")
 IDEAS = {
     "float32_weights": "float32 weights, or float32 master copies of them",
-    "stochastic_rounding": "an optimizer that rounds up or down by chance, right on average",
+    "stochastic_rounding": "an optimizer that rounds up or down at random, unbiased on average",
     "larger_lr": "a larger learning rate",
 }
 
 
 @dataclass(frozen=True)
 class Sample:
-    """Entries of a parameter that ought to have moved.
+    """Entries of a parameter that an update should have changed.
 
     Args:
         parameter (`Tensor`):
             The parameter.
         entries (`Tensor`):
-            Their places in its part on this rank.
+            Their positions in its part on this rank.
         gradient (`Tensor`):
             Their gradients.
         weight (`float`):
-            How many entries of the parameter each of them stands for.
+            How many entries of the parameter each of them represents.
     """
 
     parameter: Tensor
@@ -54,7 +53,7 @@ class Sample:
 
 @torch.no_grad()
 def keeps_remainder(optimizer: Any, sample: Sample) -> bool:
-    """Returns whether the optimizer keeps what rounding takes: a finer copy of the weights, or what is left of updates."""
+    """Returns whether the optimizer keeps what rounding removes: a more precise copy of the weights, or the rest of updates."""
     state = optimizer.state.get(sample.parameter, {})
     weights = local(sample.parameter).reshape(-1)[sample.entries]
     for key, value in state.items():
@@ -70,7 +69,7 @@ def keeps_remainder(optimizer: Any, sample: Sample) -> bool:
 
 
 def try_rounding_remedies(optimizer: Any, samples: Sequence[Sample]) -> tuple[Remedy, ...]:
-    """Tries what would make entries move that rounding holds in place. Optimizer and parameters are only read.
+    """Tries what would change entries whose updates are lost to rounding. Optimizer and parameters are only read.
 
     Args:
         optimizer (`torch.optim.Optimizer`):
@@ -83,15 +82,15 @@ def try_rounding_remedies(optimizer: Any, samples: Sequence[Sample]) -> tuple[Re
     """
     live = [sample for sample in samples if len(sample.entries)]
     if not live or not all(_goes_by_entries(optimizer, sample.parameter) for sample in live):
-        return _leave("as the optimizer's state does not go entry by entry")
+        return _leave("the optimizer does not keep state for each entry")
     try:
         return _try(optimizer, live)
     except Exception as error:  # an optimizer whose constructor or state is not known here may raise anything
-        return _leave(f"for {type(error).__name__}: {str(error)[:200]}")
+        return _leave(format_error(error, 200))
 
 
 def _leave(why: str) -> tuple[Remedy, ...]:
-    return tuple(Remedy(name, tried=False, note=f"{note}; not tried {why}") for name, note in IDEAS.items())
+    return tuple(Remedy(name, tried=False, note=f"{note}; not tried ({why})") for name, note in IDEAS.items())
 
 
 @torch.no_grad()
@@ -138,7 +137,7 @@ def _round_up(value: float) -> float:
 
 
 def _find_distance(weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns how far the neighbours of weights are in a dtype."""
+    """Returns the distance to the next number that a dtype can represent."""
     info = torch.finfo(dtype)
     exponent = torch.frexp(weights.abs())[1] - 1
     return torch.ldexp(torch.full_like(weights, info.eps), exponent).clamp(min=info.smallest_normal * info.eps)
@@ -156,24 +155,12 @@ def _goes_by_entries(optimizer: Any, parameter: Tensor) -> bool:
 
 
 def _update_copy(optimizer: Any, sample: Sample, dtype: torch.dtype, factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Does one more update of some entries by an optimizer of the same class; returns them before and after."""
-    parameter, entries = sample.parameter, sample.entries
-    (group,) = (group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
-    settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    """Returns some entries before and after one more update on a copy."""
+    group = find_group(optimizer, sample.parameter)
+    assert group is not None
+    settings = copy_settings(group)
     if settings["lr"] is not None:
         settings["lr"] = settings["lr"] * factor
-    weights = nn.Parameter(local(parameter).detach().reshape(-1)[entries].to(dtype))
-    weights.grad = sample.gradient.to(dtype)
-    before = weights.detach().clone()
-
-    def take(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        return local(value).detach().reshape(-1)[entries].to(dtype) if value.ndim else value.detach().clone()
-
-    clone = type(optimizer)([weights])
-    clone.param_groups[0].update(settings)
-    clone.state[weights] = {key: take(value) for key, value in optimizer.state.get(parameter, {}).items()}
-    with torch.enable_grad():  # as a loop has it
-        clone.step()
-    return before, weights.detach()
+    before = copy_entries(sample.parameter, sample.entries).to(dtype)
+    state = copy_state(optimizer, sample.parameter, sample.entries, settings, lambda part: part.to(dtype))
+    return before, step_copy(optimizer, before, sample.gradient.to(dtype), state, settings)

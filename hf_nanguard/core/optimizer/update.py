@@ -1,10 +1,10 @@
-"""An optimizer update that ruined weights although loss and gradient were finite: which number did it, and what helps.
+"""An optimizer update that made weights non-finite although loss and gradient were finite: the cause, and what helps.
 
-The step is over, so only what survives it can tell. An entry whose moment is not finite got its bad weight from that
-moment; an entry whose moments are finite got it from the arithmetic of the update, which can be done again: a denominator
-of zero is an eps that underflowed, a quotient beyond the dtype's limit a learning rate that is too high. Skipped steps
-change none of this. Weights that were bad before the step, with a sound update, are left unexplained. State that went bad
-while the weights are still finite is news of the next update, or of entries that will never move again.
+The step is over, so the evidence is what remains after it. An entry whose moment is not finite got its bad weight from that
+moment. An entry whose moments are finite got it from the arithmetic of the update, which can be repeated: a denominator of
+zero means that eps underflowed, a quotient beyond the limit of the dtype means that the learning rate is too high. Weights
+that were bad before the step are left unexplained if the update is finite. State that is bad while the weights are still
+finite will make the next update bad, or keep its entries from ever moving again.
 """
 
 import math
@@ -13,17 +13,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..autopsy.verdict import Remedy
+from ...plain_text import format_error
+from ..event import Remedy
 from ..finite import find_nonfinite, local
 from ..state_tensors import is_plain
 from ..vocabulary import Cause
+from .copied_update import copy_entries, copy_settings, copy_state, find_group, step_copy
 
 SHOWN_ROWS = 8
 MAX_ENTRIES = 4096
 FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
-SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum")  # what Adam with amsgrad divides by comes first
+SECOND_MOMENTS = ("max_exp_avg_sq", "exp_avg_sq", "square_avg", "sum")  # with amsgrad, Adam divides by the first
 SAFE_EPS = {torch.float16: 1e-4}  # 1e-8 is less than half of the smallest float16
 
 
@@ -43,9 +45,9 @@ class UpdateFinding:
         rows (`tuple[int, ...]`):
             The first of their rows (of the part of the parameter on this rank).
         learning_rate, eps (`float`, *optional*):
-            As the optimizer had them.
+            The settings of the update.
         message (`str`):
-            One clause for a person.
+            One clause for the event message.
     """
 
     parameter: str
@@ -60,13 +62,13 @@ class UpdateFinding:
 
 
 def examine_update(optimizer: Any, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
-    """Finds out how an update made weights bad.
+    """Finds out how an update made weights non-finite.
 
     Args:
         optimizer (`torch.optim.Optimizer`):
             The optimizer after the step, or anything with its `param_groups` and `state`.
         named (`Iterable[tuple[str, Tensor]]`):
-            Parameters by name; the first one that is bad and can be explained is.
+            Parameters by name; the first one that is bad and can be explained is reported.
 
     Returns:
         `UpdateFinding | None`: the finding, `None` if the optimizer holds no evidence.
@@ -82,16 +84,16 @@ def examine_update(optimizer: Any, named: Iterable[tuple[str, Tensor]]) -> Updat
 
 
 def examine_state(optimizer: Any, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
-    """Finds out what a bad state means for weights that are finite still.
+    """Finds out what a bad optimizer state means for weights that are still finite.
 
     Args:
         optimizer (`torch.optim.Optimizer`):
             As in [`examine_update`].
         named (`Iterable[tuple[str, Tensor]]`):
-            Parameters by name; the first one that is finite and whose state is bad is explained.
+            Parameters by name; the first one that is finite and whose state is bad is reported.
 
     Returns:
-        `UpdateFinding | None`: the finding, with cause `optimizer_state`; `None` if no state of theirs is bad.
+        `UpdateFinding | None`: the finding, with cause `optimizer_state`; `None` if the state of all is finite.
     """
     named = list(named)
     bad = find_nonfinite(named)
@@ -102,12 +104,12 @@ def examine_state(optimizer: Any, named: Iterable[tuple[str, Tensor]]) -> Update
 
 @torch.no_grad()
 def _examine(optimizer: Any, name: str, parameter: Tensor) -> UpdateFinding | None:
-    group = _find_group(optimizer, parameter)
+    group = find_group(optimizer, parameter)
     if group is None:
         return None
     finite = bool(torch.isfinite(local(parameter)).all())
     evidence = _gather(optimizer, group, parameter)
-    # An entry has one cause; where entries differ, the one that explains most of them is told.
+    # An entry has one cause; where entries differ, the one that explains most of them is reported.
     (cause, state), entries = max(evidence.items(), key=lambda item: int(item[1].sum()), default=((None, None), None))
     if cause is None or entries is None:
         return None
@@ -116,35 +118,33 @@ def _examine(optimizer: Any, name: str, parameter: Tensor) -> UpdateFinding | No
     dtype = str(parameter.dtype).removeprefix("torch.")
     rate, eps = _number(group, "lr"), _number(group, "eps")
     if finite:
-        message = _tell_state(_floats(optimizer, parameter), str(state), entries)
+        message = _describe_state(_floats(optimizer, parameter), str(state), entries)
         return UpdateFinding(name, cause, state, num_bad, tuple(rows[:SHOWN_ROWS].tolist()), rate, eps, message)
-    told = {
-        Cause.OPTIMIZER_STATE: f"{state} held no usable number for {num_bad} entries before the update",
-        Cause.ADAM_EPS_UNDERFLOW: f"{num_bad} entries were divided by zero: {state} is 0, and so is eps {eps} in {dtype}",
-        Cause.LR_TOO_HIGH: f"the update of {num_bad} entries at learning rate {rate} was more than {dtype} holds",
+    size = "1 entry" if num_bad == 1 else f"{num_bad} entries"
+    kinds = "NaN or negative" if state in SECOND_MOMENTS else "NaN or inf"
+    messages = {
+        Cause.OPTIMIZER_STATE: f"the optimizer's {state} was already {kinds} in {size} before this update",
+        Cause.ADAM_EPS_UNDERFLOW: f"the update divided {size} by zero: {state} is 0, and eps {eps} is 0 in {dtype}",
+        Cause.LR_TOO_HIGH: f"the update of {size} at learning rate {rate} exceeds the range of {dtype}",
     }
-    return UpdateFinding(name, cause, state, num_bad, tuple(rows[:SHOWN_ROWS].tolist()), rate, eps, told[cause])
+    return UpdateFinding(name, cause, state, num_bad, tuple(rows[:SHOWN_ROWS].tolist()), rate, eps, messages[cause])
 
 
-def _tell_state(state: dict[str, Tensor], key: str, entries: Tensor) -> str:
-    """Says what a bad state does to weights that it has not reached."""
+def _describe_state(state: dict[str, Tensor], key: str, entries: Tensor) -> str:
+    """Returns what a bad state will do to weights that are still finite."""
     if not _only_inf(state, key):
-        return "the weights are finite still, and the next update that takes part of it ruins them"
+        return "the weights are still finite; the next update that uses it will make them non-finite"
     first = next((state[name] for name in FIRST_MOMENTS if name in state), None)
     kept = str(state[key].dtype).removeprefix("torch.")
     why = ""
     if first is not None and first.shape == entries.shape and bool(torch.isfinite(first[entries]).all()):
-        why = f"the square of a finite gradient was more than {kept} holds: "
+        why = f"the square of a finite gradient exceeds the range of {kept}: "
     return f"{why}divided by infinity, these entries will never move again"
 
 
 def _only_inf(state: dict[str, Tensor], key: str) -> bool:
-    """Whether a second moment is bad by infinities alone, which ruin nothing."""
+    """Returns whether a second moment is bad only by infinities, which leave weights as they are."""
     return key in SECOND_MOMENTS and not bool((torch.isnan(state[key]) | (state[key] < 0)).any())
-
-
-def _find_group(optimizer: Any, parameter: Tensor) -> dict[str, Any] | None:
-    return next((group for group in optimizer.param_groups if any(p is parameter for p in group["params"])), None)
 
 
 def _number(group: dict[str, Any], key: str) -> float | None:
@@ -153,7 +153,7 @@ def _number(group: dict[str, Any], key: str) -> float | None:
 
 
 def _floats(optimizer: Any, parameter: Tensor) -> dict[str, Tensor]:
-    """Returns the float tensors the optimizer keeps for a parameter, as far as they live on this rank."""
+    """Returns the float tensors that the optimizer keeps for a parameter, the part on this rank."""
     state = optimizer.state.get(parameter, {})
     return {
         key: local(value)
@@ -164,7 +164,7 @@ def _floats(optimizer: Any, parameter: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _gather(optimizer: Any, group: dict[str, Any], parameter: Tensor) -> dict[tuple[Cause, str | None], Tensor]:
-    """Returns for each cause that there is evidence of the entries it explains."""
+    """Returns the entries that each possible cause explains."""
     weights = local(parameter)
     bad = ~torch.isfinite(weights)
     finite = not bool(bad.any())
@@ -230,10 +230,11 @@ class _Trial:
 
 
 def try_update_remedies(optimizer: Any, finding: UpdateFinding, parameter: Tensor) -> tuple[Remedy, ...]:
-    """Does the update of the bad entries again on a copy, by the same optimizer with other settings.
+    """Repeats the update of the bad entries on a copy, by the same optimizer with other settings.
 
     The weights before the update are gone, so the copy starts at zero, with moments and gradient that lead to what the
-    optimizer holds now. If the copy as it stands does not turn bad, nothing can be said. Optimizer and parameter are only read.
+    optimizer holds now. Nothing is tried if the copy stays finite with unchanged settings. Optimizer and parameter are only
+    read.
 
     Args:
         optimizer (`torch.optim.Optimizer`):
@@ -246,16 +247,14 @@ def try_update_remedies(optimizer: Any, finding: UpdateFinding, parameter: Tenso
     Returns:
         `tuple[Remedy, ...]`: each with its outcome.
     """
-    group = _find_group(optimizer, parameter)
+    group = find_group(optimizer, parameter)
     if group is None:
         return ()
     trials = _find_trials(group, finding.cause, parameter.dtype)
     state = _floats(optimizer, parameter)
     if finding.state in state and _only_inf(state, finding.state) and finding.cause is Cause.OPTIMIZER_STATE:
         trials.append(_Trial("float32_state", "weights and state in float32", wide=True))
-        return tuple(
-            Remedy(t.name, False, note=f"{t.note}; there is no update to try, as nothing moves") for t in trials
-        )
+        return tuple(Remedy(t.name, False, note=f"{t.note}; not tried because the update is zero") for t in trials)
     explained = _gather(optimizer, group, parameter).get((finding.cause, finding.state))
     bad = ~torch.isfinite(local(parameter))
     entries = (bad if explained is None or explained.shape != bad.shape else explained).reshape(-1).nonzero().flatten()
@@ -269,7 +268,8 @@ def try_update_remedies(optimizer: Any, finding: UpdateFinding, parameter: Tenso
         reproduced = False
     if not reproduced:
         return tuple(
-            Remedy(t.name, tried=False, note=f"{t.note}; the update does not come back on a copy") for t in trials
+            Remedy(t.name, tried=False, note=f"{t.note}; not tried because the update stays finite on a copy")
+            for t in trials
         )
     return tuple(_try(update, trial) for trial in trials)
 
@@ -294,40 +294,28 @@ def _try(update: Callable[[_Trial], float], trial: _Trial) -> Remedy:
     try:
         largest = update(trial)
     except Exception as error:  # no such kernel for this dtype or device, out of memory, whatever an optimizer raises
-        return Remedy(trial.name, True, False, f"{trial.note}; {type(error).__name__}: {str(error)[:200]}")
+        return Remedy(trial.name, True, False, f"{trial.note}; {format_error(error, 200)}")
     return Remedy(trial.name, True, math.isfinite(largest), f"{trial.note}; largest update {largest:.3g}")
 
 
 def _update_copy(optimizer: Any, group: dict[str, Any], parameter: Tensor, entries: Tensor, trial: _Trial) -> float:
-    """Steps an optimizer of the same class over some entries alone and returns the largest change."""
-    settings = {key: value for key, value in group.items() if key not in ("params", "param_names")} | trial.settings
-    shape, dtype = local(parameter).shape, torch.float32 if trial.wide else parameter.dtype
-    weights = nn.Parameter(torch.zeros(len(entries), dtype=dtype, device=entries.device))
-
-    def take(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if not value.ndim or local(value).shape != shape:
-            on_device = settings.get("fused") or settings.get("capturable")
-            return value.detach().clone().to(weights.device if on_device else value.device)
-        part = local(value).detach().reshape(-1)[entries]
-        return torch.zeros_like(part) if trial.reset else part.float() if trial.wide else part
-
-    clone = type(optimizer)([weights])
-    clone.param_groups[0].update(settings)
-    state = {key: take(value) for key, value in optimizer.state.get(parameter, {}).items()}
-    weights.grad = _turn_back(state, settings)
-    if weights.grad is None:
-        weights.grad = torch.zeros_like(weights) if parameter.grad is None else take(parameter.grad).to(dtype)
-    clone.state[weights] = state
-    clone.step()
-    return float(weights.detach().abs().max())
+    """Returns the largest change that the update of some entries makes."""
+    settings = copy_settings(group) | trial.settings
+    dtype = torch.float32 if trial.wide else parameter.dtype
+    change = torch.zeros_like if trial.reset else Tensor.float if trial.wide else None
+    state = copy_state(optimizer, parameter, entries, settings, change)
+    weights = torch.zeros(len(entries), dtype=dtype, device=entries.device)
+    gradient = _undo_step(state, settings)
+    if gradient is None and parameter.grad is not None and not trial.reset:
+        gradient = copy_entries(parameter.grad, entries).to(dtype)
+    gradient = torch.zeros_like(weights) if gradient is None else gradient
+    return float(step_copy(optimizer, weights, gradient, state, settings).abs().max())
 
 
-def _turn_back(state: dict[str, Any], settings: dict[str, Any]) -> Tensor | None:
-    """Takes moments back by one step in place and returns the gradient that leads to them again, `None` if there are none.
+def _undo_step(state: dict[str, Any], settings: dict[str, Any]) -> Tensor | None:
+    """Puts moments back by one step in place and returns the gradient that leads to them again, `None` without moments.
 
-    That gradient is gone. For Adam it is taken as the mean of all there were: exact after one step, and fair later on."""
+    That gradient is gone. For Adam it is estimated by the mean of all gradients: exact after one step, and close later."""
     buffer, first, second = state.get("momentum_buffer"), state.get("exp_avg"), state.get("exp_avg_sq")
     if buffer is not None:
         return buffer * ((1 - settings.get("momentum", 0.0)) / (1 - settings.get("dampening", 0.0)))

@@ -1,13 +1,17 @@
-"""Module buffers that a forward pass writes (BatchNorm statistics, counters), kept so that a bad batch leaves no trace.
+"""Module buffers that a forward pass writes (BatchNorm statistics, counters), kept so that they can be put back.
 
-Which buffers those are is learned once, from torch's write counters and their values: everything is kept for the first
-group, afterwards only what was seen to change, and the running statistics of normalisation layers. A model without such
-buffers pays nothing.
+Which buffers those are is learned once, from torch's write counters and the values: all are kept for the first group,
+afterwards only those that changed, and the running statistics of normalization layers. A model without such buffers costs
+nothing.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
+
+from ..torch_private import get_buffer, is_norm_layer, list_buffers, set_buffer, write_count
 
 
 class BufferKeeper:
@@ -19,53 +23,47 @@ class BufferKeeper:
     """
 
     def __init__(self, model: nn.Module):
-        self.slots = [
-            (module, name)
-            for module in model.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        self.slots = [(module, name) for module, name, _ in list_buffers(model)]
         self.kept: list[tuple[nn.Module, str, Tensor, int, Tensor]] = []
         self.learning = True
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Keeps the values the buffers have now."""
+        """Keeps the values that the buffers have now."""
         if self.kept and self.learning:
             self.slots = [slot[:2] for slot in self.kept if _is_written(*slot)]
             self.learning = False
         self.kept = [
-            (module, name, buffer, buffer._version, buffer.clone())
+            (module, name, buffer, write_count(buffer), buffer.clone())
             for module, name in self.slots
-            if (buffer := module._buffers[name]) is not None
+            if (buffer := get_buffer(module, name)) is not None
         ]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Puts every kept buffer back, also one that was replaced by another tensor since."""
         for module, name, buffer, _, value in self.kept:
-            if module._buffers[name] is not buffer or not _is_same(buffer, value):
-                module._buffers[name] = buffer
-                buffer.copy_(value)  # counts as a write, so that what was put back stays known as written
+            if get_buffer(module, name) is not buffer or not _is_same(buffer, value):
+                set_buffer(module, name, buffer)
+                buffer.copy_(value)  # counts as a write, so that it is still known as a buffer that is written
 
-    @torch.no_grad()
-    def restore_where(self, bad: Tensor) -> None:
-        """Puts every kept buffer back where the device flag `bad` is set, without a host read once it has learned."""
-        for slot in self.kept:
-            module, name, buffer, _, value = slot
-            current = module._buffers[name]
-            if current is not None and (not self.learning or _is_written(*slot)):
-                buffer.copy_(torch.where(bad, value, current))
-                module._buffers[name] = buffer
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Makes `restore` do nothing inside the block, while other tensors stand in for the buffers."""
+        kept, self.kept = self.kept, []
+        try:
+            yield
+        finally:
+            self.kept = kept
 
 
 def _is_written(module: nn.Module, name: str, buffer: Tensor, version: int, value: Tensor) -> bool:
-    # Fused batch norm kernels write their running statistics without counting it, and so does anyone through `.data`.
-    if isinstance(module, _NormBase) or module._buffers[name] is not buffer or buffer._version != version:
+    # Fused batch norm kernels write their running statistics without counting it, as does any write through `.data`.
+    if is_norm_layer(module) or get_buffer(module, name) is not buffer or write_count(buffer) != version:
         return True
     return not _is_same(buffer, value)
 
 
 def _is_same(buffer: Tensor, value: Tensor) -> bool:
-    """Whether all entries are equal, a NaN to a NaN."""
+    """Returns whether all entries are equal; NaN equals NaN."""
     return torch.equal(buffer, value) or bool(((buffer == value) | ((buffer != buffer) & (value != value))).all())

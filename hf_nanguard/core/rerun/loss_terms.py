@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 ON_NONFINITE = ("keep", "drop")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Term:
     """One term of the loss of one micro-batch.
 

@@ -1,7 +1,8 @@
 """The micro-batches of one optimizer step, held by reference so that the step can be redone."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from typing import Any
 
 from torch import Tensor
@@ -12,18 +13,29 @@ from ..vocabulary import Cause, Signal
 from .loss_terms import Term
 
 
+class BatchAction(StrEnum):
+    """What is done about a finding."""
+
+    DROP = "drop"  # train without the micro-batch
+    HALT = "halt"  # end the run
+    REPAIR = "repair"  # bad entries were replaced before the forward
+    OBSERVE = "observe"  # write an event, change nothing
+    SUSPECT = "suspect"  # blame it if the loss or gradients are not finite; a loss may ignore such an entry
+    REMOVED = "removed"  # the bad samples were removed from the batch
+
+
 @dataclass(frozen=True)
 class Finding:
-    """Something known to be wrong with a micro-batch before its gradients are looked at. Plain values only.
+    """Something known to be wrong with a micro-batch before its gradients are checked. Plain values only: findings are
+    pickled by dataloader workers.
 
     Args:
         signal (`Signal`):
-            What was seen.
+            What was found.
         message (`str`):
-            One clause for a person.
-        verdict (`str`):
-            `"drop"`, `"halt"`, `"repair"` (already done) or `"observe"`. `"suspect"`: to blame if the micro-batch turns
-            out bad; a loss may know how to leave such an entry out. `"removed"`: the samples were taken out of the batch.
+            One clause for the event message.
+        action (`BatchAction`, *optional*, defaults to `BatchAction.DROP`):
+            What is done about it.
         cause, phase, samples, tokens:
             As in the event's culprit.
         rows (`tuple[int, ...]`, *optional*):
@@ -32,7 +44,7 @@ class Finding:
 
     signal: Signal
     message: str
-    verdict: str = "drop"
+    action: BatchAction = BatchAction.DROP
     cause: Cause | None = None
     phase: str = "input"
     samples: tuple[int, ...] = ()
@@ -46,7 +58,7 @@ class MicroBatch:
 
     Args:
         index (`int`):
-            Its place in the group.
+            Its position in the group.
         payload (`Any`):
             What the loop needs to run it again, by reference.
         rng (`RngState`):
@@ -54,13 +66,13 @@ class MicroBatch:
         findings (`tuple[Finding, ...]`, *optional*):
             What is known to be wrong with it.
         row_numbers (`list[int]` or `Tensor`, *optional*):
-            The dataset rows it was made of, where they are known; a tensor is read only when somebody asks.
+            Its dataset rows, where they are known; a tensor is read only when an event needs it.
+        loss (`Tensor`, *optional*):
+            Its loss, detached, once it has run.
         terms (`list[Term]`, *optional*):
             The terms of its loss, once they have been read.
-        cut (`frozenset[str]`, *optional*):
-            The terms it is run again without.
-        is_dropped (`bool`, *optional*):
-            Whether the step was redone without it.
+        left_out (`frozenset[str]`, *optional*):
+            The terms that its loss leaves out when it is run again.
     """
 
     index: int
@@ -70,12 +82,11 @@ class MicroBatch:
     row_numbers: list[int] | Tensor | None = None
     loss: Tensor | None = None
     terms: list[Term] = field(default_factory=list)
-    cut: frozenset[str] = frozenset()
-    is_dropped: bool = False
+    left_out: frozenset[str] = frozenset()
 
     @property
     def term_values(self) -> dict[str, float]:
-        """What was read of its terms, by name; terms of one name add up."""
+        """The values of its terms, as read, by name; terms with the same name add up."""
         values: dict[str, float] = {}
         for term in self.terms:
             if term.value is not None:
@@ -84,9 +95,13 @@ class MicroBatch:
 
     @property
     def bad_terms(self) -> list[str]:
-        """The terms that are not finite, first those that the loss cannot do without."""
+        """The terms that are not finite; those that may not be dropped come first."""
         bad = sorted((term for term in self.terms if term.is_bad), key=lambda term: term.drops)
         return list(dict.fromkeys(term.name for term in bad))
+
+    def may_drop(self, name: str) -> bool:
+        """Returns whether the loss may leave out a term."""
+        return all(term.drops for term in self.terms if term.name == name)
 
     @property
     def rows(self) -> list[int] | None:
@@ -95,13 +110,17 @@ class MicroBatch:
 
     @property
     def suspicion(self) -> Finding | None:
-        """What is to blame should its loss or gradients not be finite."""
-        return next((finding for finding in self.findings if finding.verdict == "suspect"), None)
+        """What is to blame if its loss or gradients are not finite."""
+        return next(iter(self.findings_to(BatchAction.SUSPECT)), None)
 
     @property
-    def must_go(self) -> bool:
+    def must_be_dropped(self) -> bool:
         """Whether a finding says that it cannot be trained on."""
-        return any(finding.verdict in ("drop", "halt") for finding in self.findings)
+        return bool(self.findings_to(BatchAction.DROP, BatchAction.HALT))
+
+    def findings_to(self, *actions: BatchAction) -> list[Finding]:
+        """Returns the findings about which one of these actions is taken."""
+        return [finding for finding in self.findings if finding.action in actions]
 
 
 @dataclass
@@ -109,19 +128,19 @@ class AccumulationGroup:
     """What one optimizer step is made of.
 
     Args:
-        share (`Any`):
-            How the loop weighs each micro-batch of the whole group.
+        weight (`Any`, *optional*):
+            How the loop weighs the loss of each micro-batch, as its runner needs it.
         micro_batches (`list[MicroBatch]`, *optional*):
-            In the order they ran.
+            In the order in which they ran.
         watched (`list`, *optional*):
-            Name, largest magnitude (on the device) and bound of tensors the user watches.
+            Name, largest magnitude (on the device) and bound of each tensor the user watches.
         terms (`list`, *optional*):
-            Terms of losses, each with the place of its micro-batch.
+            Terms of losses, each with the position of its micro-batch.
         readings (`list`, *optional*):
             Other scalars to read at the end of the step, each with a function that is called with its value.
     """
 
-    share: Any = None
+    weight: Any = None
     micro_batches: list[MicroBatch] = field(default_factory=list)
     watched: list[tuple[str, Tensor, float | None]] = field(default_factory=list)
     terms: list[tuple[int, Term]] = field(default_factory=list)
@@ -133,11 +152,11 @@ class AccumulationGroup:
         return [micro.loss for micro in self.micro_batches if micro.loss is not None]
 
     def watch(self, name: str, tensor: Tensor, bound: float | None) -> None:
-        """Keeps the largest magnitude of a tensor for the read at the end of the step."""
+        """Measures the largest magnitude of a tensor, to be read at the end of the step."""
         self.watched.append((name, magnitudes([tensor])[0], bound))
 
     def add_term(self, term: Term) -> None:
-        """Notes a term of the micro-batch that is running: the first that has no loss yet."""
+        """Adds a term of the micro-batch that is running: the first that has no loss yet."""
         self.terms.append((len(self.losses), term))
 
     def read_later(self, value_dev: Tensor, on_read: Callable[[float], None]) -> None:
@@ -146,22 +165,17 @@ class AccumulationGroup:
 
     @property
     def notes(self) -> list[Tensor]:
-        """What is to be read beside the losses: watched tensors, terms, then other readings."""
-        watched = [largest for _, largest, _ in self.watched]
-        return [*watched, *(term.value_dev for _, term in self.terms), *(value for value, _ in self.readings)]
+        """What is read together with the losses: watched tensors, then terms."""
+        return [*(largest for _, largest, _ in self.watched), *(term.value_dev for _, term in self.terms)]
 
     def take_notes(self, values: list[float]) -> list[float]:
-        """Hands the values, as read, to terms and other readings and returns those of the watched tensors."""
-        num_watched, num_first = len(self.watched), len(self.watched) + len(self.terms)
-        for (index, term), value in zip(self.terms, values[num_watched:num_first], strict=True):
-            term.value = value
+        """Passes the values of the terms, as read, to their micro-batches and returns those of the watched tensors."""
+        for (index, term), value in zip(self.terms, values[len(self.watched) :], strict=True):
             if index < len(self.micro_batches):
-                self.micro_batches[index].terms.append(term)
-        for (_, on_read), value in zip(self.readings, values[num_first:], strict=True):
-            on_read(value)
-        return values[:num_watched]
+                self.micro_batches[index].terms.append(replace(term, value=value))
+        return values[: len(self.watched)]
 
     @property
     def has_bad_term(self) -> bool:
-        """Whether a term was read that is not finite."""
+        """Whether a term, as read, is not finite."""
         return any(micro.bad_terms for micro in self.micro_batches)

@@ -1,6 +1,6 @@
-"""How the guard runs micro-batches again: alone to find the bad ones, then the good ones as the loop would have.
+"""How the guard runs micro-batches again: each alone to find the bad ones, then the good ones as the loop would have.
 
-A runner knows the loop it belongs to; the guard knows what to do. Under DDP a probe stays on its rank (`no_sync`), and
+A runner knows the loop it belongs to; the guard decides what to run. Under DDP a probe stays on its rank (`no_sync`), and
 a rank with nothing left joins the others' reduction with zeros. Sharded parameters (FSDP2) need every rank in every
 pass: `lockstep` is then true and a micro-batch is dropped on all ranks or on none.
 """
@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..finite import local
 from ..rng import RngState
+from ..torch_private import copy_unscaled, plain_name, restore_unscaled, sync_buffers
 from .buffers import BufferKeeper
 from .micro_batch import AccumulationGroup, MicroBatch
-from .skip import ScalerState, clear_gradients
+from .skip import clear_gradients, forget_unscale
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -27,7 +28,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def same_on_all_ranks(norm: Tensor) -> Tensor:
-    """Returns the norm as a value every rank has, for a sharded model by one small reduction (the clip's own)."""
+    """Returns the norm as a value that every rank has; for a sharded model this takes one small reduction."""
     if not is_sharded(norm):
         return norm
     from torch.distributed.tensor import Replicate
@@ -55,11 +56,11 @@ class Runner(ABC):
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The trainable parameters as of now: a run may freeze and unfreeze them on its way."""
+        """The parameters that are trainable now; a run may freeze and unfreeze them."""
         return [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
     @abstractmethod
-    def run(self, micro: MicroBatch, share: Any) -> Tensor:
+    def run(self, micro: MicroBatch, weight: Any) -> Tensor:
         """Runs forward and backward of one micro-batch as the loop does and returns its loss, detached."""
 
     @abstractmethod
@@ -68,11 +69,11 @@ class Runner(ABC):
 
     @abstractmethod
     def regroup(self, good: list[MicroBatch], num_good: list[int]) -> Any:
-        """Returns the share of each good micro-batch, given how many each rank has left. Every rank calls it."""
+        """Returns how the good micro-batches are weighed, given how many each rank has left. Every rank calls it."""
 
     @abstractmethod
     def unscale(self) -> None:
-        """Divides the gradients by the loss scale, once a step, if there is one."""
+        """Divides the gradients by the loss scale, if there is one, once per step."""
 
     def why_not(self, group: AccumulationGroup) -> str | None:
         """Returns why the group cannot be redone, `None` if it can."""
@@ -82,12 +83,12 @@ class Runner(ABC):
         """Returns why its micro-batches cannot be examined, `None` if they can."""
         return self.why_not(group)
 
-    current: MicroBatch | None = None  # the one that is run again
+    left_out: frozenset[str] = frozenset()  # the terms left out of the loss of the micro-batch that is being run again
 
-    # ---- what an autopsy asks ----
+    # ---- what an autopsy needs ----
 
     optimizer: Any = None  # the torch optimizer whose update may be to blame
-    knows_loss = True  # whether `run` computes the loss of the loop, and not only what the model makes of its inputs
+    knows_loss = True  # whether `run` computes the loss of the loop, and not only the model's own forward
 
     def inputs_of(self, micro: MicroBatch) -> Any:
         """Returns the inputs of a held micro-batch: tensors, nested in mappings and sequences."""
@@ -101,18 +102,18 @@ class Runner(ABC):
         """Returns the text of a sample, `None` if it has none."""
         return None
 
-    def facts(self, share: Any) -> dict[str, Any]:
-        """Returns what a bundle must tell so that the loop's model and loss can be built again, as JSON values."""
+    def facts(self, weight: Any) -> dict[str, Any]:
+        """Returns what a bundle must hold so that the loop's model and loss can be built again, as JSON values."""
         return {"kind": "loop", "model": type(self.model).__name__}
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Leaves gradients, buffers, random state and loss scaler as they are before the block."""
+        """Restores gradients, buffers, random state and loss scaler after the block."""
         gradients = [(parameter, parameter.grad) for parameter in self.parameters]
         rng = RngState.capture(self.device_type)
         buffers = BufferKeeper(self.model)
         buffers.keep()
-        unscaled = None if self.scaler is None else dict(self.scaler._per_optimizer_states)
+        unscaled = {} if self.scaler is None else copy_unscaled(self.scaler)
         try:
             yield
         finally:
@@ -120,13 +121,13 @@ class Runner(ABC):
                 parameter.grad = gradient
             buffers.restore()
             rng.restore()
-            self.sync_buffers(True)
+            sync_buffers(self.model, True)
             if self.scaler is not None:
-                self.scaler._per_optimizer_states.update(unscaled)
+                restore_unscaled(self.scaler, unscaled)
 
     @property
     def learning_rate(self) -> float | None:
-        """The largest learning rate of the optimizer; `None` without one, or if it lives on a device."""
+        """The largest learning rate of the optimizer; `None` without an optimizer, or if it is a tensor."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
         rates = [group.get("lr") for group in groups]
         return max((rate for rate in rates if isinstance(rate, float)), default=None)
@@ -134,11 +135,11 @@ class Runner(ABC):
     # ---- isolation ----
 
     def isolated(self) -> AbstractContextManager:
-        """Returns a context in which running a micro-batch leaves nothing behind in the loop's own books."""
+        """Returns a context in which running a micro-batch changes no state or metric of the loop."""
         return nullcontext()
 
     def recorded(self) -> AbstractContextManager:
-        """Returns a context in which the good micro-batches replace what the group had left in the loop's books."""
+        """Returns a context in which the good micro-batches replace what the group has added to the loop's metrics."""
         return nullcontext()
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
@@ -146,11 +147,7 @@ class Runner(ABC):
         bare = self.model
         if isinstance(bare, (DistributedDataParallel, nn.DataParallel)):
             bare = bare.module
-        return [
-            (name.replace("_orig_mod.", ""), parameter)
-            for name, parameter in bare.named_parameters()
-            if parameter.requires_grad
-        ]
+        return [(plain_name(name), parameter) for name, parameter in bare.named_parameters() if parameter.requires_grad]
 
     def named_gradients(self) -> list[tuple[str, Tensor]]:
         """Returns the gradients that exist, in model order."""
@@ -168,7 +165,7 @@ class Runner(ABC):
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:
-        """Keeps gradients of the passes inside on this rank."""
+        """Keeps the gradients of the passes inside on this rank."""
         if isinstance(self.model, DistributedDataParallel):
             with self.model.no_sync():
                 yield
@@ -182,59 +179,53 @@ class Runner(ABC):
             yield
 
     def poison(self) -> None:
-        """Leaves NaN in a sharded gradient of this rank: the norm, reduced over all shards, then tells every rank."""
+        """Writes NaN into a sharded gradient of this rank, so that the norm, reduced over all shards, is NaN on every rank."""
         for parameter in self.parameters:
             if parameter.grad is not None and local(parameter.grad).numel():
                 local(parameter.grad).view(-1)[0] = float("nan")
                 return
 
     def clear(self) -> None:
-        """Forgets all gradients, and that they were unscaled."""
+        """Sets all gradients to `None` and lets the scaler unscale again."""
         clear_gradients(self.parameters)
         if self.scaler is not None:
-            ScalerState(self.scaler).forget_unscale()
+            forget_unscale(self.scaler)
 
-    def probe(self, micro: MicroBatch, share: Any) -> Tensor:
-        """Runs one micro-batch alone, with the random state it had, and leaves its gradients in place."""
+    def probe(self, micro: MicroBatch, weight: Any) -> Tensor:
+        """Runs one micro-batch alone, with the random state it had. Its gradients stay in place."""
         self.clear()
         self.buffers.restore()
         micro.rng.restore()
-        self.sync_buffers(False)
-        self.current = micro
+        sync_buffers(self.model, False)  # ranks may run different numbers of probes
+        self.left_out = micro.left_out
         with self.isolated(), nullcontext() if self.lockstep else self.unsynced():
-            return self.run(micro, share)
+            return self.run(micro, weight)
 
-    def rerun(self, group: AccumulationGroup, good: list[MicroBatch], share: Any) -> list[Tensor]:
-        """Runs the good micro-batches from the group's first random state, as if the others had never come."""
-        self.clear()
-        self.buffers.restore()
-        group.micro_batches[0].rng.restore()
-        self.sync_buffers(True)  # in the first pass, as in the group itself; every rank runs one
+    def rerun(self, group: AccumulationGroup, good: list[MicroBatch], weight: Any) -> list[Tensor]:
+        """Runs the good micro-batches from the group's first random state, as if the others did not exist."""
+        self.undo(group)  # buffers are synced in the first pass, as in the group itself; every rank runs one
         with self.recorded():
             if not good:
+                self.left_out = frozenset()
                 self.join(group.micro_batches[0])
                 self.buffers.restore()
                 group.micro_batches[0].rng.restore()
             losses = []
             for micro in good:
-                self.current = micro
+                self.left_out = micro.left_out
                 with nullcontext() if micro is good[-1] else self.unsynced():
-                    losses.append(self.run(micro, share))
+                    losses.append(self.run(micro, weight))
             return losses
 
-    def sync_buffers(self, active: bool) -> None:
-        """Lets DDP broadcast buffers in the next forward, or not: ranks may run different numbers of probes."""
-        if isinstance(self.model, DistributedDataParallel):
-            self.model.require_forward_param_sync = active
-
-    def meet(self) -> None:
-        """Does what all ranks must do together before they run passes apart: DDP rebuilds its buckets in the first
-        forward after its first reduction, by a collective."""
-        if isinstance(self.model, DistributedDataParallel):
-            self.model.reducer._rebuild_buckets()
+    def undo(self, group: AccumulationGroup) -> None:
+        """Sets the gradients to `None` and puts buffers and random state back as they were before the group."""
+        self.clear()
+        self.buffers.restore()
+        sync_buffers(self.model, True)
+        group.micro_batches[0].rng.restore()
 
     def join(self, micro: MicroBatch) -> None:
-        """Takes part in the others' gradient reduction with zeros."""
+        """Takes part in the other ranks' gradient reduction with zeros."""
         if isinstance(self.model, DistributedDataParallel):
             with self.isolated():
                 self.forward(micro)
@@ -258,14 +249,20 @@ class LoopRunner(Runner):
         self.optimizer = optimizer
         self.loss_fn: Callable[[Any], Tensor] | None = None
 
+    def begin_group(self, loss_fn: Callable[[Any], Tensor]) -> None:
+        """Prepares for the micro-batches of a step: no gradients are left of an earlier one, and buffers are kept."""
+        self.loss_fn = loss_fn
+        self.clear()
+        self.buffers.keep()
+
     def _loss(self, payload: Any) -> Tensor:
         if self.loss_fn is None:
             raise RuntimeError("LoopRunner was asked to run a micro-batch before Guard.step gave it a loss function.")
         return self.loss_fn(payload)
 
-    def run(self, micro: MicroBatch, share: float) -> Tensor:
+    def run(self, micro: MicroBatch, weight: float) -> Tensor:
         loss = self._loss(micro.payload)
-        weighed = loss * share
+        weighed = loss * weight
         (weighed if self.scaler is None else self.scaler.scale(weighed)).backward()
         return loss.detach()
 

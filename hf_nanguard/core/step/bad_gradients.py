@@ -1,4 +1,4 @@
-"""Which parameters have bad gradients, of which kind, and who their healthy neighbours are."""
+"""Which parameters have non-finite gradients, NaN or inf, and which finite gradients are next to them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,11 +9,12 @@ from torch import Tensor
 from ..finite import find_nonfinite
 
 SHOWN = 12
+KINDS = {"nan": "NaN", "inf": "inf"}
 
 
 @dataclass(frozen=True)
 class Census:
-    """The gradients of one moment, parameter by parameter.
+    """The gradients at one time, parameter by parameter.
 
     Args:
         bad (`dict[str, str]`):
@@ -21,7 +22,7 @@ class Census:
         good (`list[str]`):
             The parameters whose gradients are finite, in model order.
         neighbours (`list[str]`):
-            Those of them that stand right before or after a bad one.
+            Those of them right before or after a bad one.
     """
 
     bad: dict[str, str] = field(default_factory=dict)
@@ -30,9 +31,9 @@ class Census:
 
     @property
     def suspect(self) -> str | None:
-        """The bad parameter nearest to the loss, where the backward pass met the fault first.
+        """The bad parameter nearest to the loss, which the backward pass reached first.
 
-        `None` if no gradient is bad, or if all are: then the fault lies in the loss itself, not at a parameter.
+        `None` if no gradient is bad, or if all are: then the fault is in the loss itself, not at a parameter.
         """
         return next(reversed(self.bad)) if self.bad and (self.good or len(self.bad) == 1) else None
 
@@ -46,21 +47,14 @@ class Census:
         }
 
 
-def take_census(named: Iterable[tuple[str, Tensor]], bad_elsewhere: dict[str, str] | None = None) -> Census:
-    """Looks at the gradients as they are now; call it before they are clipped.
-
-    Args:
-        named (`Iterable[tuple[str, Tensor]]`):
-            Names and gradients in model order.
-        bad_elsewhere (`dict[str, str]`, *optional*):
-            What other ranks found in their shards of the same gradients.
-    """
+def take_census(named: Iterable[tuple[str, Tensor]]) -> Census:
+    """Checks gradients, given with their names in model order, as they are now; call it before they are clipped."""
     pairs = list(named)
-    return judge([name for name, _ in pairs], {**(bad_elsewhere or {}), **find_nonfinite(pairs)})
+    return judge([name for name, _ in pairs], find_nonfinite(pairs))
 
 
 def judge(names: list[str], bad: dict[str, str]) -> Census:
-    """Builds the census of `names` (in model order) from what is known of the bad ones."""
+    """Returns the census of parameters (in model order), given which are bad."""
     neighbours = [
         name
         for index, name in enumerate(names)
@@ -80,13 +74,13 @@ def describe(census: Census) -> str:
         return f"all {total} gradients are finite"
     if census.suspect is None:
         return f"all {total} gradients are bad"
-    kind = {"nan": "NaN", "inf": "inf"}[census.bad[census.suspect]]
+    kind = KINDS[census.bad[census.suspect]]
     rest = f" ({len(census.bad)} of {total} gradients are bad)" if len(census.bad) > 1 else f" (1 of {total})"
     return f"gradient of {census.suspect} became {kind}{rest}"
 
 
-def format_incident(step: int, norm: float, census: Census, num_nan: int, num_inf: int) -> str:
-    """Returns the block that is logged when gradients go bad: the total norm and every bad parameter with its kind."""
+def format_bad_gradients(step: int, norm: float, census: Census, num_nan: int, num_inf: int) -> str:
+    """Returns the block that is logged when gradients are not finite: the total norm and every bad parameter."""
     kinds = {kind: sum(1 for found in census.bad.values() if found == kind) for kind in ("nan", "inf")}
     lines = [
         f"---- bad gradients at step {step} ----",
@@ -94,10 +88,10 @@ def format_incident(step: int, norm: float, census: Census, num_nan: int, num_in
         f"  NaN in {kinds['nan']} parameters ({num_nan} so far), inf in {kinds['inf']} ({num_inf} so far)",
     ]
     if not census.bad:
-        lines.append("  every single gradient is finite: only their norm is not, no parameter is to blame")
+        lines.append("  every gradient is finite, only their norm is not; no parameter is to blame")
     shown = list(census.bad.items())[-SHOWN:]
     if len(census.bad) > len(shown):
         lines.append(f"  ... {len(census.bad) - len(shown)} more bad parameters before these")
-    lines += [f"  bad:  {name} ({'NaN' if kind == 'nan' else 'inf'})" for name, kind in shown]
+    lines += [f"  bad:  {name} ({KINDS[kind]})" for name, kind in shown]
     lines += [f"  good: {name} (next to a bad one)" for name in census.neighbours[-4:]]
     return "\n".join(lines)

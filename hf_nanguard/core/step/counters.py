@@ -29,6 +29,18 @@ class Counter:
         """The share of micro-batches that were trained on."""
         return 1.0 if not self.seen else (self.seen - self.dropped) / self.seen
 
+    def count_norm(self, norm: float) -> None:
+        """Counts the finite gradient norm of a step."""
+        self.grad_norm_max = max(self.grad_norm_max, norm)
+
+    def count_skip(self) -> None:
+        """Counts a step that was skipped."""
+        self.skipped_steps += 1
+
+    def count_scaler_skip(self) -> None:
+        """Counts a step that the loss scaler skips."""
+        self.scaler_skips += 1
+
     def count_microbatches(self, seen: int, dropped: int) -> None:
         """Counts the micro-batches of one step of this rank."""
         self.seen += seen
@@ -41,12 +53,9 @@ class Counter:
         self.num_inf += sum(1 for kind in bad.values() if kind == "inf")
 
     def count_terms(self, micro_batches: list[MicroBatch]) -> None:
-        """Takes the terms of those micro-batches of this rank that were trained on; what was dropped or is not finite
-        has no part in a mean."""
-        for micro in micro_batches if any(micro.terms for micro in micro_batches) else ():
-            if micro.is_dropped:
-                continue
-            dropped = {term.name for term in micro.terms if term.is_bad and term.drops} | micro.cut
+        """Counts the terms of micro-batches of this rank that were trained on, without those dropped or not finite."""
+        for micro in micro_batches:
+            dropped = {term.name for term in micro.terms if term.is_bad and term.drops} | micro.left_out
             for name in sorted(dropped):
                 self.dropped_terms[name] = self.dropped_terms.get(name, 0) + 1
             for name, value in micro.term_values.items():

@@ -1,4 +1,4 @@
-"""An incident: a step that did not go well, what was read of it, and how it is told."""
+"""What became of a step, what was read of it, and which micro-batch is to blame, as values and as events."""
 
 import math
 from dataclasses import asdict, dataclass, field, replace
@@ -6,17 +6,18 @@ from typing import Any
 
 from torch import Tensor
 
-from ..autopsy.verdict import Verdict
+from ..autopsy.evidence.verdict import Verdict
 from ..event import Culprit, Event
-from ..rerun.micro_batch import AccumulationGroup, Finding, MicroBatch
-from ..settings import Decision
+from ..rerun.micro_batch import AccumulationGroup, BatchAction, Finding, MicroBatch
+from ..rng import RngState
 from ..vocabulary import Action, Cause, Signal
 from .bad_gradients import Census, describe
+from .decision import Decision
 
 MAX_ROWS = 8
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepOutcome:
     """What became of a step.
 
@@ -26,17 +27,17 @@ class StepOutcome:
         norm (`Tensor`, *optional*):
             The norm to clip by; `None` if the step is skipped.
         redone (`list[Tensor]`, *optional*):
-            The losses that stand for the group if it was redone or skipped, `None` if it went through as it was.
+            The losses to log in place of the group's own if it was redone or skipped; `None` if they stand.
         fresh (`bool`):
-            Whether the gradients are not those the loop had computed.
+            Whether the gradients differ from those that the loop computed.
         num_dropped (`int`):
-            How many micro-batches of this rank were left out.
+            How many micro-batches of this rank were dropped.
         clip_to (`float`, *optional*):
-            A tighter bound for the norm than the loop's own.
+            A tighter bound for the norm than that of the loop.
         halt (`str`, *optional*):
-            Why the run has to end, `None` if it goes on.
+            Why the run has to end; `None` if it continues.
         scaler_skips (`bool`):
-            The loss scaler is about to skip this step by itself, as it does while it finds its scale.
+            Whether the loss scaler is about to skip this step, as it does while it searches its scale.
     """
 
     stepped: bool = True
@@ -51,7 +52,7 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class StepReading:
-    """What was read of a step that did not go well.
+    """What was read of a step.
 
     Args:
         step (`int`):
@@ -63,15 +64,17 @@ class StepReading:
         norm (`float`), norm_dev (`Tensor`):
             The norm of the gradients, on the host and on the device.
         decision (`Decision`):
-            How the step is to go on.
+            How the step continues.
         rank (`int`):
             This rank.
         clipped (`bool`):
-            Whether somebody had clipped already, so that the gradients no longer tell who was bad.
+            Whether the gradients were clipped already, so that they no longer show which one was bad.
         census (`Census`):
-            The gradients, parameter by parameter, once that has been looked at.
+            The gradients, parameter by parameter, once they have been checked.
         learning_rate (`float`, *optional*):
-            What the optimizer would have stepped with.
+            The learning rate of the step.
+        rng_after (`RngState`, *optional*):
+            The random state after the group had run, kept if its norm is not finite.
     """
 
     step: int
@@ -84,28 +87,29 @@ class StepReading:
     clipped: bool = False
     census: Census = field(default_factory=Census)
     learning_rate: float | None = None
+    rng_after: RngState | None = None
 
     @property
     def measured(self) -> dict[str, Any]:
-        """What was measured of the step as a whole, for events."""
+        """What was measured of the whole step, for events."""
         rate = {} if self.learning_rate is None else {"learning_rate": self.learning_rate}
         return {"grad_norm": self.norm, **rate}
 
     @property
     def bad_loss(self) -> tuple[int, float] | None:
-        """Place and value of the first loss that is not finite."""
+        """Position and value of the first loss that is not finite."""
         return next(((i, loss) for i, loss in enumerate(self.losses) if not math.isfinite(loss)), None)
 
     @property
     def bad_place(self) -> int | None:
-        """Place of the first loss that is not finite, or was not before a term was dropped."""
+        """Position of the first loss that is not finite, or was not before a term was dropped."""
         if self.bad_loss is not None:
             return self.bad_loss[0]
         return next((micro.index for micro in self.group.micro_batches if micro.bad_terms), None)
 
     @property
     def suspected(self) -> bool:
-        """Whether a loss is not finite and there was something suspicious in its batch."""
+        """Whether a loss is not finite and something in its batch may be the cause."""
         return self.bad_loss is not None and self.group.micro_batches[self.bad_loss[0]].suspicion is not None
 
     @property
@@ -113,16 +117,24 @@ class StepReading:
         """The losses that are finite, on their device."""
         return [loss for loss, value in zip(self.group.losses, self.losses, strict=True) if math.isfinite(value)]
 
-    def tell(self) -> str:
+    def describe(self) -> str:
         """Returns one clause that says what is wrong."""
         what = describe(self.census)
         if self.bad_place is not None:
             loss = None if self.bad_loss is None else self.bad_loss[1]
-            what = tell_loss(self.group.micro_batches[self.bad_place], loss)
+            what = describe_loss(self.group.micro_batches[self.bad_place], loss)
         return f"{what} at step {self.step}"
 
+    def list_findings(self, *actions: BatchAction) -> list["BadMicroBatch"]:
+        """Returns the micro-batches with findings about which one of these actions is taken, once for each finding."""
+        return [
+            BadMicroBatch.of_finding(micro, finding, self.step)
+            for micro in self.group.micro_batches
+            for finding in micro.findings_to(*actions)
+        ]
+
     def as_values(self, place: int | None = None) -> dict[str, Any]:
-        """Returns what was measured, for the event; the terms are those of the micro-batch at a place, or of the last."""
+        """Returns what was measured, for the event, with the terms of the micro-batch at a position, or of the last."""
         shown = self.bad_loss[1] if self.bad_loss is not None else (self.losses[-1] if self.losses else None)
         terms = self.group.micro_batches[-1 if place is None else place].term_values if self.group.terms else {}
         found = {"terms": terms} if terms else {}
@@ -137,7 +149,7 @@ class StepReading:
         blamed: "BadMicroBatch | None" = None,
         **values: Any,
     ) -> Event:
-        """Returns the event of the step as a whole, with the micro-batch to blame if it is known."""
+        """Returns the event of the whole step, with the micro-batch to blame if it is known."""
         place = self.bad_place if blamed is None else blamed.micro.index
         phase = "loss" if place is not None and self.census.suspect is None else "backward"
         rows = None if place is None else self.group.micro_batches[place].rows
@@ -151,23 +163,24 @@ class StepReading:
         return event if blamed is None or blamed.verdict is None else explain_event(event, blamed.verdict)
 
 
-def tell_loss(micro: MicroBatch, loss: float | None) -> str:
-    """Returns a clause about a loss that is not finite, with the terms to blame, or about the terms if it went on without
-    them."""
+def describe_loss(micro: MicroBatch, loss: float | None) -> str:
+    """Returns a clause about a non-finite loss and the terms to blame, or about the terms that it has dropped."""
     if loss is None or math.isfinite(loss):
         return " and ".join(f"{name} is {micro.term_values[name]}" for name in micro.bad_terms)
     return f"loss is {loss}" + (f", from {' and '.join(micro.bad_terms)}" if micro.bad_terms else "")
 
 
-def _tell_rows(rows: list[int] | None) -> str:
-    shown = ", ".join(map(str, (rows or [])[:MAX_ROWS]))
-    more = ", ..." if rows and len(rows) > MAX_ROWS else ""
-    return f" (dataset rows {shown}{more})" if rows else ""
+def _format_rows(rows: list[int] | None) -> str:
+    if not rows:
+        return ""
+    shown = ", ".join(map(str, rows[:MAX_ROWS]))
+    more = ", ..." if len(rows) > MAX_ROWS else ""
+    return f" (dataset {'row' if len(rows) == 1 else 'rows'} {shown}{more})"
 
 
 @dataclass(frozen=True)
 class BadMicroBatch:
-    """A micro-batch that is to blame, before it is known what is done about it."""
+    """A micro-batch that is to blame, before it is known what will be done about it."""
 
     micro: MicroBatch
     signal: Signal
@@ -180,9 +193,14 @@ class BadMicroBatch:
 
     @property
     def begins_here(self) -> bool:
-        """Whether an autopsy has found the beginning on this rank; sharded gradients carry the faults of others too."""
+        """Whether an autopsy has found the origin on this rank; sharded gradients show the faults of all ranks."""
         origin = None if self.verdict is None else self.verdict.origin
         return origin is not None and not origin.outside
+
+    @property
+    def can_be_spared(self) -> bool:
+        """Whether it is finite without some terms of its loss, all of which may be dropped."""
+        return bool(self.cure) and all(self.micro.may_drop(name) for name in self.cure)
 
     @classmethod
     def of_finding(cls, micro: MicroBatch, finding: Finding, step: int) -> "BadMicroBatch":
@@ -196,28 +214,28 @@ class BadMicroBatch:
             rows=rows,
             tokens=[list(token) for token in finding.tokens] or None,
         )
-        message = f"{finding.message} in micro-batch {micro.index} of step {step}{_tell_rows(rows)}"
+        message = f"{finding.message} in micro-batch {micro.index} of step {step}{_format_rows(rows)}"
         return cls(micro, finding.signal, message, culprit, {}, finding.cause)
 
     @classmethod
     def of_run(
         cls, micro: MicroBatch, loss: float, census: Census, step: int, cure: frozenset[str] = frozenset()
     ) -> "BadMicroBatch":
-        """Blames a micro-batch whose gradients were bad when it ran alone, and the terms that cure it by their absence."""
+        """Blames a micro-batch whose gradients were bad when it ran alone, and the terms without which they were not."""
         finite = math.isfinite(loss) and not micro.bad_terms
         if finite:
             what = describe(census) + (f", but not without {' and '.join(sorted(cure))}" if cure else "")
         else:
-            what = tell_loss(micro, loss)
+            what = describe_loss(micro, loss)
         term = next(iter([*micro.bad_terms, *sorted(cure)]), None)
         culprit = Culprit(phase="backward" if finite else "loss", parameter=census.suspect, term=term, rows=micro.rows)
         signal = Signal.GRAD_NONFINITE if finite else Signal.LOSS_NONFINITE
-        message = f"{what} in micro-batch {micro.index} of step {step}{_tell_rows(micro.rows)}"
+        message = f"{what} in micro-batch {micro.index} of step {step}{_format_rows(micro.rows)}"
         terms = {"terms": micro.term_values} if micro.terms else {}
         return cls(micro, signal, message, culprit, {"loss": loss, **terms, **census.as_values()}, cure=cure)
 
     def event(self, action: Action, reading: StepReading, note: str = "") -> Event:
-        """Returns the event, now that it is known what was done."""
+        """Returns the event of an action that was taken."""
         event = Event(
             reading.step,
             self.signal,

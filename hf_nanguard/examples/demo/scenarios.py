@@ -1,4 +1,4 @@
-"""The acts of `nanguard demo`: each plants one failure and runs stock and guarded on it."""
+"""The scenarios of `nanguard demo`: each plants one failure and runs a stock and a guarded trainer."""
 
 from functools import partial
 from pathlib import Path
@@ -10,21 +10,20 @@ from trl import GRPOConfig, GRPOTrainer
 
 from ...hf.guarded_trainer import guarded
 from ...hf.trainer.arguments import GuardArguments
-from ..planted_failures import blank_scores
+from ..compare import EventRow, format_number
+from ..planted_failures import AnswerTrainer, blank_scores
 from ..tasks import sums as arithmetic
 from .scenario_runner import Run, Scenario, ScenarioRunner
 from .small_sft import (
     BATCH_SIZE,
     HIGHEST,
     WORDS,
-    AnswerTrainer,
-    Watch,
+    StepReporter,
     build_rows,
     build_tokenizer,
     build_trainer,
     cut_off,
     measure_loss,
-    show,
 )
 
 SAMPLING_STEPS, GROUP = 45, 16
@@ -32,36 +31,30 @@ SILENT_STEPS, SAVE_STEPS = 40, 10
 GROWING_STEPS, DOUBLING_STEPS = 90, 6
 
 
-def _blame(event: dict[str, Any] | None, *fields: str) -> list[str]:
-    """Returns a line of what was found to blame; none if nothing was."""
+def _format_culprit(event: EventRow | None, *names: str) -> list[str]:
+    """Returns a line with these fields of an event, its values and its culprit; no line without an event."""
     if event is None:
         return []
-    known = {
-        **event["values"],
-        **{name: value for name, value in {**event, **event["culprit"]}.items() if value is not None},
-    }
-    parts = [
-        f"row {', '.join(map(str, known[name]))}" if name == "rows" else known[name] for name in fields if name in known
-    ]
-    return [f"blamed: {', '.join(parts)}"]
+    known = {**event["values"], **{name: value for name, value in {**event, **event["culprit"]}.items() if value}}
+    rows = {"rows": f"row {', '.join(map(str, known.get('rows', [])))}"}
+    return [f"culprit: {', '.join({**known, **rows}[name] for name in names if name in known)}"]
 
 
-def play_bad_row(stage: ScenarioRunner) -> Scenario:
-    """One row without an answer makes a mean of 0 / 0. A fourth run shows what the guarded one should have come to."""
-    steps, seed = stage.steps, stage.seed
+def run_bad_row(runner: ScenarioRunner) -> Scenario:
+    """One row without an answer makes a mean of 0 / 0. A run without that batch shows what the guarded run should equal."""
+    steps, seed = runner.steps, runner.seed
     bad_step = steps // 3
     bad_row = bad_step * BATCH_SIZE + 2
     healthy = build_rows(build_tokenizer(), steps * BATCH_SIZE, seed)
     poisoned = [cut_off(row) if i == bad_row else row for i, row in enumerate(healthy)]
     without = healthy[: bad_step * BATCH_SIZE] + healthy[(bad_step + 1) * BATCH_SIZE :]
-    stage.tell(
-        f"One bad row. Of {len(poisoned)} rows, row {bad_row} was cut off before its answer: all its labels are masked, so "
-        f"its mean loss is 0/0. It comes at step {bad_step} of {steps}."
+    runner.announce(
+        f"One bad row. Row {bad_row} of {len(poisoned)} was cut off before its answer. All its labels are masked, so its "
+        f"mean loss is 0/0. It is in the batch of step {bad_step} of {steps}."
     )
 
     def run(title: str, name: str, rows: list, guard: GuardArguments | None = None) -> Run:
-        build = partial(build_trainer, rows, seed=seed, guard=guard)
-        return stage.run(title, name, len(rows) // BATCH_SIZE, lambda folder, watch: build(folder, watch=watch))
+        return runner.run(title, name, len(rows) // BATCH_SIZE, partial(build_trainer, rows, seed, guard))
 
     fine = run("stock, healthy data", "healthy", healthy)
     stock = run("stock, one bad row", "poisoned", poisoned)
@@ -69,66 +62,66 @@ def play_bad_row(stage: ScenarioRunner) -> Scenario:
     control = run("stock, without that batch", "without", without)
     expected = dict(control.trainer.model.named_parameters())
     same = [torch.equal(p, expected[name]) for name, p in guarded_run.trainer.model.named_parameters()]
-    losses, blamed = stock.outcome.losses, guarded_run.find_event("loss_nonfinite")
+    losses, event = stock.outcome.losses, guarded_run.find_event("loss_nonfinite")
     return Scenario(
         f"one bad row in {len(poisoned)}",
         [
             stock.weights,
-            f"steps lost: {stock.num_lost} of {steps}",
-            f"logged loss: {' '.join([show(losses[0]), '...', *map(show, losses[-2:])])}",
-            f"held-out loss: {show(measure_loss(stock.trainer, seed))}",
+            stock.lost,
+            f"logged loss: {' '.join([format_number(losses[0]), '...', *map(format_number, losses[-2:])])}",
+            f"held-out loss: {format_number(measure_loss(stock.trainer, seed))}",
         ],
         [
             guarded_run.weights,
-            f"steps lost: {guarded_run.num_lost} of {steps}",
-            f"held-out loss: {show(measure_loss(guarded_run.trainer, seed))} (on healthy data: "
-            f"{show(measure_loss(fine.trainer, seed))})",
-            f"bit-identical to a run that never saw that batch: {sum(same)} of {len(same)} weight tensors",
-            *_blame(blamed, "cause", "source", "rows"),
+            guarded_run.lost,
+            f"held-out loss: {format_number(measure_loss(guarded_run.trainer, seed))} (on healthy data: "
+            f"{format_number(measure_loss(fine.trainer, seed))})",
+            f"bit-identical to a run without that batch: {sum(same)} of {len(same)} weight tensors",
+            *_format_culprit(event, "cause", "source", "rows"),
         ],
         guarded_run.evidence,
     )
 
 
-def play_bad_sampling(stage: ScenarioRunner) -> Scenario:
-    """Scores that are NaN when a token is drawn end stock GRPO; the guarded one leaves that completion out."""
+def run_bad_sampling(runner: ScenarioRunner) -> Scenario:
+    """Scores that are NaN when a token is sampled end stock GRPO; the guarded run drops that completion."""
     bad_step = SAMPLING_STEPS // 3
-    stage.tell(
-        f"GRPO that samples from NaN. A model that has seen a few sums learns them by rewards; at step {bad_step} of {SAMPLING_STEPS} the scores of "
-        "one completion are NaN when its tokens are drawn."
+    runner.announce(
+        f"GRPO that samples from NaN. A small model learns sums from rewards. At step {bad_step} of {SAMPLING_STEPS} the "
+        "scores of one completion are NaN when its tokens are sampled."
     )
 
-    def build(guard: bool, folder: Path, watch: Watch) -> Any:
+    def build(guard: bool, folder: Path, reporter: StepReporter) -> Any:
         args = GRPOConfig(
             output_dir=str(folder), max_steps=SAMPLING_STEPS, per_device_train_batch_size=8 * GROUP, num_generations=GROUP,
             gradient_accumulation_steps=1, max_completion_length=3, learning_rate=3e-3, lr_scheduler_type="constant",
             logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, bf16=False,
-            gradient_checkpointing=False, dataloader_pin_memory=False, seed=stage.seed,
+            gradient_checkpointing=False, dataloader_pin_memory=False, seed=runner.seed,
         )  # fmt: skip
         trainer = (guarded(GRPOTrainer) if guard else GRPOTrainer)(
-            arithmetic.build_beginner(stage.seed), reward_funcs=arithmetic.reward_sum, args=args, callbacks=[watch],
-            train_dataset=arithmetic.build_prompts(512, stage.seed), processing_class=arithmetic.build_tokenizer(),
+            arithmetic.build_beginner(runner.seed), reward_funcs=arithmetic.reward_sum, args=args, callbacks=[reporter],
+            train_dataset=arithmetic.build_prompts(512, runner.seed), processing_class=arithmetic.build_tokenizer(),
         )  # fmt: skip
         blank_scores(trainer.model, bad_step)
         return trainer
 
-    stock = stage.run("stock GRPO", "grpo-stock", SAMPLING_STEPS, partial(build, False), "reward")
-    guarded_run = stage.run("guarded GRPO", "grpo-guarded", SAMPLING_STEPS, partial(build, True), "reward")
+    stock = runner.run("stock GRPO", "grpo-stock", SAMPLING_STEPS, partial(build, False), "reward")
+    guarded_run = runner.run("guarded GRPO", "grpo-guarded", SAMPLING_STEPS, partial(build, True), "reward")
     rewards = [row["reward"] for row in guarded_run.trainer.state.log_history if row.get("reward") is not None]
-    told = guarded_run.find_event("logits_nonfinite")
+    events = [event for event in guarded_run.outcome.events if event["signal"] == "logits_nonfinite"][:1]
     return Scenario(
         "GRPO that samples from NaN",
         [stock.end],
         [
             f"{guarded_run.end}, mean reward {sum(rewards[:5]) / 5:.2f} -> {sum(rewards[-5:]) / 5:.2f}",
-            *([] if told is None else [f"told: {told['signal']}, {told['action']}; that completion teaches nothing"]),
+            *(f"event: {event['signal']}, {event['action']}; that completion is not trained on" for event in events),
         ],
         guarded_run.evidence,
     )
 
 
 class SpoilMoment(TrainerCallback):
-    """Writes a NaN into Adam's memory of one word after a step, as a damaged optimizer file would bring it along."""
+    """Writes a NaN into Adam's exp_avg of one word after a step, as a damaged optimizer file would."""
 
     def __init__(self, word: int, step: int):
         self.word, self.step = word, step
@@ -138,33 +131,34 @@ class SpoilMoment(TrainerCallback):
             optimizer.optimizer.state[model.get_input_embeddings().weight]["exp_avg"][self.word, 0] = torch.nan
 
 
-def play_silence(stage: ScenarioRunner) -> Scenario:
-    """A NaN that neither loss nor gradient ever shows: the stock run saves it, the guarded one does not."""
+def run_silent_nan(runner: ScenarioRunner) -> Scenario:
+    """A NaN that never shows in loss or gradients: the stock run saves it, the guarded run does not."""
     word, bad_step = WORDS.index(str(HIGHEST - 1)), SILENT_STEPS // 2 + SAVE_STEPS // 2
-    stage.tell(
-        f'A silent NaN. After step {bad_step} of {SILENT_STEPS}, Adam\'s memory of the word "{WORDS[word]}" holds a NaN. No batch '
-        f"uses that word, so loss and gradients stay finite. A checkpoint is saved every {SAVE_STEPS} steps."
+    runner.announce(
+        f'A silent NaN. After step {bad_step} of {SILENT_STEPS}, Adam\'s exp_avg of the word "{WORDS[word]}" contains a NaN. No '
+        f"batch uses that word, so loss and gradients stay finite. A checkpoint is saved every {SAVE_STEPS} steps."
     )
-    rows = build_rows(build_tokenizer(), SILENT_STEPS * BATCH_SIZE, stage.seed)
+    rows = build_rows(build_tokenizer(), SILENT_STEPS * BATCH_SIZE, runner.seed)
 
-    def build(guard: GuardArguments | None, folder: Path, watch: Watch) -> Any:
+    def build(guard: GuardArguments | None, folder: Path, reporter: StepReporter) -> Any:
         options: dict[str, Any] = {"save_strategy": "steps", "save_steps": SAVE_STEPS, "save_only_model": True}
-        trainer = build_trainer(rows, folder, stage.seed, guard, watch, **options)
+        trainer = build_trainer(rows, runner.seed, guard, folder, reporter, **options)
         trainer.add_callback(SpoilMoment(word, bad_step))
         return trainer
 
-    stock = stage.run("stock", "silent-stock", SILENT_STEPS, partial(build, None))
-    guarded_run = stage.run("guarded", "silent-guarded", SILENT_STEPS, partial(build, GuardArguments()))
+    stock = runner.run("stock", "silent-stock", SILENT_STEPS, partial(build, None))
+    guarded_run = runner.run("guarded", "silent-guarded", SILENT_STEPS, partial(build, GuardArguments()))
+    event = guarded_run.find_event("param_nonfinite", "optimizer_nonfinite")
     return Scenario(
         "a silent NaN in Adam",
         [
-            f"{stock.end}, last logged loss {show(stock.outcome.losses[-1])}, as if nothing were wrong",
+            f"{stock.end}, last logged loss {format_number(stock.outcome.losses[-1])}, which looks healthy",
             stock.weights,
             stock.saved,
         ],
         [
             guarded_run.end,
-            *_blame(guarded_run.find_event("param_nonfinite", "optimizer_nonfinite"), "cause", "parameter", "rows"),
+            *_format_culprit(event, "cause", "parameter", "rows"),
             guarded_run.saved,
         ],
         guarded_run.evidence,
@@ -172,7 +166,7 @@ def play_silence(stage: ScenarioRunner) -> Scenario:
 
 
 class GrowingTrainer(AnswerTrainer):
-    """A trainer whose last MLP puts out twice as much every few steps."""
+    """A trainer whose last MLP doubles its output every few steps."""
 
     def training_step(self, *args, **kwargs):
         model: Any = self.model
@@ -184,45 +178,40 @@ class GrowingTrainer(AnswerTrainer):
         return super().training_step(*args, **kwargs)
 
 
-def play_overflow(stage: ScenarioRunner) -> Scenario:
-    """A float16 layer that grows until it overflows: announced before, contained when it comes."""
-    stage.tell(
-        f"An overflow to come. In a float16 model the last MLP puts out twice as much every {DOUBLING_STEPS} steps; float16 ends at "
-        "65,504."
+def run_overflow(runner: ScenarioRunner) -> Scenario:
+    """A float16 layer that grows until it overflows: predicted in advance, contained when it happens."""
+    runner.announce(
+        f"A float16 overflow. The last MLP of a float16 model doubles its output every {DOUBLING_STEPS} steps; the largest "
+        "float16 number is 65,504."
     )
-    rows = build_rows(build_tokenizer(), GROWING_STEPS * BATCH_SIZE, stage.seed)
-    guard = GuardArguments(nanguard_activation_steps=2, nanguard_max_bad_steps=3)
+    rows = build_rows(build_tokenizer(), GROWING_STEPS * BATCH_SIZE, runner.seed)
 
-    def build(settings: GuardArguments | None, folder: Path, watch: Watch) -> Any:
-        options: dict[str, Any] = {
-            "trainer_class": GrowingTrainer,
-            "dtype": torch.float16,
-            "optim": "sgd",
-            "learning_rate": 1e-2,
-        }
-        return build_trainer(rows, folder, stage.seed, settings, watch, **options)
+    def run(name: str, guard: GuardArguments | None) -> Run:
+        options: dict[str, Any] = {"dtype": torch.float16, "optim": "sgd", "learning_rate": 1e-2}
+        build = partial(build_trainer, rows, runner.seed, guard, trainer_class=GrowingTrainer, **options)
+        return runner.run(f"{name} float16", f"overflow-{name}", GROWING_STEPS, build)
 
-    stock = stage.run("stock float16", "overflow-stock", GROWING_STEPS, partial(build, None))
-    guarded_run = stage.run("guarded float16", "overflow-guarded", GROWING_STEPS, partial(build, guard))
+    stock = run("stock", None)
+    guarded_run = run("guarded", GuardArguments(nanguard_activation_steps=2, nanguard_max_bad_steps=3))
     forecast = guarded_run.find_event("activation_headroom")
     broken = guarded_run.find_event("loss_nonfinite", "grad_nonfinite")
-    told = []
+    prediction = []
     if forecast is not None and broken is not None:
-        module, foretold = forecast["culprit"]["module"], forecast["values"]["overflow_step"]
-        told = [
-            f"announced at step {forecast['step']} for step {foretold}, in {module}; it came at step {broken['step']}"
+        module, step = forecast["culprit"]["module"], forecast["values"]["overflow_step"]
+        prediction = [
+            f"predicted at step {forecast['step']} for step {step}, in {module}; it happened at step {broken['step']}"
         ]
     return Scenario(
         "a float16 overflow",
-        [stock.weights, f"logged loss: {' '.join(['...', *map(show, stock.outcome.losses[-2:])])}"],
+        [stock.weights, f"logged loss: {' '.join(['...', *map(format_number, stock.outcome.losses[-2:])])}"],
         [
             guarded_run.weights,
-            *told,
-            *_blame(broken, "cause", "module"),
+            *prediction,
+            *_format_culprit(broken, "cause", "module"),
             f"{guarded_run.end}; {guarded_run.saved}",
         ],
         guarded_run.evidence,
     )
 
 
-ACTS = (play_bad_row, play_bad_sampling, play_silence, play_overflow)
+SCENARIOS = (run_bad_row, run_bad_sampling, run_silent_nan, run_overflow)

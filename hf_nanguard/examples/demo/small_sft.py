@@ -1,47 +1,39 @@
-"""The small SFT run that `nanguard demo` shows: a tiny Llama, a tokenizer and data made in code, one row of it bad.
-
-The fault is a common one. The loss is a mean over the answer of each sample, and one conversation was cut off before
-its answer: all its labels are masked, so its mean is 0 / 0.
-"""
+"""The small SFT run of `nanguard demo`: a tiny Llama, its tokenizer and its data, all built in code."""
 
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
-import transformers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
-from trl import SFTConfig, SFTTrainer
+from trl import SFTConfig
 
 from ...hf.guarded_trainer import guarded
 from ...hf.trainer.arguments import GuardArguments
+from ..compare import format_number
+from ..planted_failures import MASKED, AnswerTrainer, mean_over_answers
 
 BATCH_SIZE = 4
 LOWEST, HIGHEST = 0, 54
-MASKED = -100
 WORDS = ("<pad>", "<eos>", "<unk>", "count", "on", "from", *map(str, range(LOWEST, HIGHEST)))
 
 Row = dict[str, list[int]]
-# Called with the number of steps done, a few words about them, and whether these are the last.
-Report = Callable[[int, str, bool], None]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer of a few words and numbers."""
+    """Returns a tokenizer with a few words and numbers."""
     tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
 
 
 def build_rows(tokenizer: PreTrainedTokenizerFast, num_rows: int, seed: int) -> list[Row]:
-    """Returns tokenised questions and answers; only the answer is to be learned. The largest number is in none."""
+    """Returns tokenized questions and answers; questions are masked. No row contains the largest number."""
     draw = random.Random(seed)
     rows = []
     for _ in range(num_rows):
@@ -54,7 +46,7 @@ def build_rows(tokenizer: PreTrainedTokenizerFast, num_rows: int, seed: int) -> 
 
 
 def cut_off(row: Row) -> Row:
-    """Returns the row without its answer: no label is left in it."""
+    """Returns the row without its answer, so that all its labels are masked."""
     length = row["labels"].count(MASKED)
     return {name: values[:length] for name, values in row.items()}
 
@@ -70,34 +62,17 @@ def build_model(seed: int, dtype: torch.dtype = torch.float32) -> LlamaForCausal
     return LlamaForCausalLM(config).to(dtype)  # type: ignore[arg-type] # its own signature takes it
 
 
-def mean_over_answers(logits: Tensor, labels: Tensor) -> Tensor:
-    """Returns the mean over samples of each sample's masked mean token loss. For a sample without labels it is 0 / 0."""
-    targets = labels[:, 1:]
-    mask = targets != MASKED
-    log_probs = logits[:, :-1].log_softmax(-1).gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return -((log_probs * mask).sum(1) / mask.sum(1)).mean()
-
-
-class AnswerTrainer(SFTTrainer):
-    """A trainer as people write them: SFT with a loss of one's own."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        outputs = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"])
-        loss = mean_over_answers(outputs.logits, inputs["labels"])
-        return (loss, outputs) if return_outputs else loss
-
-
-class Watch(TrainerCallback):
-    """Counts the steps that did not bring the weights forward, and reports progress.
+class StepReporter(TrainerCallback):
+    """Counts the steps without progress of the weights, and reports every logged step.
 
     Args:
         report (`Callable`):
-            Called after every step.
+            Called with the number of steps, a short text, and whether it is the last.
         figure (`str`, *optional*, defaults to `"loss"`):
-            What to report, of what is logged.
+            The logged figure to report.
     """
 
-    def __init__(self, report: Report, figure: str = "loss"):
+    def __init__(self, report: Callable[[int, str, bool], None], figure: str = "loss"):
         self.report = report
         self.figure = figure
         self.num_lost = 0
@@ -112,39 +87,32 @@ class Watch(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:
-            self.report(state.global_step, f"logged {self.figure} {show(logs.get(self.figure))}", False)
-
-
-def show(value: Any) -> str:
-    """Returns a figure in two digits."""
-    return f"{value:.2f}" if isinstance(value, float) and value - value == 0.0 and value else str(value)
+            self.report(state.global_step, f"logged {self.figure} {format_number(logs.get(self.figure))}", False)
 
 
 def build_trainer(
     rows: list[Row],
-    folder: Path,
     seed: int,
     guard: GuardArguments | None,
-    watch: Watch,
+    folder: Path,
+    reporter: StepReporter,
     trainer_class: type = AnswerTrainer,
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Any:
-    """Returns a trainer that goes once over `rows` in their order.
+    """Returns a trainer for one epoch over `rows` in their order.
 
     Args:
-        rows (`list`):
-            The data.
-        folder (`Path`), seed (`int`), dtype (`torch.dtype`):
-            Where to, of what, and in which type.
+        rows (`list`), seed (`int`):
+            The data and the seed.
         guard (`GuardArguments`, *optional*):
-            The guard's settings; a stock trainer without.
-        watch (`Watch`):
-            Sees every step.
-        trainer_class (`type`):
-            The stock class.
+            The guard's settings; `None` for a stock trainer.
+        folder (`Path`), reporter (`StepReporter`):
+            The output folder and a callback.
+        trainer_class (`type`), dtype (`torch.dtype`):
+            The stock class, and the type of the weights.
         options (`Any`):
-            More arguments of the training.
+            More training arguments.
     """
     arguments = {
         "num_train_epochs": 1, "per_device_train_batch_size": BATCH_SIZE, "learning_rate": 5e-3,
@@ -155,32 +123,14 @@ def build_trainer(
     args = SFTConfig(output_dir=str(folder), **{**arguments, **options})
     parts = {
         "model": build_model(seed, dtype), "args": args, "train_dataset": datasets.Dataset.from_list(rows),
-        "processing_class": build_tokenizer(), "callbacks": [watch],
+        "processing_class": build_tokenizer(), "callbacks": [reporter],
     }  # fmt: skip
     return trainer_class(**parts) if guard is None else guarded(trainer_class)(guard=guard, **parts)
 
 
 @torch.no_grad()
 def measure_loss(trainer: Any, seed: int) -> float:
-    """Returns the loss of a trained model on rows that it has not seen."""
+    """Returns the loss of a trained model on rows that it was not trained on."""
     held_out = trainer.data_collator(build_rows(trainer.processing_class, 64, seed + 1))
     logits = trainer.model.eval()(held_out["input_ids"], attention_mask=held_out["attention_mask"]).logits
     return mean_over_answers(logits, held_out["labels"]).item()
-
-
-@contextmanager
-def quiet_hosts() -> Iterator[None]:
-    """Keeps banners and progress bars of the host libraries off the screen."""
-    level = transformers.utils.logging.get_verbosity()
-    transformers.utils.logging.set_verbosity_error()
-    bars, shards = datasets.is_progress_bar_enabled(), transformers.utils.logging.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers.utils.logging.set_verbosity(level)
-        if bars:
-            datasets.enable_progress_bars()
-        if shards:
-            transformers.utils.logging.enable_progress_bar()

@@ -1,4 +1,4 @@
-"""What recipes on the plain `Trainer` share: one field report each, run stock and guarded on a planted failure."""
+"""Shared by recipes on the plain `Trainer`, each of which reproduces a field report with and without the guard."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ...errors import ArgumentError
 from ..compare import Outcome
-from .command_line import one_sentence
+from .command_line import is_local_first
 
 COMMON = {
     "max_grad_norm": 0.5,
@@ -21,24 +22,26 @@ COMMON = {
 
 @dataclass
 class CaseArguments:
-    """What such a recipe takes beside the guarded training arguments; it adds its own `plant`."""
+    """Arguments of every such recipe besides the guarded training arguments; a recipe adds its own `plant`."""
 
-    compare: bool = field(default=True, metadata={"help": "Run stock and guarded; false trains guarded only."})
+    compare: bool = field(default=True, metadata={"help": "Run stock and guarded; false runs guarded only."})
 
 
 def check_rows(num_rows: int, bad_row: int) -> None:
-    """Complains if there are too few rows for the planted one."""
+    """Raises if there are too few rows to contain the planted one."""
     if num_rows <= bad_row:
         raise ValueError(f"--num_rows must be more than {bad_row}, got {num_rows}.")
 
 
-def exit_code(run: Callable[[Sequence[str] | None], list[Outcome]], argv: Sequence[str] | None) -> int:
-    """Runs a recipe and returns 0 if the guarded run, its last, is sound, else 1, or 130 for Ctrl-C; bad arguments end the
-    process with 2."""
+def exit_code(run: Callable[[Sequence[str] | None], list[Outcome]], argv: Sequence[str] | None = None) -> int:
+    """Runs a recipe and returns its exit code: 0 if the guarded run, its last, succeeded, 1 if it did not, 2 for bad
+    arguments, 130 for Ctrl-C."""
     try:
-        with one_sentence():
-            outcomes = run(argv)
+        return 0 if run(argv)[-1].is_sound else 1
+    except ArgumentError as error:
+        if is_local_first():
+            print(error, file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         return 130
-    return 0 if outcomes[-1].is_sound else 1

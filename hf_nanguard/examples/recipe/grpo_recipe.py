@@ -1,18 +1,20 @@
-"""Reinforcement learning as a recipe: a model, prompts and rewards of the user's, or sums and a small Llama."""
+"""Reinforcement learning as a recipe: the user's model, prompts and rewards, or a small Llama that learns sums."""
 
 import os
 import re
 import sys
 from collections.abc import Callable
-from functools import partial
 from importlib import import_module
 from typing import Any
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import GRPOTrainer, rewards
 from trl.scripts.grpo import GRPOScriptArguments
 
 from ...errors import ArgumentError
 from ...hf.guarded_grpo import GuardedGRPOConfig, GuardedGRPOTrainer
+from ...plain_text import printable
+from ..compare import Figures
 from ..planted_failures import blank_scores, find_third
 from ..tasks import sums as arithmetic
 from .base_recipe import Failure, Recipe, find_form
@@ -20,7 +22,7 @@ from .recipe_parser import RecipeArguments, RecipeKind
 from .user_data import load_data
 
 NUM_ROWS = 512
-SHARE = 10  # of the logged rows at each end
+SHARE = 10  # the mean reward at each end is over a tenth of the logged rows
 COMMON = {"output_dir": "runs/grpo", "dataloader_pin_memory": False, "gradient_checkpointing": False}
 NAMED = {
     "accuracy_reward": rewards.accuracy_reward,
@@ -48,53 +50,49 @@ class GRPORecipe(Recipe):
     )  # fmt: skip
     trainer_class = GuardedGRPOTrainer
 
-    def make_model(self, seed: int, tokenizer: Any) -> Callable[[], Any]:
-        return partial(arithmetic.build_beginner, seed, find_form(tokenizer))
+    def build_model(self, seed: int) -> PreTrainedModel:
+        return arithmetic.build_beginner(seed, "conversational")
 
-    def make_task(self, tokenizer: Any, seed: int, plan: RecipeArguments) -> dict[str, Any]:
-        script = plan.script
-        find_rewards(plan)  # a name that nobody knows is told before that there is no data
+    def build_task(self, tokenizer: PreTrainedTokenizerBase, arguments: RecipeArguments) -> dict[str, Any]:
+        script: Any = arguments.script
+        find_rewards(script)  # an unknown name is reported before missing data
         for flag, named in {
-            "--reward_funcs": " ".join(script.reward_funcs or ()),  # type: ignore[attr-defined]
-            "--reward_model_name_or_path": script.reward_model_name_or_path,  # type: ignore[attr-defined]
+            "--reward_funcs": " ".join(script.reward_funcs or ()),
+            "--reward_model_name_or_path": script.reward_model_name_or_path,
         }.items():
             if named:
                 raise ArgumentError(
-                    f"{flag} must come with --dataset_name, got {named!r} alone. The embedded sums have their own reward."
+                    f"{flag} must come with --dataset_name, got {named!r} alone. The built-in sums have their own reward."
                 )
-        rows = arithmetic.build_prompts(NUM_ROWS, seed, form=find_form(tokenizer))
-        reward = arithmetic.reward_sum if plan.embedded_model else build_reward(tokenizer)
+        rows = arithmetic.build_prompts(NUM_ROWS, arguments.training.seed, form=find_form(tokenizer))
+        reward = arithmetic.reward_sum if arguments.embedded_model else build_reward(tokenizer)
         return {"train_dataset": rows, "reward_funcs": reward}
 
-    def load_task(self, plan: RecipeArguments) -> dict[str, Any]:
-        named = find_rewards(plan)
+    def load_task(self, arguments: RecipeArguments) -> dict[str, Any]:
+        named = find_rewards(arguments.script)
         if not named:
             raise ArgumentError(
-                f"--reward_funcs must be given with a dataset, got --dataset_name {plan.script.dataset_name!r} alone. "
+                f"--reward_funcs must be given with a dataset, got --dataset_name {arguments.script.dataset_name!r} alone. "
                 "Give my_module.my_reward, or --reward_model_name_or_path."
             )
-        train, test = load_data(plan, (["prompt"],))
+        train, test = load_data(arguments, (["prompt"],))
         return {"train_dataset": train, "eval_dataset": test, "reward_funcs": named}
 
-    def measure(self, trainer: Any, plan: RecipeArguments) -> dict[str, float | str]:
-        return measure(trainer)
+    def measure(self, trainer: Any, arguments: RecipeArguments) -> Figures:
+        return measure_rewards(trainer, "reward, " if arguments.flags.compare else "")
 
-    def tell(self, figures: dict[str, float | str], plan: RecipeArguments) -> str:
-        told = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
-        return f"mean reward: {told}" if told else ""
+    def format_figures(self, figures: Figures, arguments: RecipeArguments) -> str:
+        text = ", ".join(f"{name} {value:.3f}" for name, value in figures.items())
+        return f"mean reward: {text}" if text else ""
 
-    def measure_planted(self, trainer: Any, plan: RecipeArguments) -> dict[str, float | str]:
-        return {f"reward, {name}": value for name, value in measure(trainer).items()}
-
-    def plan_failure(self, plan: RecipeArguments) -> Failure:
+    def find_failure(self, arguments: RecipeArguments) -> Failure:
         """Returns a generation in which the scores of one completion are NaN."""
-        args = plan.training
+        args = arguments.training
         steps = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
         generation = find_third(int(args.max_steps / steps))
         return Failure(
-            f"Planted: in generation {generation} the scores of one completion are NaN when its tokens are drawn.",
+            f"Planted: in generation {generation} the scores of one completion are NaN when its tokens are sampled.",
             GRPOTrainer,
-            GuardedGRPOTrainer,
             lambda trainer: blank_scores(trainer.accelerator.unwrap_model(trainer.model), generation),
         )
 
@@ -102,25 +100,25 @@ class GRPORecipe(Recipe):
 RECIPE = GRPORecipe()
 
 
-def build_reward(tokenizer: Any) -> Callable[..., list[float]]:
-    """Returns the reward of the sums for a model that may say more than a number: its last one counts."""
+def build_reward(tokenizer: PreTrainedTokenizerBase) -> Callable[..., list[float]]:
+    """Returns the reward of the sums for a model that may answer in a sentence: its last number counts."""
 
     def reward_sum(completions: list, completion_ids: list[list[int]], answer: list[str], **kwargs: Any) -> list[float]:
         ended = [tokenizer.eos_token_id in ids for ids in completion_ids]
-        told = [(re.findall(r"\d+", arithmetic.read_answer(said)) or [""])[-1] for said in completions]
-        return [arithmetic.grade(said, right, end) for said, right, end in zip(told, answer, ended, strict=True)]
+        numbers = [(re.findall(r"\d+", arithmetic.read_answer(said)) or [""])[-1] for said in completions]
+        return [arithmetic.grade(*graded) for graded in zip(numbers, answer, ended, strict=True)]
 
     return reward_sum
 
 
-def find_rewards(plan: RecipeArguments) -> list[Any]:
-    """Returns the rewards that were named: a model's, TRL's own by name, or functions by where they are."""
-    model = plan.script.reward_model_name_or_path  # type: ignore[attr-defined]
-    names = plan.script.reward_funcs or ()  # type: ignore[attr-defined]
-    return [*([model] if model else []), *(NAMED[name] if name in NAMED else _import(name) for name in names)]
+def find_rewards(script: Any) -> list[Any]:
+    """Returns the rewards that the user named: a model, TRL's functions by name, or `module.function`."""
+    model = script.reward_model_name_or_path
+    functions = [NAMED[name] if name in NAMED else _import(name) for name in script.reward_funcs or ()]
+    return [model, *functions] if model else functions
 
 
-def _import(name: str) -> Any:
+def _import(name: str) -> Callable[..., Any]:
     module, _, function = name.rpartition(".")
     here = os.getcwd()
     if here not in sys.path:
@@ -132,16 +130,16 @@ def _import(name: str) -> Any:
         return found
     except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
         raise ArgumentError(
-            f"--reward_funcs must be {', '.join(NAMED)} or module.function that can be imported from {here}, got {name!r} "
-            f"({error})."
+            f"--reward_funcs must be {', '.join(NAMED)} or a module.function that can be imported from {here}, got "
+            f"{name!r} ({printable(str(error))})."
         ) from error
 
 
-def measure(trainer: Any) -> dict[str, float | str]:
+def measure_rewards(trainer: Any, prefix: str = "") -> Figures:
     """Returns the mean reward at the beginning and at the end of a run, each over a tenth of it."""
-    told = [row["reward"] for row in trainer.state.log_history if row.get("reward") is not None]
-    told = [reward for reward in told if reward == reward]  # NaN: no completion of the row could be scored
-    if not told:
+    rewards = [row["reward"] for row in trainer.state.log_history if row.get("reward") is not None]
+    rewards = [reward for reward in rewards if reward == reward]  # NaN if no completion of the row could be scored
+    if not rewards:
         return {}
-    num = max(len(told) // SHARE, 1)
-    return {"first": sum(told[:num]) / num, "last": sum(told[-num:]) / num}
+    num = max(len(rewards) // SHARE, 1)
+    return {f"{prefix}first": sum(rewards[:num]) / num, f"{prefix}last": sum(rewards[-num:]) / num}

@@ -1,6 +1,6 @@
-"""Presets: files of arguments that were found to hold, by the kind of training and a name.
+"""Presets: YAML files with arguments that work for a kind of training.
 
-They are `configs/<kind>/<name>.yaml` in a clone and ship inside the package in a wheel.
+They are `configs/<kind>/<name>.yaml` in a clone; a wheel has them inside the package.
 """
 
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from ...errors import ArgumentError
+from ...plain_text import printable
 
 PACKAGE = Path(__file__).parents[2]
 
@@ -24,37 +25,43 @@ def list_presets(kind: str) -> list[str]:
     return sorted(path.stem for path in (find_configs() / kind).glob("*.yaml"))
 
 
-def read_preset(kind: str, name: str) -> dict[str, Any]:
-    """Returns the arguments of a preset by name.
+def read_preset(kind: str, name: str | None) -> dict[str, Any]:
+    """Returns the arguments of a preset; none without a name.
 
     Args:
         kind (`str`):
             The kind of training.
-        name (`str`):
+        name (`str`, *optional*):
             `balanced` or `ultra_conservative`.
 
     Raises:
         `ArgumentError`: there is no such preset.
     """
+    if name is None:
+        return {}
     known = list_presets(kind)
     if name not in known:
         raise ArgumentError(
-            f"--preset must be one of {', '.join(known)}, got {name!r}. For a file of your own use --config."
+            f"--preset must be one of {', '.join(known)}, got {name!r}. Use --config for your own file."
         )
-    return read_yaml(str(find_configs() / kind / f"{name}.yaml"), "--preset")
+    return read_yaml(str(find_configs() / kind / f"{name}.yaml"))
 
 
-def read_yaml(path: str, flag: str = "--config") -> dict[str, Any]:
-    """Returns the names and values of a YAML file, or complains about it under the name of its flag."""
+def read_yaml(path: str) -> dict[str, Any]:
+    """Returns the names and values of a YAML file.
+
+    Raises:
+        `ArgumentError`: the file cannot be read, or contains something else.
+    """
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ArgumentError(f"{flag} must be a YAML file that can be read, got {path!r} ({reason}).") from error
+        raise ArgumentError(f"--config must be a readable YAML file, got {path!r} ({reason}).") from error
     except yaml.YAMLError as error:
-        raise ArgumentError(f"{flag} must be a YAML file, got {path!r} ({' '.join(str(error).split())}).") from error
+        raise ArgumentError(f"--config must be a YAML file, got {path!r} ({printable(str(error))}).") from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ArgumentError(
-            f"{flag} must be a YAML file of names and values, got {path!r}. For example learning_rate: 1.0e-5."
+            f"--config must be a YAML file of names and values, got {path!r}. For example learning_rate: 1.0e-5."
         )
     return content

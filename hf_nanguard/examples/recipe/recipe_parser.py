@@ -1,40 +1,38 @@
-"""The command line of the recipes: TRL's own flags and YAML files, with presets below them.
+"""The command line of `nanguard sft` and `nanguard grpo`: TRL's flags and YAML files, with presets below them.
 
-Which value holds: a flag, else the file of `--config`, else the preset, else what the embedded task needs, else TRL's default.
-One exception: the embedded model knows next to nothing, where a preset's learning rate, meant for pretrained models, would
-teach it nothing in a minute; it keeps its own unless a flag or the file says otherwise.
+Precedence, highest first: flag, file of `--config`, preset, defaults of the built-in task, TRL's default. One exception:
+the built-in model is untrained, and a preset's learning rate is too low for it. It keeps its own unless a flag or the
+file sets one.
 """
 
-import argparse
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from transformers.utils import is_torch_bf16_gpu_available
-from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, TrlParser
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 from ...errors import ArgumentError
 from .command_line import RecipeParser
-from .presets import read_preset, read_yaml
+from .presets import read_preset
 
-OWN_OF_EMBEDDED = ("learning_rate",)
+KEPT = ("learning_rate",)  # arguments of the built-in model that a preset does not change
 PRECISIONS = ("bf16", "fp16")
 
 
 @dataclass
 class RecipeFlags:
-    """What a recipe takes besides the arguments of TRL's scripts."""
+    """Flags of a recipe besides those of TRL's scripts."""
 
-    preset: str | None = field(default=None, metadata={"help": "balanced or ultra_conservative: arguments that hold."})
+    preset: str | None = field(default=None, metadata={"help": "Arguments that work: balanced or ultra_conservative."})
     compare: bool = field(
         default=False,
-        metadata={"help": "Plant a failure, run stock and guarded on it, below --output_dir, and print both."},
+        metadata={"help": "Plant a failure, run stock and guarded, below --output_dir, and print both outcomes."},
     )
     json: bool = field(
         default=False,
-        metadata={"help": "Print what came of it as one JSON object, and everything else on standard error."},
+        metadata={"help": "Print the result as one JSON object, and everything else on standard error."},
     )
 
 
@@ -44,13 +42,13 @@ class RecipeKind:
 
     Args:
         name (`str`):
-            Of its command and its presets.
+            Name of its command and its presets.
         script (`type`), training (`type`):
-            Dataclasses of its script's and its trainer's arguments.
+            Dataclasses of the arguments of its script and its trainer.
         embedded (`Mapping`):
-            Arguments when there is neither a model nor data, for a small model that knows nothing.
+            Defaults when neither a model nor data is given, for the small built-in model.
         task (`Mapping`):
-            Arguments when there is a model, but no data.
+            Defaults when a model is given, but no data.
     """
 
     name: str
@@ -62,9 +60,9 @@ class RecipeKind:
 
 @dataclass
 class RecipeArguments:
-    """A parsed command line: TRL's own objects, what is to be made in code, and what should be said about it."""
+    """A parsed command line: TRL's own objects, whether model and data are the built-in ones, and notes to print."""
 
-    recipe: RecipeFlags
+    flags: RecipeFlags
     script: ScriptArguments
     training: Any
     model: ModelConfig
@@ -74,83 +72,53 @@ class RecipeArguments:
     notes: list[str]
 
 
-class DialectParser(RecipeParser, TrlParser):
-    """TRL's parser, as strict as that of every recipe."""
-
-    help_flag = "--help_all"
-
-
-def build_parser(kind: RecipeKind) -> DialectParser:
+def build_parser(kind: RecipeKind) -> RecipeParser:
     """Returns the parser of all flags of a kind."""
-    types: Any = (RecipeFlags, kind.script, kind.training, ModelConfig, DatasetMixtureConfig)
-    return DialectParser(types, prog=f"nanguard {kind.name}", allow_abbrev=False)
+    types = (RecipeFlags, kind.script, kind.training, ModelConfig, DatasetMixtureConfig)
+    return RecipeParser(types, "--help_all", prog=f"nanguard {kind.name}")
 
 
 def parse(words: Sequence[str], kind: RecipeKind) -> RecipeArguments:
-    """Returns what a command line asks for.
+    """Returns the arguments of a command line.
 
     Raises:
-        `ArgumentError`: an unknown flag, name in a file or preset, or a value that cannot be.
+        `ArgumentError`: an unknown flag, name in a file or preset, or a bad value.
     """
     parser = build_parser(kind)
-    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    before.error = parser.error  # type: ignore[method-assign]
-    before.add_argument("--config")
-    found, rest = before.parse_known_args(list(words))
-    config = {} if found.config is None else read_yaml(found.config)
-    _set_environment(config.pop("env", {}), found.config)
-    parser.set_layer(config, f"--config {found.config}")
-    return _layer(parser, rest, kind, parser.read_flags(rest), config)
-
-
-def _layer(
-    parser: DialectParser, words: list[str], kind: RecipeKind, given: argparse.Namespace, config: dict[str, Any]
-) -> RecipeArguments:
-    """Puts the layers below the flags on top of each other and parses again."""
+    given, config = parser.read_config(words)
+    chosen = {*config, *(word.split("=")[0].lstrip("-").replace("-", "_") for word in words if word.startswith("--"))}
     no_data = given.dataset_name is None and not given.datasets  # an empty name is a mistake
     no_model = given.model_name_or_path is None
     if no_model and not no_data:
         named = "datasets" if given.datasets else f"--dataset_name {given.dataset_name!r}"
         raise ArgumentError(
-            f"--model_name_or_path must be given with a dataset, got {named} alone. Leave out both for the embedded task."
+            f"--model_name_or_path must be given with a dataset, got {named} alone. Leave out both for the built-in task."
         )
-    family = "lora" if kind.name == "sft" and given.use_peft else kind.name
     device, notes = find_precision()
-    preset = {**({} if given.preset is None else read_preset(family, given.preset)), **device}
-    if any(name in config or _is_given(name, words) for name in PRECISIONS):  # one that is given rules the other out
+    preset = {**read_preset("lora" if kind.name == "sft" and given.use_peft else kind.name, given.preset), **device}
+    if chosen & set(PRECISIONS):  # a given precision replaces the other one too
         preset = {name: value for name, value in preset.items() if name not in PRECISIONS}
         notes = []
-    base = dict(kind.embedded) if no_model else dict(kind.task) if no_data else {}
-    own = {name: base[name] for name in OWN_OF_EMBEDDED if no_model and name in base}
+    base = kind.embedded if no_model else kind.task if no_data else {}
+    kept = {name: base[name] for name in KEPT if no_model}
     notes += [
-        f"the embedded model knows next to nothing, so it keeps its {name} of {value}; the preset's {preset[name]} is "
-        f"for pretrained models. --{name} sets another."
-        for name, value in own.items()
-        if name in preset and name not in config and not _is_given(name, words)
+        f"the built-in model is untrained, so it keeps its {name} of {value}; the preset's {preset[name]} is for "
+        f"pretrained models. Set another with --{name}."
+        for name, value in kept.items()
+        if name in preset and name not in chosen
     ]
     if given.datasets and given.dataset_name is not None:
-        notes.append(f"datasets is used, so --dataset_name {given.dataset_name} is not.")
-    parser.set_layer({**base, **preset, **own, **config}, f"--preset {given.preset}")
-    recipe, script, training, model, mixture, *_ = parser.parse_all(words)
-    return RecipeArguments(recipe, script, training, model, mixture, no_model, no_data, notes)
+        notes.append(f"--dataset_name {given.dataset_name} is ignored because datasets is given.")
+    parser.set_layer({**base, **preset, **kept, **config}, f"--preset {given.preset}")
+    flags, script, training, model, mixture = parser.parse_all(words)
+    return RecipeArguments(flags, script, training, model, mixture, no_model, no_data, notes)
 
 
 def find_precision() -> tuple[dict[str, Any], list[str]]:
-    """Returns what the device asks for below the flags, where TRL and the presets would take bfloat16, and notes on it."""
+    """Returns arguments for devices without bfloat16, which TRL and the presets use by default, and notes about them."""
     if not torch.accelerator.is_available():
         return {"use_cpu": True}, []  # without it the host refuses bfloat16 on a CPU
     if is_torch_bf16_gpu_available():
         return {}, []
-    note = "this device has no bfloat16, so it is float16, with a loss scaler. --fp16 false --bf16 false is float32."
+    note = "this device has no bfloat16, so float16 with a loss scaler is used. For float32: --fp16 false --bf16 false."
     return {"bf16": False, "fp16": True}, [note]
-
-
-def _is_given(name: str, words: Sequence[str]) -> bool:
-    flags = {f"--{name}", f"--{name.replace('_', '-')}"}
-    return any(word.split("=")[0] in flags for word in words)
-
-
-def _set_environment(variables: Any, source: str | None) -> None:
-    if not isinstance(variables, dict):
-        raise ArgumentError(f"{source}: env must be names and values, got {variables!r}.")
-    os.environ.update({str(name): str(value) for name, value in variables.items()})

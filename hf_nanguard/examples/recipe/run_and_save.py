@@ -1,4 +1,4 @@
-"""How a recipe runs its trainer to the end and tells what came of it."""
+"""Builds the trainer of a recipe, trains and saves. Errors about arguments and data become one sentence."""
 
 import signal
 import sys
@@ -11,59 +11,57 @@ from huggingface_hub.errors import HTTPError
 from transformers import TrainerCallback
 
 from ...errors import ArgumentError, NanGuardError
+from ...plain_text import printable
 from .recipe_parser import RecipeArguments
 
-# How host libraries complain about arguments and data: values, packages that are missing, files, rows of another form, the hub.
-COMPLAINTS = (
+# Raised by host libraries for bad arguments and data: values, missing packages, files, columns of another type, the hub.
+INPUT_ERRORS = (
     AttributeError, HTTPError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError, ZeroDivisionError,
 )  # fmt: skip
 
 
-def refuse(trainer_class: type, error: Exception) -> ArgumentError:
-    """Returns what the host complains about in a sentence."""
+def convert_error(trainer_class: type, error: Exception) -> ArgumentError:
+    """Returns an error of a host library about arguments or data as one sentence."""
     kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
     kind = f"the hub: {kind}" if isinstance(error, HTTPError) else kind
     return ArgumentError(
-        f"{trainer_class.__name__} refused its arguments or data: {kind}{' '.join(str(error).split())}"
+        f"{trainer_class.__name__} refused its arguments or data: {kind}{printable(str(error).strip())}"
     )
 
 
 def build(trainer_class: type, **parts: Any) -> Any:
-    """Builds a trainer; what the host refuses about its arguments is told in a sentence."""
+    """Builds a trainer. A model that is a function is built now, for this trainer alone."""
     try:
-        trainer = trainer_class(**parts)
+        model = parts.pop("model")
+        trainer = trainer_class(model=model() if callable(model) else model, **parts)
     except NanGuardError:
         raise
-    except COMPLAINTS as error:
-        raise refuse(trainer_class, error) from error
+    except INPUT_ERRORS as error:
+        raise convert_error(trainer_class, error) from error
     if isinstance(trainer.train_dataset, Sized) and not len(trainer.train_dataset):
         raise ArgumentError(
-            "the training data must have a row with something to learn, got none. If they are cut off before their answers, "
-            "raise --max_length."
+            "the training data must contain a row with labels, got none. If rows are cut off before their answers, raise "
+            "--max_length."
         )
     return trainer
 
 
-class Beginning(TrainerCallback):
-    """Knows which errors are complaints about arguments and data: most before the first step, some in it, none later."""
+class StepWatch(TrainerCallback):
+    """Ends a run between two steps after Ctrl-C, and knows whether an error is about arguments or data.
 
-    def __init__(self) -> None:
-        self.complaints: tuple[type[Exception], ...] = COMPLAINTS
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.complaints = self.complaints and (ValueError,)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.complaints = ()
-
-
-class Interruption(TrainerCallback):
-    """Ctrl-C ends a run between two steps, so that no file is half written; pressed again, at once."""
+    Ctrl-C waits for the end of the step, so that no file is half written; pressed again, it ends the run at once. Most
+    errors before the first step are about arguments or data, a `ValueError` in the first step is, and no later error.
+    """
 
     def __init__(self) -> None:
         self.pressed = False
+        self.input_errors: tuple[type[Exception], ...] = INPUT_ERRORS
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.input_errors = self.input_errors and (ValueError,)
 
     def on_step_end(self, args, state, control, **kwargs):
+        self.input_errors = ()
         self.raise_if_pressed()
 
     def raise_if_pressed(self) -> None:
@@ -72,8 +70,8 @@ class Interruption(TrainerCallback):
             raise KeyboardInterrupt
 
     @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Hears Ctrl-C meanwhile; only a process's main thread can."""
+    def handling_ctrl_c(self) -> Iterator[None]:
+        """Handles Ctrl-C inside the context; only the main thread of a process can."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -87,51 +85,40 @@ class Interruption(TrainerCallback):
         if self.pressed:
             raise KeyboardInterrupt("at once, so a file may be half written")
         self.pressed = True
-        print("nanguard: stopping after this step; Ctrl-C again stops at once.", file=sys.stderr)
+        print("nanguard: stopping after this step; press Ctrl-C again to stop at once.", file=sys.stderr)
 
 
-def train_and_save(trainer: Any, plan: RecipeArguments) -> None:
-    """Trains, and saves the model as TRL's scripts do."""
-    args = plan.training
-    interruption, beginning = Interruption(), Beginning()
-    trainer.add_callback(interruption)
-    trainer.add_callback(beginning)
-    with interruption.listening():
+def train_and_save(trainer: Any, arguments: RecipeArguments) -> None:
+    """Trains, saves the model, and pushes it to the hub if asked to, as TRL's scripts do."""
+    args = arguments.training
+    watch = StepWatch()
+    trainer.add_callback(watch)
+    with watch.handling_ctrl_c():
         try:
             trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
         except NanGuardError:
             raise
-        except COMPLAINTS as error:
-            if not isinstance(error, beginning.complaints):
+        except INPUT_ERRORS as error:
+            if not isinstance(error, watch.input_errors):
                 raise
-            raise refuse(type(trainer), error) from error
+            raise convert_error(type(trainer), error) from error
         if not trainer.state.global_step:
             raise ArgumentError(
-                "the training data must have rows for a step, got too few, so that no step was taken. Lower "
-                "--per_device_train_batch_size, or add rows."
+                "no step was taken because the training data has too few rows. Lower --per_device_train_batch_size, or add "
+                "rows."
             )
         trainer.save_model(args.output_dir)
-    interruption.raise_if_pressed()
+    watch.raise_if_pressed()
     trainer.accelerator.print(f"model: {args.output_dir}")
     if args.push_to_hub:
-        push(trainer, plan)
-
-
-def push(trainer: Any, plan: RecipeArguments) -> None:
-    """Puts the model on the hub; if that fails, it is still in its folder."""
-    try:
-        trainer.push_to_hub(dataset_name=plan.script.dataset_name)
-    except (HTTPError, OSError, ValueError) as error:
-        raise ArgumentError(
-            f"--push_to_hub failed ({' '.join(str(error).split())}). The model is in {plan.training.output_dir}."
-        ) from error
-
-
-def is_whole(trainer: Any) -> bool:
-    """Returns whether this process holds the whole model, so that it can be asked by itself."""
-    return not trainer.is_fsdp_enabled and not trainer.is_deepspeed_enabled
+        try:
+            trainer.push_to_hub(dataset_name=arguments.script.dataset_name)
+        except (HTTPError, OSError, ValueError) as error:
+            raise ArgumentError(
+                f"--push_to_hub failed ({printable(str(error))}). The model is in {args.output_dir}."
+            ) from error
 
 
 def stdout_aside(is_json: bool) -> AbstractContextManager:
-    """Leaves standard output to a JSON object: what hosts, callbacks and reward functions print meanwhile is none."""
+    """Redirects what host libraries, callbacks and reward functions print to standard error if standard output is for JSON."""
     return redirect_stdout(sys.stderr) if is_json else nullcontext()

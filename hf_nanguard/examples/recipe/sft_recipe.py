@@ -1,19 +1,16 @@
-"""Supervised fine-tuning as a recipe: a model and data of the user's, or sums and a small Llama made in code."""
+"""Supervised fine-tuning as a recipe: the user's model and data, or a small Llama that learns sums."""
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from trl import ScriptArguments
 
 from ...hf.guarded_sft import GuardedSFTConfig, GuardedSFTTrainer
-from ...hf.guarded_trainer import guarded
-from ..demo.small_sft import AnswerTrainer
-from ..planted_failures import cut_off_answer, find_third
+from ..compare import Figures
+from ..planted_failures import AnswerTrainer, CutOffAnswer, find_third
 from ..tasks import sums as arithmetic
 from .base_recipe import Failure, Recipe, find_form
 from .recipe_parser import RecipeArguments, RecipeKind
-from .run_and_save import is_whole
 from .user_data import load_data
 
 NUM_ROWS, NUM_ASKED = 1024, 200
@@ -35,55 +32,53 @@ class SFTRecipe(Recipe):
     )  # fmt: skip
     trainer_class = GuardedSFTTrainer
 
-    def make_model(self, seed: int, tokenizer: Any) -> Callable[[], Any]:
-        return partial(arithmetic.build_model, seed)
+    def build_model(self, seed: int) -> PreTrainedModel:
+        return arithmetic.build_model(seed)
 
-    def make_task(self, tokenizer: Any, seed: int, plan: RecipeArguments) -> dict[str, Any]:
+    def build_task(self, tokenizer: PreTrainedTokenizerBase, arguments: RecipeArguments) -> dict[str, Any]:
+        seed = arguments.training.seed
         return {"train_dataset": arithmetic.build_examples(NUM_ROWS, seed, form=find_form(tokenizer))}
 
-    def load_task(self, plan: RecipeArguments) -> dict[str, Any]:
-        forms = (
-            [plan.training.dataset_text_field],
-            ["messages"],
-            ["conversations"],
-            ["prompt", "completion"],
-            ["input_ids"],
-        )
-        train, test = load_data(plan, forms)
+    def load_task(self, arguments: RecipeArguments) -> dict[str, Any]:
+        text = arguments.training.dataset_text_field
+        forms = ([text], ["messages"], ["conversations"], ["prompt", "completion"], ["input_ids"])
+        train, test = load_data(arguments, forms)
         return {"train_dataset": train, "eval_dataset": test}
 
-    def measure(self, trainer: Any, plan: RecipeArguments) -> dict[str, float | str]:
-        """Returns the shares of sums that are answered rightly, and by a number at all."""
-        if not plan.embedded_data or not is_whole(trainer):
-            return {}
+    def measure(self, trainer: Any, arguments: RecipeArguments) -> Figures:
+        """Returns the share of sums answered correctly, and the share answered by a number at all; with `--compare` also
+        the last logged gradient norm."""
+        norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
+        last: Figures = {"last gradient norm": norms[-1]} if norms and arguments.flags.compare else {}
+        is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        if not arguments.embedded_data or is_sharded:
+            return last
         model = trainer.accelerator.unwrap_model(trainer.model)
         rows = arithmetic.build_prompts(NUM_ASKED, trainer.args.seed + 1, form=find_form(trainer.processing_class))
-        said = arithmetic.ask(model, trainer.processing_class, rows)
-        right = sum(text == answer for text, answer in zip(said, rows["answer"], strict=True))
-        return {"accuracy": right / len(said), "answer rate": sum(text.isdecimal() for text in said) / len(said)}
+        answers = arithmetic.ask(model, trainer.processing_class, rows)
+        num_right = sum(answer == right for answer, right in zip(answers, rows["answer"], strict=True))
+        num_numbers = sum(answer.isdecimal() for answer in answers)
+        return {**last, "accuracy": num_right / NUM_ASKED, "answer rate": num_numbers / NUM_ASKED}
 
-    def tell(self, figures: dict[str, float | str], plan: RecipeArguments) -> str:
-        if not plan.embedded_data:
+    def format_figures(self, figures: Figures, arguments: RecipeArguments) -> str:
+        if not arguments.embedded_data:
             return ""
-        told = ", ".join(f"{name} {value:.2f}" for name, value in figures.items())
-        return f"{told} on {NUM_ASKED} sums" if told else "accuracy: not measured, the model is in parts"
+        text = ", ".join(f"{name} {value:.2f}" for name, value in figures.items())
+        return f"{text} on {NUM_ASKED} sums" if text else "accuracy: not measured because the model is sharded"
 
-    def measure_planted(self, trainer: Any, plan: RecipeArguments) -> dict[str, float | str]:
-        """Returns what a field report of this failure looks at: the norm in the log, and whether anything was learned."""
-        norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
-        last: dict[str, float | str] = {"last gradient norm": norms[-1]} if norms else {}
-        return {**last, **self.measure(trainer, plan)}
-
-    def plan_failure(self, plan: RecipeArguments) -> Failure:
+    def find_failure(self, arguments: RecipeArguments) -> Failure:
         """Returns a loss that is a mean over each answer, on data in which one answer is missing."""
-        args = plan.training
+        args = arguments.training
         batch = find_third(args.max_steps) * args.gradient_accumulation_steps
+
+        def plant(trainer: Any) -> None:
+            trainer.data_collator = CutOffAnswer(trainer.data_collator, batch)
+
         return Failure(
-            f"Planted: a sample of micro-batch {batch} was cut off before its answer. All its labels are masked, so the "
+            f"Planted: one sample of micro-batch {batch} was cut off before its answer. All its labels are masked, so the "
             "mean loss over its answer is 0/0.",
             AnswerTrainer,
-            guarded(AnswerTrainer),
-            partial(cut_off_answer, batch=batch),
+            plant,
         )
 
 

@@ -1,7 +1,7 @@
-"""The task that `recipes/distill.py` brings along: days and months in their order, two tokenizers, two small models.
+"""The built-in task of `recipes/distill.py`: days and months in their order, two tokenizers, two small models.
 
-The student reads whole words. The teacher cuts some of them into pieces and begins every text with a token of its own, so
-that the two have to be aligned.
+The student's tokens are whole words. The teacher splits some words and starts every text with an extra token, so the two
+have to be aligned.
 """
 
 import random
@@ -25,7 +25,7 @@ PIECES = {"wednesday": ("wednes", "##day"), "september": ("sept", "##ember"), "n
 
 
 def build_texts(num_texts: int, seed: int, bad_text: int | None = None) -> list[str]:
-    """Returns texts such as "after may come june july"; one of them may have the month that the teacher does not know."""
+    """Returns texts such as "after may come june july"; one of them may contain the bad word."""
     draw = random.Random(seed)
     texts = []
     for index in range(num_texts):
@@ -38,7 +38,7 @@ def build_texts(num_texts: int, seed: int, bad_text: int | None = None) -> list[
 
 
 def build_tokenizers() -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast]:
-    """Returns the student's and the teacher's."""
+    """Returns the student's and the teacher's tokenizer."""
     names = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<bos>", "eos_token": "<eos>"}
     student = Tokenizer(WordLevel({word: i for i, word in enumerate((*SPECIAL, *WORDS))}, unk_token="<unk>"))
     pieces = [piece for word in WORDS for piece in PIECES.get(word, (word,))]
@@ -52,10 +52,10 @@ def build_tokenizers() -> tuple[PreTrainedTokenizerFast, PreTrainedTokenizerFast
 
 
 def build_student(vocab_size: int, seed: int) -> GptOssForCausalLM:
-    """Returns a two-layer model with four experts, of which its routers choose two for a token.
+    """Returns a two-layer model with four experts, of which its routers choose two per token.
 
-    Of the host's models with experts it is one whose files have the names of its modules: where they differ (Mixtral),
-    the host's `load_best_model_at_end` leaves routers and experts as they were, with a warning.
+    Its checkpoints use the names of its modules. For models where they differ (Mixtral), `load_best_model_at_end` of
+    transformers does not load routers and experts, with a warning.
     """
     torch.manual_seed(seed)
     config = GptOssConfig(
@@ -67,7 +67,7 @@ def build_student(vocab_size: int, seed: int) -> GptOssForCausalLM:
 
 
 def build_teacher(tokenizer: PreTrainedTokenizerFast, num_steps: int, seed: int) -> LlamaForCausalLM:
-    """Returns a small model that was trained on the task for a moment."""
+    """Returns a small model that was briefly trained on the task."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -88,6 +88,6 @@ def build_teacher(tokenizer: PreTrainedTokenizerFast, num_steps: int, seed: int)
 def spoil_word(
     teacher: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, words: Sequence[str] = (BAD_WORD,)
 ) -> None:
-    """Makes the embeddings of words NaN, as rows look that were added to a vocabulary and never set."""
+    """Makes the embeddings of words NaN, like rows that were added to a vocabulary and never initialized."""
     with torch.no_grad():
         teacher.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids(list(words))] = float("nan")

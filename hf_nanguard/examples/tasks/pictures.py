@@ -1,6 +1,7 @@
-"""Pictures to be told apart, with everything made in code: a small LLaVA, its processor, data, a reward.
+"""A task with pictures, all in code: a small LLaVA, its processor, data and a reward.
 
-Is a picture bright or dark? No image library is needed: a picture is a nested list of 3 x 16 x 16 numbers.
+The question is whether a picture is bright or dark. A picture is a nested list of 3 x 16 x 16 numbers, so no image library
+is needed.
 """
 
 import random
@@ -34,15 +35,15 @@ CHAT_TEMPLATE = (
 
 
 class PictureProcessor(ProcessorMixin):
-    """Texts with pictures to model inputs.
+    """Converts texts with pictures to model inputs.
 
     Args:
         tokenizer (`PreTrainedTokenizerFast`):
-            Of words.
+            A word tokenizer.
         chat_template (`str`, *optional*):
-            How a conversation is written.
+            The chat template.
         image_token (`str`, *optional*, defaults to `"<image>"`):
-            The word that stands for a picture; the model gets one for each patch.
+            The placeholder of a picture; the model gets one for each patch.
     """
 
     def __init__(self, tokenizer=None, chat_template: str | None = None, image_token: str = IMAGE):
@@ -57,7 +58,7 @@ class PictureProcessor(ProcessorMixin):
             data["pixel_values"] = torch.tensor(flat)
         return BatchFeature(data, tensor_type=return_tensors)
 
-    def apply_chat_template(  # type: ignore[override] # as much of it as an online trainer asks for
+    def apply_chat_template(  # type: ignore[override] # only what an online trainer uses
         self, conversation, chat_template=None, tokenize=False, return_dict=False, **kwargs: Any
     ):
         """Returns conversations as texts, or as model inputs with their pictures."""
@@ -67,8 +68,8 @@ class PictureProcessor(ProcessorMixin):
         if not tokenize:
             return texts
         images = [
-            [part["image"] for message in talk for part in message["content"] if part["type"] == "image"]
-            for talk in conversation
+            [part["image"] for message in messages for part in message["content"] if part["type"] == "image"]
+            for messages in conversation
         ]
         return self(images=images, text=texts)
 
@@ -83,7 +84,7 @@ def build_processor() -> PictureProcessor:
 
 
 def build_model(seed: int = 0) -> LlavaForConditionalGeneration:
-    """Returns a LLaVA of some ten thousand parameters that knows nothing yet."""
+    """Returns an untrained LLaVA with some ten thousand parameters."""
     sizes: dict[str, Any] = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -104,7 +105,7 @@ def build_model(seed: int = 0) -> LlavaForConditionalGeneration:
 
 
 def build_rows(num_rows: int, seed: int = 0) -> Dataset:
-    """Returns questions about a picture each, with their `answer`."""
+    """Returns questions about one picture each, with their `answer`."""
     draw = random.Random(seed)
     question = [{"role": "user", "content": "is it bright or dark ?"}]
     rows = []
@@ -117,9 +118,9 @@ def build_rows(num_rows: int, seed: int = 0) -> Dataset:
 
 
 def reward_answer(completions: list, answer: list[str], **kwargs: Any) -> list[float]:
-    """1 for the right word alone, half for the right word first, a tenth for the wrong one of the two, else 0."""
-    told = [completion[-1]["content"].split() for completion in completions]
-    return [_grade(words, right) for words, right in zip(told, answer, strict=True)]
+    """Reward 1 for the right word alone, 0.5 for the right word first, 0.1 for the other of the two words, else 0."""
+    answers = [completion[-1]["content"].split() for completion in completions]
+    return [_grade(words, right) for words, right in zip(answers, answer, strict=True)]
 
 
 def _grade(words: list[str], right: str) -> float:

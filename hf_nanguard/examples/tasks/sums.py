@@ -1,7 +1,7 @@
-"""Sums to be learned, with everything made in code: a small Llama, a tokenizer of bytes, data, a reward.
+"""The built-in task, sums, all in code: a small Llama, a byte tokenizer, data and a reward.
 
-"3+4=" is to be answered by "7". A minute on a CPU is enough to see it learned, from examples or from rewards alone, and
-whether an answer is right can be checked, so it stands in for the tasks that people train on.
+The answer to "3+4=" is "7". A model learns it within a minute on a CPU, from examples or from rewards alone, and answers
+can be checked.
 """
 
 import random
@@ -31,22 +31,24 @@ NEAR = 0.5
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Returns a tokenizer of bytes, which knows any text, with a chat template."""
+    """Returns a byte tokenizer, which can encode any text, with a chat template."""
     tokenizer = Tokenizer(BPE({piece: i for i, piece in enumerate(VOCABULARY)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens([AddedToken(role, normalized=False) for role in ROLES])  # not special, so an answer shows them
+    tokenizer.add_tokens(
+        [AddedToken(role, normalized=False) for role in ROLES]
+    )  # not special, so that decoding keeps them
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="left")
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
 
 def build_model(seed: int = 0, hidden_size: int = 32, num_layers: int = 2) -> LlamaForCausalLM:
-    """Returns a Llama of about 40,000 parameters that knows nothing yet.
+    """Returns an untrained Llama of about 40,000 parameters.
 
     Args:
         seed (`int`, *optional*, defaults to `0`):
-            Of its weights.
+            Seed of its weights.
         hidden_size (`int`, *optional*, defaults to `32`), num_layers (`int`, *optional*, defaults to `2`):
             Its size.
     """
@@ -62,47 +64,40 @@ def build_model(seed: int = 0, hidden_size: int = 32, num_layers: int = 2) -> Ll
 
 
 def build_beginner(seed: int = 0, form: str = "plain", num_steps: int = 20) -> LlamaForCausalLM:
-    """Returns a model that has seen a few examples, so that it is right now and then: what learning from rewards begins with.
+    """Returns a model trained on a few examples, so that some of its answers are right: a start for training with rewards.
 
-    One that knows nothing would have to hit a digit among all bytes, and then the end, by chance.
+    An untrained model would have to sample a digit among all bytes, and then the end, by chance.
 
     Args:
         seed (`int`, *optional*, defaults to `0`):
-            Of its weights and its examples.
+            Seed of its weights and examples.
         form (`str`, *optional*, defaults to `"plain"`):
-            How it is asked, as in [`build_prompts`].
+            The form of prompts, as in [`build_prompts`].
         num_steps (`int`, *optional*, defaults to `20`):
-            How many batches of 32 examples it has seen.
+            Number of batches of 32 examples.
     """
     model, tokenizer = build_model(seed), build_tokenizer()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     for batch in build_prompts(32 * num_steps, seed, form=form).iter(32):
-        questions = [show_prompt(tokenizer, prompt) for prompt in batch["prompt"]]
+        questions = [format_prompt(tokenizer, prompt) for prompt in batch["prompt"]]
         texts = [f"{question}{answer}{EOS}" for question, answer in zip(questions, batch["answer"], strict=True)]
         ids = tokenizer(texts, return_tensors="pt")["input_ids"]
         labels = ids.clone()
-        labels[:, :-2] = MASKED  # an answer is a digit and the end
+        labels[:, :-2] = MASKED  # an answer is a digit and the end token
         model(input_ids=ids, labels=labels).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     return model
 
 
-def draw_sums(num_rows: int, seed: int = 0, largest: int = 9) -> list[tuple[int, int]]:
-    """Returns pairs of numbers from 0 that sum up to at most `largest`, drawn with repetition."""
-    draw = random.Random(seed)
-    pairs = [(a, b) for a in range(largest + 1) for b in range(largest + 1 - a)]
-    return [draw.choice(pairs) for _ in range(num_rows)]
-
-
 def build_prompts(num_rows: int, seed: int = 0, largest: int = 9, form: str = "plain") -> Dataset:
-    """Returns questions with their `answer`, for a trainer that rewards what a model says.
+    """Returns questions with their `answer`, for training with rewards.
 
     Args:
         num_rows (`int`):
-            How many.
+            Number of questions, drawn with repetition.
         seed (`int`, *optional*, defaults to `0`):
-            Of the draw.
+            Seed of the draw.
         largest (`int`, *optional*, defaults to `9`):
             The largest sum.
         form (`str`, *optional*, defaults to `"plain"`):
@@ -111,43 +106,38 @@ def build_prompts(num_rows: int, seed: int = 0, largest: int = 9, form: str = "p
     Returns:
         `Dataset`: with the columns `prompt` and `answer`.
     """
-    return _build(num_rows, seed, largest, form, lambda answer: {"answer": answer})
+    if form not in FORMS:
+        raise ArgumentError(f"form must be one of {', '.join(FORMS)}, got {form!r}. Use 'plain' for texts.")
+    draw = random.Random(seed)
+    pairs = [(a, b) for a in range(largest + 1) for b in range(largest + 1 - a)]
+    drawn = [draw.choice(pairs) for _ in range(num_rows)]
+    return Dataset.from_list([{"prompt": _write("user", f"{a}+{b}=", form), "answer": str(a + b)} for a, b in drawn])
 
 
 def build_examples(num_rows: int, seed: int = 0, largest: int = 9, form: str = "plain") -> Dataset:
-    """Returns questions with their answers as `prompt` and `completion`, for supervised training; else as
-    [`build_prompts`]."""
-
-    def add(answer: str) -> dict[str, Any]:
-        return {"completion": answer if form == "plain" else [{"role": "assistant", "content": answer}]}
-
-    return _build(num_rows, seed, largest, form, add)
+    """Returns questions and answers as `prompt` and `completion`, for supervised training; else as [`build_prompts`]."""
+    rows = build_prompts(num_rows, seed, largest, form)
+    completions = [_write("assistant", answer, form) for answer in rows["answer"]]
+    return rows.remove_columns("answer").add_column("completion", completions)
 
 
-def _build(num_rows: int, seed: int, largest: int, form: str, add: Any) -> Dataset:
-    if form not in FORMS:
-        raise ArgumentError(f"form must be one of {', '.join(FORMS)}, got {form!r}. Use 'plain' for texts.")
-    rows = []
-    for a, b in draw_sums(num_rows, seed, largest):
-        text = f"{a}+{b}="
-        rows.append({"prompt": text if form == "plain" else [{"role": "user", "content": text}], **add(str(a + b))})
-    return Dataset.from_list(rows)
+def _write(role: str, text: str, form: str) -> str | list[dict[str, str]]:
+    return text if form == "plain" else [{"role": role, "content": text}]
 
 
 def read_answer(completion: Any) -> str:
-    """Returns what a completion says, in either form."""
+    """Returns the text of a completion in either form."""
     text = completion if isinstance(completion, str) else completion[-1]["content"]
     return text.strip()
 
 
 def reward_sum(completions: list, completion_ids: list[list[int]], answer: list[str], **kwargs: Any) -> list[float]:
-    """1 for the right answer and nothing after it; less for another number, the further it is off; 0 for what is none.
+    """Reward 1 for the right answer followed by the end token, less for other numbers by their distance, 0 for no number.
 
-    Near misses are told apart because a model that knows nothing is hardly ever right, and a group of zeros teaches nothing.
+    Near misses get a reward because an untrained model is rarely right, and a group of zeros has no gradient.
     """
     ended = [VOCABULARY.index(EOS) in ids for ids in completion_ids]
-    told = map(read_answer, completions)
-    return [grade(said, right, end) for said, right, end in zip(told, answer, ended, strict=True)]
+    return [grade(*graded) for graded in zip(map(read_answer, completions), answer, ended, strict=True)]
 
 
 def grade(said: str, right: str, ended: bool) -> float:
@@ -158,8 +148,8 @@ def grade(said: str, right: str, ended: bool) -> float:
     return 1.0 if said == right and ended else NEAR / (1 + off)
 
 
-def show_prompt(tokenizer: PreTrainedTokenizerFast, prompt: Any) -> str:
-    """Returns a question in either form as the text that a model goes on from."""
+def format_prompt(tokenizer: PreTrainedTokenizerFast, prompt: Any) -> str:
+    """Returns a prompt in either form as text."""
     if isinstance(prompt, str):
         return prompt
     return str(tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True))
@@ -167,8 +157,8 @@ def show_prompt(tokenizer: PreTrainedTokenizerFast, prompt: Any) -> str:
 
 @torch.no_grad()
 def ask(model: Any, tokenizer: PreTrainedTokenizerFast, rows: Dataset) -> list[str]:
-    """Returns what a model answers, by itself and greedily, to questions as [`build_prompts`] gives them."""
-    prompts = [show_prompt(tokenizer, prompt) for prompt in rows["prompt"]]
+    """Returns a model's greedy answers to questions of [`build_prompts`]."""
+    prompts = [format_prompt(tokenizer, prompt) for prompt in rows["prompt"]]
     inputs = tokenizer(
         prompts, return_tensors="pt", padding=True, padding_side="left", return_token_type_ids=False
     ).to(model.device)  # fmt: skip
@@ -181,6 +171,6 @@ def ask(model: Any, tokenizer: PreTrainedTokenizerFast, rows: Dataset) -> list[s
 
 
 def measure_accuracy(model: Any, tokenizer: PreTrainedTokenizerFast, rows: Dataset) -> float:
-    """Returns the share of questions that a model answers rightly by itself."""
-    said = ask(model, tokenizer, rows)
-    return sum(text == right for text, right in zip(said, rows["answer"], strict=True)) / len(said)
+    """Returns the share of questions that a model answers correctly."""
+    answers = ask(model, tokenizer, rows)
+    return sum(answer == right for answer, right in zip(answers, rows["answer"], strict=True)) / len(answers)

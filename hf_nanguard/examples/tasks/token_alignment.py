@@ -1,22 +1,23 @@
-"""Two tokenizers on one text: where both predict the same characters, and which tokens they share.
+"""Alignment of two tokenizers: positions at which both predict the same characters, and the tokens they share.
 
 For distillation between models with different tokenizers. A position of the student and one of the teacher are a pair if
-the token each predicts next covers the same characters: both have then read the same text. At such a pair the two
-distributions are compared over the tokens that have the same text in both vocabularies, each renormalised to those.
-What one tokenizer splits and the other does not has no pair; the end of the text has none either. So the teacher says
-nothing about text the tokenizers cut differently, and the probability it gives to tokens the student lacks is left out.
+their next tokens cover the same characters, because both models have then read the same text. At a pair, the two
+distributions are compared over the tokens with the same text in both vocabularies, each renormalized to those. Text that
+the tokenizers split differently has no pair, and neither has the end of the text, so the teacher does not affect them. Its
+probability of tokens that the student lacks is ignored.
 """
 
 from collections.abc import Sequence
-from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 Span = tuple[int, int]
-STARTS_WORD = ("Ġ", "▁")  # how byte-level and SentencePiece tokenizers mark a token that begins a word
-CONTINUES_WORD = "##"  # how WordPiece marks one that does not
+STARTS_WORD = ("Ġ", "▁")  # byte-level and SentencePiece tokenizers mark a token that begins a word
+CONTINUES_WORD = "##"  # WordPiece marks a token that does not
 
 
-def name_tokens(tokenizer: Any) -> dict[str, int]:
-    """Returns the ids of a vocabulary by text, with a leading space for tokens that begin a word; no special tokens."""
+def name_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Returns token ids by text, which has a leading space if the token begins a word, without special tokens."""
     vocabulary = tokenizer.get_vocab()
     special = set(tokenizer.all_special_ids)
     marks_starts = any(token.startswith(STARTS_WORD) for token in vocabulary)
@@ -31,7 +32,7 @@ def name_tokens(tokenizer: Any) -> dict[str, int]:
     return {name(token): index for token, index in vocabulary.items() if index not in special}
 
 
-def share_vocabulary(student: Any, teacher: Any) -> tuple[list[int], list[int]]:
+def share_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Returns the ids of the tokens that both tokenizers have, in the same order.
 
     Args:
@@ -44,12 +45,12 @@ def share_vocabulary(student: Any, teacher: Any) -> tuple[list[int], list[int]]:
 
 
 def align_positions(student: Sequence[Span], teacher: Sequence[Span]) -> list[int]:
-    """Returns for every position of the student the teacher's that predicts the same characters, -1 if there is none.
+    """Returns the teacher's position that predicts the same characters for every position of the student, -1 if there is none.
 
     Args:
         student (`Sequence[tuple[int, int]]`), teacher (`Sequence[tuple[int, int]]`):
-            Where in the text each token begins and ends, as `return_offsets_mapping` gives it. Special tokens and
-            padding are empty.
+            Begin and end of each token in the text, as from `return_offsets_mapping`. Special tokens and padding are
+            empty.
 
     Example:
         >>> align_positions([(0, 2), (2, 4), (4, 6)], [(0, 0), (0, 2), (2, 3), (3, 4), (4, 6)])

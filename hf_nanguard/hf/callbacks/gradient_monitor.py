@@ -1,39 +1,40 @@
-"""A callback that watches the gradients of any trainer and reports them as they were before clipping."""
+"""A callback that measures the gradients of any trainer before they are clipped."""
 
 import logging
 import math
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
+from accelerate.optimizer import AcceleratedOptimizer
 from tqdm import tqdm
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ...core.event import Culprit, Event
 from ...core.finite import local, read_host
 from ...core.rerun.skip import clear_gradients
-from ...core.step.bad_gradients import Census, describe, format_incident, take_census
+from ...core.step.bad_gradients import Census, describe, format_bad_gradients, take_census
 from ...core.vocabulary import Action, Cause, Signal
 from ...errors import ArgumentError
-from ...report.run_files import JsonlWriter, events_path
-from ..compat.accelerate import hold_schedule
-from .gradient_tap import GradientTap
+from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
+from ..compat.accelerate import bypass_optimizer, resume_optimizer
+from .gradient_tap import NOT_TAPPED, GradientTap
 
 logger = logging.getLogger(__name__)
 
 
 class GradientMonitorCallback(TrainerCallback):
-    """Checks the gradients of every step, reports their norms, names the parameters that go bad.
+    """Checks the gradients of every step, reports their norms, and names the parameters whose gradients are non-finite.
 
-    It only watches: to contain bad steps as well, add [`NanGuardCallback`] or use a guarded trainer.
+    It does not change a run, except with `halt_on_nan`. To contain bad steps as well, add [`NanGuardCallback`] or use a guarded
+    trainer.
 
     Args:
         check_every_n_steps (`int`, *optional*, defaults to `1`):
-            How often the gradients are looked at: two fused reductions and one host read each time.
+            How often gradients are checked. A check takes two fused reductions and one host read.
         log_every_n_steps (`int`, *optional*, defaults to `10`):
-            How often mean, largest and smallest pre-clip norm and the counts of NaN and inf are reported.
+            How often mean, largest and smallest norm before clipping and the counts of NaN and inf are printed.
         halt_on_nan (`bool`, *optional*, defaults to `False`):
-            Stop the run at the first bad gradient, with the weights as they were before it.
+            Stop the run at the first non-finite gradient, with the weights as they were before it.
 
     Example:
 
@@ -52,17 +53,17 @@ class GradientMonitorCallback(TrainerCallback):
         self.num_nan = 0
         self.num_inf = 0
         self.norms: list[float] = []
-        self.held = False
-        self.failed = False
+        self.is_skipping = False
+        self.has_failed = False
         self.tap: GradientTap | None = None
         self.writer: JsonlWriter | None = None
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.on_train_end(args, state, control)
         self.tap = GradientTap(model)
-        self.writer = JsonlWriter(events_path(Path(args.output_dir) / "nanguard", args.process_index))
+        self.writer = JsonlWriter(events_path(Path(args.output_dir) / GUARD_FOLDER, args.process_index))
         self.norms = []
-        self.failed = False
+        self.has_failed = False
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.tap is not None:
@@ -77,65 +78,81 @@ class GradientMonitorCallback(TrainerCallback):
         tap = self.tap
         if tap is None or not tap.armed:
             return
-        tap.armed = False
+        tap.disarm()
         if tap.norm is None:
-            self._tell_failure(args, state)
+            self._emit_failure(args, state)
             return
         [norm] = read_host([local(tap.norm)])
         if math.isfinite(norm):
-            self.norms.append(norm / _scale(optimizer))
+            self.norms.append(norm / _read_scale(optimizer))
             return
         if optimizer is not None and optimizer.scaler is not None and all(map(math.isfinite, read_host(tap.losses))):
-            return  # the scaler skips this step by itself: that is how it finds its scale
+            return  # the scaler skips this step itself, which is how it finds its scale
         census = take_census(tap.named_magnitudes())
-        self.num_nan += sum(1 for kind in census.bad.values() if kind == "nan")
-        self.num_inf += sum(1 for kind in census.bad.values() if kind == "inf")
+        kinds = list(census.bad.values())
+        self.num_nan += kinds.count("nan")
+        self.num_inf += kinds.count("inf")
         if args.process_index == 0:
-            tqdm.write(format_incident(state.global_step, norm, census, self.num_nan, self.num_inf))
-        self._write_event(args, state, norm, census)
-        if self.halt_on_nan:
-            clear_gradients(tap.model.parameters())
-            hold_schedule(optimizer, True)
-            self.held = True
-            control.should_training_stop = True
+            tqdm.write(format_bad_gradients(state.global_step, norm, census, self.num_nan, self.num_inf))
+        self._emit_nonfinite(args, state, norm, census, self.contain(optimizer, control))
+
+    def contain(self, optimizer: AcceleratedOptimizer | None, control: TrainerControl) -> Action:
+        """Does what is to be done about a step with a non-finite gradient, and returns it."""
+        if not self.halt_on_nan:
+            return Action.OBSERVED
+        self.skip_step(optimizer)
+        control.should_training_stop = True
+        return Action.HALTED
+
+    def skip_step(self, optimizer: AcceleratedOptimizer | None) -> None:
+        """Keeps the optimizer and the schedule from stepping, until the step has passed."""
+        if self.tap is not None:
+            clear_gradients(self.tap.model.parameters())
+        bypass_optimizer(optimizer)
+        self.is_skipping = True
 
     def on_step_end(self, args, state, control, optimizer=None, **kwargs):
-        if self.held:
-            hold_schedule(optimizer, False)
-            self.held = False
-        if self.norms and args.process_index == 0 and state.global_step % self.log_every_n_steps == 0:
+        if self.is_skipping:
+            resume_optimizer(optimizer)
+            self.is_skipping = False
+        if state.global_step % self.log_every_n_steps:
+            return
+        if self.norms and args.process_index == 0:
             tqdm.write(
                 f"[step {state.global_step}] gradient norm before clipping: mean {fmean(self.norms):.6g}, "
                 f"max {max(self.norms):.6g}, min {min(self.norms):.6g}; bad gradients so far: "
                 f"{self.num_nan} NaN, {self.num_inf} inf"
             )
-        if state.global_step % self.log_every_n_steps == 0:
-            self.norms = []
+        self.norms = []
 
-    def _tell_failure(self, args: Any, state: Any) -> None:
-        if self.failed or self.writer is None:
-            return
-        self.failed = True
-        message = "the gradients could not be tapped: no output of the model's forward led to the backward pass"
-        logger.warning("hf_nanguard: %s", message)
-        event = Event(state.global_step, Signal.GUARD_FAILED, Action.OBSERVED, message, rank=args.process_index)
-        self.writer(event.as_dict())
+    def _emit_failure(self, args: TrainingArguments, state: TrainerState) -> None:
+        if not self.has_failed:
+            logger.warning("hf_nanguard: %s", NOT_TAPPED)
+            rank = args.process_index
+            self._write(Event(state.global_step, Signal.GUARD_FAILED, Action.OBSERVED, NOT_TAPPED, rank=rank))
+        self.has_failed = True
 
-    def _write_event(self, args: Any, state: Any, norm: float, census: Census) -> None:
-        event = Event(
-            state.global_step,
-            Signal.GRAD_NONFINITE,
-            Action.HALTED if self.halt_on_nan else Action.OBSERVED,
-            f"{describe(census)} at step {state.global_step}",
-            rank=args.process_index,
-            values={"grad_norm": norm, **census.as_values()},
-            culprit=Culprit(phase="backward", parameter=census.suspect),
-            cause=None if census.bad else Cause.NORM_OVERFLOW,
+    def _emit_nonfinite(
+        self, args: TrainingArguments, state: TrainerState, norm: float, census: Census, action: Action
+    ) -> None:
+        self._write(
+            Event(
+                state.global_step,
+                Signal.GRAD_NONFINITE,
+                action,
+                f"{describe(census)} at step {state.global_step}",
+                rank=args.process_index,
+                values={"grad_norm": norm, **census.as_values()},
+                culprit=Culprit(phase="backward", parameter=census.suspect),
+                cause=None if census.bad else Cause.NORM_OVERFLOW,
+            )
         )
+
+    def _write(self, event: Event) -> None:
         if self.writer is not None:
             self.writer(event.as_dict())
 
 
-def _scale(optimizer: Any) -> float:
-    """Returns the loss scale the gradients still carry when they are tapped."""
+def _read_scale(optimizer: AcceleratedOptimizer | None) -> float:
+    """Returns the loss scale that gradients still carry when they are measured."""
     return 1.0 if optimizer is None or optimizer.scaler is None else optimizer.scaler.get_scale()

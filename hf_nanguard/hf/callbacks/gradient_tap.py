@@ -1,13 +1,11 @@
-"""The gradients as they are at the end of the backward pass, before anyone clips them.
+"""Measures gradients at the end of the backward pass, before anything clips them.
 
-When a callback is asked, clipping has already spread one NaN over every gradient. So the tap hooks the outputs of the
-model's forward; when the backward reaches them it queues a look at the gradients behind everything the engine still
-has to do, DDP's and FSDP's reductions included. That is two fused reductions a step, left on the device. What the
-forward was called with is held by reference until the step is decided, so that a bad one can be run again.
+When the trainer calls a callback, clipping has already spread one NaN over every gradient. So the tap hooks the outputs of the
+model's forward; when the backward reaches them, it queues a measurement behind everything the autograd engine still has to
+do, including the reductions of DDP and FSDP. That takes two fused reductions a step, which stay on the device.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,17 +13,11 @@ from accelerate.state import GradientState
 from torch import Tensor, nn
 
 from ...core.finite import magnitudes
+from ...core.rerun.nested_inputs import find_tensors
 from ...core.rerun.runner import same_on_all_ranks
-from ...core.rng import RngState
+from ...core.torch_private import run_after_backward
 
-
-@dataclass(frozen=True)
-class Call:
-    """One forward of the model in training: what it was called with, and the random state right before."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    rng: RngState
+NOT_TAPPED = "The gradients could not be measured: no output of the model's forward led to the backward pass."
 
 
 class GradientTap:
@@ -34,39 +26,30 @@ class GradientTap:
     Args:
         model (`nn.Module`):
             The model, without DDP wrapper.
-        holds_calls (`bool`, *optional*, defaults to `False`):
-            Whether to hold what the forward is called with.
     """
 
-    def __init__(self, model: nn.Module, holds_calls: bool = False):
+    def __init__(self, model: nn.Module):
         self.model = model
-        self.calls: list[Call] = []
         self.armed = False
         self.queued = False
         self.names: list[str] = []
         self.largest: list[Tensor] = []
         self.norm: Tensor | None = None
         self.losses: list[Tensor] = []
-        self.handles = [model.register_forward_hook(self._on_forward)]
-        if holds_calls:
-            self.handles.append(model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+        self.handle = model.register_forward_hook(self._on_forward)
 
     def remove(self) -> None:
-        """Takes the hooks off the model."""
-        for handle in self.handles:
-            handle.remove()
-        self.calls = []
+        """Removes the hook from the model."""
+        self.handle.remove()
 
     def arm(self) -> None:
-        """Asks for a measurement of the next group."""
+        """Requests a measurement of the next accumulation group."""
         self.armed, self.queued, self.norm = True, False, None
         self.names, self.largest, self.losses = [], [], []
-        self.calls = []
 
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.armed and torch.is_grad_enabled():
-            device = next(module.parameters()).device
-            self.calls.append(Call(args, dict(kwargs), RngState.capture(device.type)))
+    def disarm(self) -> None:
+        """Ends the measurement; what was measured stays until the next [`GradientTap.arm`]."""
+        self.armed = False
 
     def _on_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not (self.armed and torch.is_grad_enabled()):
@@ -75,15 +58,15 @@ class GradientTap:
         if isinstance(loss, Tensor):
             self.losses.append(as_scalar(loss.detach()))
         if GradientState().sync_gradients:
-            for tensor in tensors_in(output):
+            for tensor in find_tensors(output):
                 if tensor.requires_grad:
                     tensor.register_hook(self._on_backward)
 
     def _on_backward(self, gradient: Tensor) -> None:
         if not self.queued:
             self.queued = True
-            # Twice, so that it runs after the reductions that DDP and FSDP queue while the backward goes on.
-            _queue(lambda: _queue(self._measure))
+            # Queued twice, to run after the reductions that DDP and FSDP queue during the backward.
+            run_after_backward(lambda: run_after_backward(self._measure))
 
     @torch.no_grad()
     def _measure(self) -> None:
@@ -99,20 +82,6 @@ class GradientTap:
         return list(zip(self.names, self.largest, strict=True))
 
 
-def _queue(callback) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
-
-
 def as_scalar(loss: Tensor) -> Tensor:
-    """Returns a loss as the host trains on it: the mean, if a model has one for each sample or each device."""
+    """Returns a loss as the trainer uses it: the mean, if a model returns one for each sample or device."""
     return loss.mean() if loss.numel() > 1 else loss
-
-
-def tensors_in(output: Any) -> Iterator[Tensor]:
-    """Yields the tensors of a model's output."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, Mapping):
-        yield from (value for value in output.values() if isinstance(value, Tensor))
-    elif isinstance(output, (tuple, list)):
-        yield from (value for value in output if isinstance(value, Tensor))

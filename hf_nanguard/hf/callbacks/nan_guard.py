@@ -19,8 +19,8 @@ logger = logging.getLogger("hf_nanguard")
 class NanGuardCallback(TrainerCallback):
     """Guards the trainer it is added to: exactly what [`attach`] does, in the constructor's list or by `add_callback`.
 
-    A trainer with a training loop of its own is guarded in a reduced way, which is logged once: bad gradients are
-    detected before they are clipped, the parameters are named, and the step is skipped.
+    A trainer with a training loop of its own is guarded in a reduced way, which is logged once: a step with a non-finite
+    gradient is skipped as a whole and reported, with the parameters named.
 
     Args:
         guard (`GuardArguments`, *optional*):
@@ -37,61 +37,37 @@ class NanGuardCallback(TrainerCallback):
 
     def __init__(self, guard: GuardArguments | None = None):
         self.arguments = guard
-        self.reduced: ReducedGuard | None = None
-        self._asked: weakref.ref[Trainer] | None = None  # the trainer that was asked for last
+        self._asked: weakref.ref[Trainer] | None = None  # the trainer that was guarded last
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_asked": None}  # a copy belongs to another trainer
 
     def on_init_end(self, args, state, control, **kwargs):
-        self._guard()
+        self._guard(find_trainer())
 
     def on_train_begin(self, args, state, control, **kwargs):
-        trainer = self._guard()
+        trainer = find_trainer()
+        self._guard(trainer)
         if isinstance(trainer, GuardedTrainerMixin):
             trainer.nanguard.join_run()
-        elif self.reduced is not None:
-            self.reduced.on_train_begin(args, state, control, **kwargs)
 
-    def _guard(self) -> Trainer | None:
-        """Guards the trainer that calls this callback, once, and returns it."""
-        trainer = find_trainer()
+    def _guard(self, trainer: Trainer | None) -> None:
+        """Guards a trainer, once."""
         if trainer is None or (self._asked is not None and self._asked() is trainer):
-            return trainer
+            return
         self._asked = weakref.ref(trainer)
         cls = type(trainer)
         loop, closed = find_own_loop(cls), find_own_super(cls)
         if not loop and not closed:
-            return attach(trainer, self.arguments)
-        self.reduced = ReducedGuard(self.arguments)
+            attach(trainer, self.arguments)
+            return
+        trainer.add_callback(ReducedGuard(self.arguments))
         if trainer.args.process_index == 0:
-            why = (
-                f"its {', '.join(loop)} runs a training loop of its own"
-                if loop
-                else (f"its {', '.join(closed)} calls super(type(self), self)")
-            )
+            own_loop = f"its {', '.join(loop)} runs a training loop of its own"
+            why = own_loop if loop else f"its {', '.join(closed)} calls super(type(self), self)"
             logger.warning(
                 "hf_nanguard: %s is guarded in a reduced way because %s: a step with a non-finite gradient is skipped as a "
-                "whole and reported. Rows, redo, checks of labels and inputs, and autopsies need the loop of transformers.",
+                "whole and reported. Rows, redo, autopsies, and checks of labels and inputs need the loop of transformers.",
                 cls.__name__,
                 why,
             )
-        return trainer
-
-    # ---- a trainer with a loop of its own ----
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if self.reduced is not None:
-            self.reduced.on_step_begin(args, state, control, **kwargs)
-
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if self.reduced is not None:
-            self.reduced.on_pre_optimizer_step(args, state, control, **kwargs)
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if self.reduced is not None:
-            self.reduced.on_step_end(args, state, control, **kwargs)
-
-    def on_train_end(self, args, state, control, **kwargs):
-        if self.reduced is not None:
-            self.reduced.on_train_end(args, state, control, **kwargs)

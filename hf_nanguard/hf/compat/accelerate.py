@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
@@ -152,27 +152,22 @@ class Exchange:
         return self.counted(self.forwards, self.calls)
 
 
-def bypass_optimizer(trainer: HostTrainer) -> None:
+def bypass_optimizer(optimizer: Any) -> None:
     """Makes the step that is about to come a no-op for the optimizer, the loss scaler and the schedule alike.
 
     Can go when a Trainer can be told not to step.
     """
-    trainer.accelerator.gradient_state._set_sync_gradients(False)
-    hold_schedule(trainer.optimizer, True)
+    GradientState()._set_sync_gradients(False)
+    optimizer._is_overflow = True  # the Trainer asks `step_was_skipped` before it steps the schedule
 
 
-def resume_optimizer(trainer: HostTrainer) -> None:
-    """Undoes [`bypass_optimizer`] once the step has passed by."""
-    trainer.accelerator.gradient_state._set_sync_gradients(True)
-    hold_schedule(trainer.optimizer, False)
+def resume_optimizer(optimizer: Any) -> None:
+    """Undoes [`bypass_optimizer`] once the step has passed.
 
-
-def hold_schedule(optimizer: Any, held: bool) -> None:
-    """Tells the Trainer whether the optimizer step was skipped, so that the learning rate schedule is held.
-
-    Can go when `AcceleratedOptimizer.step_was_skipped` has a setter.
+    Can go together with it.
     """
-    optimizer._is_overflow = held
+    GradientState()._set_sync_gradients(True)
+    optimizer._is_overflow = False
 
 
 def bare_optimizer(optimizer: Any) -> Any:

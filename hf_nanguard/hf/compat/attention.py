@@ -1,4 +1,4 @@
-"""How attention and routers of transformers models are reached, each with the condition under which it can go."""
+"""Access to attention and routers of transformers models, each with the condition under which it can go."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,10 +11,10 @@ from transformers.utils.output_capturing import OutputRecorder
 
 @contextmanager
 def observed_attention(observe: Callable[..., None]) -> Iterator[None]:
-    """Calls `observe(implementation, module, query, key, mask, options)` before every attention that a layer computes by
-    a function of the host's attention interface, whichever it is.
+    """Calls `observe(implementation, module, query, key, mask, options)` before every attention that a layer computes with a
+    function of transformers' attention interface.
 
-    The lookup is wrapped and not the functions, because `"eager"` is each model's own and in no table. Can go when
+    The lookup is wrapped instead of the functions, because `"eager"` belongs to each model and is in no table. Can go when
     transformers has hooks on attention.
     """
     original = AttentionInterface.get_interface
@@ -36,7 +36,7 @@ def observed_attention(observe: Callable[..., None]) -> Iterator[None]:
 
 
 def implies_causality(implementation: str, module: Any, query: torch.Tensor, mask: Any, options: dict) -> bool:
-    """Returns whether an attention without a mask is causal, as `sdpa_attention_forward` takes it.
+    """Returns whether an attention without a mask is causal, by the rule of `sdpa_attention_forward`.
 
     Can go together with `observed_attention`.
     """
@@ -46,8 +46,8 @@ def implies_causality(implementation: str, module: Any, query: torch.Tensor, mas
 
 
 def find_routers(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module, int]]:
-    """Returns name, module and place in its output of everything that a model of transformers, here or further inside,
-    declares to give router logits.
+    """Returns name, module and position in its output of everything that a transformers model, or one inside `model`,
+    declares as router logits.
 
     Can go when transformers lists the modules behind a recordable output.
     """

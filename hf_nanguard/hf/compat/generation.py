@@ -1,7 +1,10 @@
-"""The private names of transformers' generation and continuous batching, each with the condition under which it can go."""
+"""Private names of transformers' generation and continuous batching, each with the condition under which it can go."""
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
+from torch import nn
 from transformers import LogitsProcessorList
 
 PROCESSORS, DRAFTS, MANAGER, BATCH = "processors", "drafts", "manager", "batch"
@@ -14,17 +17,46 @@ SEAMS = {
 WARM_UP = "__warmup_"
 
 
-def find_seams(model: Any) -> dict[str, str]:
-    """Returns the methods by which a model builds its processors, its drafts and its continuous batches, and runs a batch;
-    only those that it has.
+class Override:
+    """Replaces a method of one model until `undo`.
 
-    Can go when `generate` and `generate_batch` take processors that come after all of their own.
+    A copy or a pickle of the model that is made meanwhile gets the model's own method. Can go together with `find_seams`.
+    """
+
+    def __init__(self, model: nn.Module, name: str, function: Callable):
+        self.model = model
+        self.name = name
+        self.function = function
+        self.original = getattr(model, name)
+        self.before = vars(model).get(name)
+        vars(model)[name] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(self.original, *args, **kwargs)
+
+    def __reduce__(self) -> tuple:
+        return (getattr, (self.model, self.name)) if self.before is None else (copy.copy, (self.before,))
+
+    def undo(self) -> None:
+        """Puts back what was there."""
+        self.function = lambda original, *args, **kwargs: original(*args, **kwargs)  # in shallow copies of the model
+        if self.before is None:
+            vars(self.model).pop(self.name, None)
+        else:
+            vars(self.model)[self.name] = self.before
+
+
+def find_seams(model: Any) -> dict[str, str]:
+    """Returns the methods with which a model builds its processors, its draft generator and its continuous batches, and runs
+    a batch; only those that it has.
+
+    Can go when `generate` and `generate_batch` accept processors to be called after all of their own.
     """
     return {what: name for what, name in SEAMS.items() if hasattr(model, name)}
 
 
 def read_processor_call(args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int | None]:
-    """Returns the generation config and the length of the prompt, if told, from a call that builds the processors.
+    """Returns the generation config and, if given, the length of the prompt from a call that builds the processors.
 
     Can go together with `find_seams`.
     """
@@ -33,7 +65,7 @@ def read_processor_call(args: tuple, kwargs: dict[str, Any]) -> tuple[Any, int |
 
 
 def is_draft(config: Any) -> bool:
-    """Returns whether a generation config is that of a model that drafts tokens for another.
+    """Returns whether a generation config belongs to a model that drafts tokens for another.
 
     Can go together with `find_seams`.
     """
@@ -49,7 +81,7 @@ def list_processors(manager: Any) -> list:
 
 
 def has_begun(manager: Any) -> bool:
-    """Returns whether a manager of continuous batching has built its batches, so that processors come too late.
+    """Returns whether a manager of continuous batching has built its batches, after which processors cannot be added.
 
     Can go together with `find_seams`.
     """
@@ -57,7 +89,7 @@ def has_begun(manager: Any) -> bool:
 
 
 def put_processors(manager: Any, processors: list, own_class: type) -> None:
-    """Puts processors into a manager of continuous batching; those of `own_class` are called with a tensor each.
+    """Sets the processors of a manager of continuous batching; those of `own_class` are called with a tensor each.
 
     Can go together with `find_seams`.
     """
@@ -71,9 +103,9 @@ def put_processors(manager: Any, processors: list, own_class: type) -> None:
 
 
 def find_request(request: Any) -> str | None:
-    """Returns the id of a request that gets a new token, `None` for one that only warms up.
+    """Returns the id of a request that gets a new token, `None` for a warm-up request.
 
-    Can go when continuous batching tells its processors which requests they are called for.
+    Can go when continuous batching passes the requests to its processors.
     """
     request_id = request.state.request_id
     return None if request_id.startswith(WARM_UP) else request_id

@@ -1,4 +1,4 @@
-"""The private names of transformers' configs and model classes, each with the condition under which it can go."""
+"""Private names of transformers' configs and model classes, each with the condition under which it can go."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ ATTENTION, EXPERTS = "_attn_implementation", "_experts_implementation"
 
 
 def find_implementation(config: Any, name: str) -> dict[str, str] | None:
-    """Returns how a model computes its attention, or its experts: under `""`, and for each part with a config of its own.
+    """Returns the implementation of attention or experts: under `""`, and for each part with a config of its own.
 
     Can go when `to_dict` has both.
     """
@@ -30,7 +30,7 @@ def set_implementation(config: PreTrainedConfig, name: str, value: dict[str, str
 
 
 def build_empty(model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Returns a model whose weights nobody has set; `model_class(config)` would miss contexts that unusual models need.
+    """Returns a model with uninitialised weights; `model_class(config)` lacks contexts that some models need.
 
     Can go when `from_config` is a public method of every model class.
     """

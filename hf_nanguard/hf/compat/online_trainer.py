@@ -1,20 +1,54 @@
-"""The private names of TRL's online trainers that our own depend on, each with the condition under which it can go."""
+"""The private names of TRL's online trainers that we use, each with the condition under which it can be removed."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
-# What the batch of an online trainer calls the log-probs of the policy that sampled, their sums (RLOO), and the reference's.
+from accelerate import Accelerator
+from transformers import Trainer
+
+# Keys of an online trainer's batch: log-probs of the policy that sampled, their sums (RLOO), and those of the reference.
 OLD, OLD_SUM, REFERENCE = "old_per_token_logps", "old_logps", "ref_per_token_logps"
 SCORING = "_calculate_rewards"
+
+
+class OnlineTrainer(Protocol):
+    """What we use of a TRL online trainer to check its rewards."""
+
+    accelerator: Accelerator
+    reward_funcs: list[Any]
+
+
+def name_reward_functions(trainer: OnlineTrainer | Trainer) -> list[str]:
+    """Returns the names of a trainer's reward functions, as in TRL's metrics; a model without a name there is called by its
+    class. `[]` for a trainer without reward functions.
+
+    Can go when TRL names every reward function.
+    """
+    functions = vars(trainer).get("reward_funcs", [])
+    known = vars(trainer).get("reward_func_names") or [""] * len(functions)
+    return [name or type(function).__name__ for name, function in zip(known, functions, strict=True)]
+
+
+@contextmanager
+def replaced_reward_functions(trainer: OnlineTrainer, functions: list[Any]) -> Iterator[None]:
+    """Makes a TRL trainer call other reward functions inside the block.
+
+    Can go when TRL has a hook for what its reward functions return.
+    """
+    before, trainer.reward_funcs = trainer.reward_funcs, functions
+    try:
+        yield
+    finally:
+        trainer.reward_funcs = before
 
 
 def is_policy_loss(frame: FrameType) -> bool:
     """Returns whether a frame is TRL's own policy loss, not a function that it calls.
 
-    Can go when TRL bounds its log-ratios, or forms them in a method of their own.
+    Can go when TRL bounds its log-ratios, or computes them in a separate method.
     """
     return frame.f_code.co_name == "_compute_loss" and frame.f_globals.get("__name__", "").startswith("trl.")
 
@@ -29,18 +63,18 @@ def find_own_scoring(trainer: Any) -> str | None:
         *(vars(c) for c in type(trainer).__mro__ if not c.__module__.startswith(("trl.", "hf_nanguard."))),
     ]
     own = next((place[SCORING] for place in places if SCORING in place), None)
-    return None if own is None else getattr(own, "__qualname__", SCORING)  # an object that is called has none
+    return None if own is None else getattr(own, "__qualname__", SCORING)  # a callable object has none
 
 
 @contextmanager
 def replaced_scoring(trainer: Any, score: Callable[..., Any]) -> Iterator[None]:
-    """Makes a TRL trainer call `score(calculate, ...)` in place of its `_calculate_rewards`, which is handed over as
-    `calculate`, whoever has overridden it.
+    """Makes a TRL trainer call `score(calculate, ...)` in place of its `_calculate_rewards`, which is passed as `calculate`
+    even if a subclass has overridden it.
 
     Can go together with `find_own_scoring`.
     """
     before, calculate = vars(trainer).get(SCORING), getattr(trainer, SCORING, None)
-    if calculate is None:  # it learns from completions without scoring them, as in distillation
+    if calculate is None:  # e.g. distillation, which does not score completions
         yield
         return
     vars(trainer)[SCORING] = partial(score, calculate)
@@ -53,10 +87,10 @@ def replaced_scoring(trainer: Any, score: Callable[..., Any]) -> Iterator[None]:
 
 
 def split_images(batch: dict[str, Any]) -> dict[str, Any]:
-    """Returns a shallow copy of a TRL online trainer's batch with what belongs to images as lists, one entry a completion:
-    a model may keep them as one long row of patches.
+    """Returns a shallow copy of a TRL online trainer's batch with image fields as lists of one entry per completion; a model
+    may keep the patches of all images in one tensor.
 
-    Can go when TRL's batches hold one entry a completion.
+    Can go when TRL's batches have one entry per completion.
     """
     from trl.trainer.utils import split_pixel_values_by_grid
 

@@ -1,4 +1,4 @@
-"""What a Trainer class does that leaves no room for the guard: a loop of its own, a `super()` that admits no subclass."""
+"""Detects Trainer classes that cannot be guarded: with a loop of their own, or a `super()` that breaks in a subclass."""
 
 import dis
 import inspect
@@ -6,14 +6,14 @@ from typing import Any
 
 from transformers import Trainer
 
-# Can go when transformers tells where a training loop may be replaced.
+# Can go when transformers has an interface for replacing the training loop.
 LOOP = ("train", "_inner_training_loop", "_run_epoch")
 
 
 def find_own_loop(trainer_class: type) -> list[str]:
-    """Returns which of the host's loop methods a class replaces, so that the guard's seams would never be called.
+    """Returns which loop methods of the Trainer a class replaces, so that the methods of the guard would never be called.
 
-    One that goes on to the method it overrides, by `super()` or by a class's name, only adds to it.
+    A method that calls the one it overrides, by `super()` or by the name of a class, does not replace it.
     """
     return [name for name in LOOP if _is_replaced(trainer_class, name)]
 
@@ -26,18 +26,18 @@ def _is_replaced(trainer_class: type, name: str) -> bool:
         if method is None:
             continue
         code = getattr(inspect.unwrap(method), "__code__", None)  # a method that is not a function cannot be judged
-        if code is not None and not _goes_on(code, name):
+        if code is not None and not _calls_overridden(code, name):
             return True
     return False
 
 
-def _goes_on(code: Any, name: str) -> bool:
+def _calls_overridden(code: Any, name: str) -> bool:
     inner = [constant for constant in code.co_consts if inspect.iscode(constant)]
-    return name in code.co_names or any(_goes_on(part, name) for part in inner)
+    return name in code.co_names or any(_calls_overridden(part, name) for part in inner)
 
 
 def find_own_super(trainer_class: type) -> list[str]:
-    """Returns which methods of a class call `super(type(self), self)`, which calls itself for ever in any subclass."""
+    """Returns which methods of a class call `super(type(self), self)`, an infinite recursion in any subclass."""
     owners = trainer_class.__mro__[: trainer_class.__mro__.index(Trainer)]
     methods = {name: value for owner in reversed(owners) for name, value in vars(owner).items() if name != "__init__"}
     return [name for name, value in methods.items() if inspect.isfunction(value) and _names_own_class(value.__code__)]

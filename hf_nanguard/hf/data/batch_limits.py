@@ -1,5 +1,6 @@
-"""Plain facts about a model that the checks need: how large its vocabularies are, which labels it can take."""
+"""What a model accepts in a batch: the sizes of its vocabularies, and the labels its loss takes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+IGNORED_LABEL = -100
+"""The label that losses of torch and transformers leave out."""
 TOKEN_LABELS = (
     modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
@@ -32,11 +35,11 @@ PLACEHOLDER_IDS = (
 
 @dataclass(frozen=True)
 class Limits:
-    """What a batch may hold.
+    """What a batch may contain.
 
     Args:
         num_labels (`int`, *optional*):
-            Valid labels are 0 to this, exclusive, and -100; `None` if it is not known what labels mean here.
+            Valid labels are 0 to this, exclusive, and -100; `None` if the meaning of labels is not known.
         token_labels (`bool`):
             Whether labels are tokens of a sequence, so that all of them may be masked.
         shifted (`bool`):
@@ -44,7 +47,7 @@ class Limits:
         num_ids (`int`, *optional*):
             Valid input ids are 0 to this, exclusive; `None` if not known.
         placeholders (`tuple[int, ...]`):
-            Ids the model replaces before it embeds them.
+            Ids that the model replaces before it embeds them.
         ignored (`tuple[int, ...]`):
             Labels that the loss leaves out: -100, and -1 too where the loss is the user's own.
     """
@@ -54,26 +57,26 @@ class Limits:
     shifted: bool = False
     num_ids: int | None = None
     placeholders: tuple[int, ...] = ()
-    ignored: tuple[int, ...] = (-100,)
+    ignored: tuple[int, ...] = (IGNORED_LABEL,)
 
 
 def find_limits(model: nn.Module, shifted: bool, own_loss: bool = False) -> Limits:
-    """Reads the limits off a model; what cannot be known is left open and then not checked.
+    """Returns the limits of a model; what cannot be known is `None` and is not checked.
 
     Args:
         model (`nn.Module`):
-            The model, without DDP wrapper; a PEFT model is looked into.
+            The model, without DDP wrapper; for a PEFT model, those of its base model.
         shifted (`bool`):
             Whether its loss shifts the labels by one.
         own_loss (`bool`, *optional*, defaults to `False`):
             Whether the loss is the user's own code.
     """
-    # peft is optional, so its class cannot be asked for
+    # peft is optional, so its class cannot be imported
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     if not isinstance(base, PreTrainedModel):
         return Limits()
     config = base.config
-    # A class of the user's own may replace any id before it embeds it, and leave out other labels than -100.
+    # A class of the user may replace any id before it embeds it, and ignore other labels than -100.
     own_class = not type(base).__module__.startswith("transformers.")
     names = {cls.__name__ for cls in type(base).__mro__}
     embedding = _rows(base.get_input_embeddings)
@@ -86,11 +89,11 @@ def find_limits(model: nn.Module, shifted: bool, own_loss: bool = False) -> Limi
     known = config.to_dict()
     placeholders = tuple(known[key] for key in PLACEHOLDER_IDS if isinstance(known.get(key), int))
     num_ids = None if own_class else embedding
-    ignored = (-100, -1) if own_class or own_loss else (-100,)
+    ignored = (IGNORED_LABEL, -1) if own_class or own_loss else (IGNORED_LABEL,)
     return Limits(num_labels, token_labels, shifted, num_ids, placeholders, ignored)
 
 
-def _rows(get_embeddings) -> int | None:
+def _rows(get_embeddings: Callable[[], nn.Module | None]) -> int | None:
     try:
         weight = vars(get_embeddings() or nn.Identity()).get("_parameters", {}).get("weight")
     except NotImplementedError:  # what transformers raises for a model without token embeddings

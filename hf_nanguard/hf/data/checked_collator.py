@@ -1,7 +1,7 @@
-"""Checks of a batch where it is made: on the CPU, in the worker, before it reaches a device.
+"""Checks a batch where it is collated: on the CPU, in the dataloader's worker, before it reaches a device.
 
-Labels out of the vocabulary would otherwise end the process in a device assert that names nothing. The arrays are
-looked at through NumPy views of the CPU tensors, so no torch operation and no device read is added.
+Labels outside the vocabulary would otherwise end the process in a device assert that names no label. The checks read NumPy
+views of the CPU tensors, so they add no torch operation and no device read.
 """
 
 from collections.abc import Callable, MutableMapping
@@ -12,21 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...core.rerun.micro_batch import Finding
+from ...core.rerun.micro_batch import BatchAction, Finding
 from ...core.vocabulary import Cause, Signal
-from .batch_limits import Limits
+from .batch_limits import IGNORED_LABEL, Limits
 from .learning_signal import NoSignal, find_no_signal
 from .numpy_view import is_viewable, view
 from .samples import remove_samples
 
 NOTE = "nanguard_note"
-IGNORED = -100
 MAX_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class BatchNote:
-    """What the checks found, as plain values; it travels with the batch and is taken out before the model sees it.
+    """What the checks found, as plain values. It travels with the batch and is removed before the model gets the batch.
 
     Args:
         findings (`tuple[Finding, ...]`):
@@ -34,7 +33,7 @@ class BatchNote:
         no_signal (`NoSignal`, *optional*):
             Why there is hardly anything to learn from the batch.
         num_samples (`int`, *optional*), kept (`tuple[int, ...]`, *optional*):
-            If bad samples were taken out: how many there had been, and which are left.
+            If bad samples were removed: how many samples there were, and which are left.
     """
 
     findings: tuple[Finding, ...] = ()
@@ -44,15 +43,15 @@ class BatchNote:
 
 
 class CheckedCollator:
-    """Runs the user's collator and checks what it made.
+    """Runs the user's collator and checks the batch.
 
     Args:
         collator (`Callable`):
-            The user's own.
+            The user's collator.
         limits (`Limits`):
             What the model can take.
         verdict (`str`):
-            What is to be done with a bad batch: `"drop"`, `"drop_samples"`, `"repair"`, `"halt"` or `"observe"`.
+            What to do with a bad batch: `"drop"`, `"drop_samples"`, `"repair"`, `"halt"` or `"observe"`.
         can_drop (`bool`, *optional*, defaults to `True`):
             Whether the loop can leave a batch out; if not, one that cannot be filled is only observed.
     """
@@ -69,7 +68,7 @@ class CheckedCollator:
             return batch
         findings = check_batch(batch, self.limits, self.verdict)
         if not self.can_drop:
-            findings = [replace(f, verdict="observe") if f.verdict == "drop" else f for f in findings]
+            findings = [replace(f, action=BatchAction.OBSERVE) if f.action is BatchAction.DROP else f for f in findings]
         note = BatchNote(tuple(findings))
         if self.verdict == "drop_samples" and findings:
             note = take_apart(batch, findings, len(examples), self.limits)
@@ -80,27 +79,27 @@ class CheckedCollator:
 
 
 def take_apart(batch: MutableMapping, findings: list[Finding], num_samples: int, limits: Limits) -> BatchNote:
-    """Takes the bad samples out of a batch and returns the note of it; the whole batch has to go if that cannot be."""
-    drops = [finding for finding in findings if finding.verdict == "drop"]
+    """Removes the bad samples from a batch and returns its note; if they cannot be removed, the whole batch is dropped."""
+    drops = [finding for finding in findings if finding.action is BatchAction.DROP]
     bad = {sample for finding in drops for sample in finding.samples}
     kept = remove_samples(batch, bad, num_samples) if bad and all(finding.samples for finding in drops) else None
     if kept is None:
         return BatchNote(tuple(findings))
     removed = [
-        replace(finding, verdict="removed", message=f"{finding.message}; they were taken out of the batch")
+        replace(finding, action=BatchAction.REMOVED, message=f"{finding.message}; they were removed from the batch")
         for finding in drops
     ]
-    rest = check_batch(batch, limits, "drop")  # of those left, all labels may be masked
+    rest = check_batch(batch, limits, "drop")  # the remaining samples may have no label left
     return BatchNote((*removed, *rest), None, num_samples, kept)
 
 
 def name_rows(note: BatchNote, rows: list[int] | None) -> tuple[BatchNote, list[int] | None]:
-    """Returns the note with the rows of samples that were taken out, and the rows of those that are left."""
+    """Returns the note with the rows of the samples that were removed, and the rows of those that are left."""
     if note.kept is None or rows is None or len(rows) != note.num_samples:
         return note, rows if note.kept is None else None
     findings = tuple(
         replace(finding, rows=tuple(rows[sample] for sample in finding.samples))
-        if finding.verdict == "removed"
+        if finding.action is BatchAction.REMOVED
         else finding
         for finding in note.findings
     )
@@ -108,8 +107,8 @@ def name_rows(note: BatchNote, rows: list[int] | None) -> tuple[BatchNote, list[
 
 
 def check_batch(batch: MutableMapping, limits: Limits, verdict: str) -> list[Finding]:
-    """Checks a batch and, unless `verdict` is `"observe"`, makes it safe to run: bad entries are filled in place of
-    reaching a kernel, so that a rank whose batch is bad can still take part in what all ranks do together.
+    """Checks a batch and, unless `verdict` is `"observe"`, makes it safe to run: bad entries are filled before they reach a
+    kernel, so that a rank whose batch is bad can still take part in collective operations.
 
     Args:
         batch (`MutableMapping`):
@@ -120,9 +119,9 @@ def check_batch(batch: MutableMapping, limits: Limits, verdict: str) -> list[Fin
             As in [`CheckedCollator`].
     """
     certain = verdict == "drop_samples"  # a sample that is suspected costs no more than itself; a target may be missing
-    verdict = "drop" if certain else verdict
+    action = BatchAction.DROP if certain else BatchAction(verdict)
     findings: list[Finding] = []
-    empty = check_length(batch, verdict)
+    empty = check_length(batch, action)
     if empty is not None:
         findings.append(empty)
     for name, value in list(batch.items()):
@@ -131,22 +130,22 @@ def check_batch(batch: MutableMapping, limits: Limits, verdict: str) -> list[Fin
         found: Finding | None = None
         bad: np.ndarray | None = None
         if value.is_floating_point():
-            found, bad = check_finite(name, value, verdict)
+            found, bad = check_finite(name, value, action)
             fill = 0
         elif name == "labels":
-            found, bad = check_labels(value, limits, verdict)
-            fill = IGNORED if limits.token_labels else 0
+            found, bad = check_labels(value, limits, action)
+            fill = IGNORED_LABEL if limits.token_labels else 0
         elif name in ("input_ids", "decoder_input_ids") and limits.num_ids is not None:
-            found, bad = check_ids(name, value, limits, verdict)
+            found, bad = check_ids(name, value, limits, action)
             fill = 0
         elif name == "attention_mask":
-            found = check_mask(value, verdict)
+            found = check_mask(value, action)
         if found is None:
             continue
-        if certain and found.verdict == "suspect" and name != "labels":
-            found = replace(found, verdict="drop")
+        if certain and found.action is BatchAction.SUSPECT and name != "labels":
+            found = replace(found, action=BatchAction.DROP)
         findings.append(found)
-        if bad is not None and found.verdict not in ("observe", "suspect"):
+        if bad is not None and found.action not in (BatchAction.OBSERVE, BatchAction.SUSPECT):
             batch[name] = value.masked_fill(torch.from_numpy(np.asarray(bad)), fill)
     return findings
 
@@ -158,11 +157,11 @@ def _where(bad: np.ndarray) -> tuple[tuple[int, ...], tuple[tuple[int, int], ...
     return samples, tokens
 
 
-def check_finite(name: str, value: Tensor, verdict: str) -> tuple[Finding | None, np.ndarray | None]:
+def check_finite(name: str, value: Tensor, action: BatchAction) -> tuple[Finding | None, np.ndarray | None]:
     """Looks for NaN and inf in a float input; an additive attention mask may hold -inf.
 
-    NaN may be a missing target and -inf a bias that masks, so a batch is not dropped for it unless its loss or gradients
-    are not finite either.
+    NaN may be a missing target and -inf a bias that masks, so such a batch is dropped only if its loss or gradients are not
+    finite either.
     """
     array = view(value)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -171,12 +170,12 @@ def check_finite(name: str, value: Tensor, verdict: str) -> tuple[Finding | None
     bad = np.isnan(array) | np.isposinf(array) if "mask" in name else ~np.isfinite(array)
     samples, tokens = _where(bad)
     kind = "NaN" if np.isnan(array).any() else "inf"
-    verdict = "suspect" if verdict == "drop" else verdict
+    action = BatchAction.SUSPECT if action is BatchAction.DROP else action
     message = f"{name} holds {kind} in {int(bad.sum())} entries of samples {list(samples[:8])}"
-    return Finding(Signal.INPUT_NONFINITE, message, verdict, Cause.INPUT_NONFINITE, "input", samples, tokens), bad
+    return Finding(Signal.INPUT_NONFINITE, message, action, Cause.INPUT_NONFINITE, "input", samples, tokens), bad
 
 
-def check_labels(labels: Tensor, limits: Limits, verdict: str) -> tuple[Finding | None, np.ndarray | None]:
+def check_labels(labels: Tensor, limits: Limits, action: BatchAction) -> tuple[Finding | None, np.ndarray | None]:
     """Looks for labels the loss cannot take, and for a batch whose labels are all masked."""
     array = view(labels)
     if limits.num_labels is None or labels.dtype == torch.bool:
@@ -188,21 +187,22 @@ def check_labels(labels: Tensor, limits: Limits, verdict: str) -> tuple[Finding 
             example = int(array[bad][0])
             message = f"label {example} of sample {samples[0] if samples else 0} is outside 0..{limits.num_labels - 1}"
             return Finding(
-                Signal.LABEL_OUT_OF_RANGE, message, verdict, Cause.LABEL_OUT_OF_RANGE, "input", samples, tokens
+                Signal.LABEL_OUT_OF_RANGE, message, action, Cause.LABEL_OUT_OF_RANGE, "input", samples, tokens
             ), bad
     if not limits.token_labels or array.ndim != 2:
         return None, None
     targets = array[:, 1:] if limits.shifted else array
     if np.isin(targets, limits.ignored).all():
         samples = tuple(range(array.shape[0]))
-        message = f"all labels of {array.shape[0]} samples are masked, so nothing can be learned from them"
+        message = f"none of the {len(samples)} samples has an unmasked label"
+        message = "the only sample has no unmasked label" if len(samples) == 1 else message
         # A masked batch cannot be filled with anything true: "repair" leaves it out as well.
-        verdict = "drop" if verdict == "repair" else verdict
-        return Finding(Signal.LABELS_MASKED, message, verdict, Cause.ALL_LABELS_MASKED, "input", samples), None
+        action = BatchAction.DROP if action is BatchAction.REPAIR else action
+        return Finding(Signal.LABELS_MASKED, message, action, Cause.ALL_LABELS_MASKED, "input", samples), None
     return None, None
 
 
-def check_mask(mask: Tensor, verdict: str) -> Finding | None:
+def check_mask(mask: Tensor, action: BatchAction) -> Finding | None:
     """Looks for samples without a single token to attend to. Most models cope, so a batch is not dropped for it unless its
     loss or gradients are not finite."""
     if mask.ndim != 2:
@@ -211,27 +211,27 @@ def check_mask(mask: Tensor, verdict: str) -> Finding | None:
     if not empty:
         return None
     message = f"attention_mask of samples {list(empty[:8])} masks every token"
-    verdict = {"drop": "suspect", "halt": "halt"}.get(verdict, "observe")
-    return Finding(Signal.INPUT_OUT_OF_RANGE, message, verdict, None, "input", empty)
+    action = {BatchAction.DROP: BatchAction.SUSPECT, BatchAction.HALT: action}.get(action, BatchAction.OBSERVE)
+    return Finding(Signal.INPUT_OUT_OF_RANGE, message, action, None, "input", empty)
 
 
-def check_length(batch: MutableMapping, verdict: str) -> Finding | None:
+def check_length(batch: MutableMapping, action: BatchAction) -> Finding | None:
     """Looks for a batch of sequences without a token. Unless it is only observed it gets one, or no rank could run it."""
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or not len(ids) or ids.shape[1]:
         return None
-    if verdict != "observe":
+    if action is not BatchAction.OBSERVE:
         for name, value in list(batch.items()):
             if isinstance(value, Tensor) and value.shape == ids.shape:
-                fill = {"labels": IGNORED, "attention_mask": 1}.get(name, 0)
+                fill = {"labels": IGNORED_LABEL, "attention_mask": 1}.get(name, 0)
                 batch[name] = value.new_full((len(ids), 1), fill)
     message = f"input_ids of all {len(ids)} samples hold no token"
-    verdict = "drop" if verdict == "repair" else verdict
-    return Finding(Signal.INPUT_OUT_OF_RANGE, message, verdict, None, "input", tuple(range(len(ids))))
+    action = BatchAction.DROP if action is BatchAction.REPAIR else action
+    return Finding(Signal.INPUT_OUT_OF_RANGE, message, action, None, "input", tuple(range(len(ids))))
 
 
-def check_ids(name: str, ids: Tensor, limits: Limits, verdict: str) -> tuple[Finding | None, np.ndarray | None]:
-    """Looks for ids outside the embedding, but for those the model itself replaces."""
+def check_ids(name: str, ids: Tensor, limits: Limits, action: BatchAction) -> tuple[Finding | None, np.ndarray | None]:
+    """Looks for ids outside the embedding, except those that the model replaces itself."""
     array = view(ids)
     if array.min() >= 0 and array.max() < limits.num_ids:
         return None, None
@@ -240,4 +240,4 @@ def check_ids(name: str, ids: Tensor, limits: Limits, verdict: str) -> tuple[Fin
         return None, None
     samples, tokens = _where(bad)
     message = f"{name} holds {int(array[bad][0])} in sample {samples[0] if samples else 0}, outside the embedding of {limits.num_ids} rows"
-    return Finding(Signal.INPUT_OUT_OF_RANGE, message, verdict, None, "input", samples, tokens), bad
+    return Finding(Signal.INPUT_OUT_OF_RANGE, message, action, None, "input", samples, tokens), bad

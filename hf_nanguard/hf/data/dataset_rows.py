@@ -1,8 +1,8 @@
-"""Which dataset rows a micro-batch was made of.
+"""Which dataset rows a micro-batch consists of.
 
-Map-style datasets: written down by the batch sampler, looked up by position in the epoch, so shuffling, workers,
-sharding over ranks and a resume in mid-epoch are all right. Iterable datasets have no row numbers: one process that
-reads them in order counts samples, otherwise the rows are not known.
+Map-style datasets: recorded from the batch sampler and looked up by position in the epoch, so shuffling, workers, sharding
+over ranks and a resume in mid-epoch are handled. Iterable datasets have no row numbers: a single process that reads them in
+order counts samples, otherwise the rows are not known.
 """
 
 import math
@@ -58,7 +58,7 @@ class RowRecord:
             batch (`Any`):
                 The batch.
             num_samples (`int`, *optional*):
-                How many samples it was made of, if some have been taken out since.
+                How many samples it had, if some have been removed.
         """
         position, self.position = self.position, self.position + 1
         if self.stream_batch_size is not None:
@@ -69,7 +69,7 @@ class RowRecord:
 
 
 def _size(batch: Any) -> int | float:
-    """Returns how many samples a batch holds (the last of a stream may be short), infinite if it does not tell."""
+    """Returns how many samples a batch has (the last of a stream may be short), infinite if that is not known."""
     if isinstance(batch, Mapping):
         return next((len(value) for value in batch.values() if isinstance(value, Tensor) and value.ndim), math.inf)
     return len(batch) if isinstance(batch, list) else math.inf

@@ -91,7 +91,7 @@ def find_no_signal(batch: Mapping, limits: Limits) -> NoSignal | None:
         batch (`Mapping`):
             The collated batch, on the CPU.
         limits (`Limits`):
-            What the model can take.
+            The limits of the model.
     """
     labels = _array(batch.get("labels"))
     if labels is not None and limits.token_labels and labels.ndim == 2:
@@ -109,7 +109,7 @@ def find_no_signal(batch: Mapping, limits: Limits) -> NoSignal | None:
         return None
     if len(inputs) == 1 and first.ndim == 2 and _is_one_token(first, _array(batch.get("attention_mask"))):
         return NoSignal.CONSTANT
-    # One prompt goes with all kinds of images, and a field that is not known here may hold the input proper.
+    # The same prompt may be used with different images, and an unknown field may be the actual input.
     fields = [_array(value) for name, value in batch.items() if name != "labels" and isinstance(value, Tensor)]
     same = all(array is not None and array.ndim and _all_same(array) for array in fields)
     return NoSignal.CONSTANT if labels is not None and same and not _all_same(labels) else None
@@ -125,7 +125,7 @@ def _array(value: Any) -> np.ndarray | None:
 
 
 def _all_same(array: np.ndarray) -> bool:
-    """Returns whether all samples are equal; two that differ in their first entries are enough to know."""
+    """Returns whether all samples are equal; compares the first entries of two samples first, because that is cheap."""
     first = array[0]
     if len(array) > 1 and not np.array_equal(first.flat[:64], array[-1].flat[:64]):
         return False

@@ -1,4 +1,4 @@
-"""Looks at CPU tensors through NumPy, so that checks in a dataloader's worker add no torch operation."""
+"""NumPy views of CPU tensors, so that checks in a dataloader's worker add no torch operation."""
 
 import numpy as np
 import torch
@@ -6,13 +6,13 @@ from torch import Tensor
 
 
 def is_viewable(tensor: Tensor) -> bool:
-    """Returns whether NumPy can look at the tensor: not a sparse, nested, quantized or 8-bit float one."""
+    """Returns whether NumPy can view the tensor, which must not be empty, sparse, nested, quantized or of an 8-bit float."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
         return False
     return tensor.numel() > 0 and not (tensor.is_floating_point() and tensor.element_size() < 2)
 
 
 def view(tensor: Tensor) -> np.ndarray:
-    """Returns the memory of a CPU tensor as an array, bfloat16 as the float32 it rounds from."""
+    """Returns the memory of a CPU tensor as an array; bfloat16 as a copy in float32."""
     tensor = tensor.detach() if tensor.requires_grad else tensor
     return np.from_dlpack(tensor.float() if tensor.dtype == torch.bfloat16 else tensor)

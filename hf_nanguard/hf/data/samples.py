@@ -1,4 +1,4 @@
-"""Takes single samples out of a collated batch, where its fields can be taken apart."""
+"""Removes single samples from a collated batch whose fields have one entry per sample."""
 
 from collections.abc import Collection, MutableMapping
 from typing import Any
@@ -7,10 +7,10 @@ from torch import Tensor
 
 
 def remove_samples(batch: MutableMapping, bad: Collection[int], num_samples: int) -> tuple[int, ...] | None:
-    """Takes samples out of a batch in place, before anything has been counted in it.
+    """Removes samples from a batch in place, before its items are counted.
 
-    A batch can be taken apart if every tensor and list in it has one entry a sample, and all else are single values. Packed sequences and the patches of
-    several images in one tensor do not.
+    That needs one entry per sample in every tensor and list; anything else must be a single value. Packed sequences, and
+    patches of several images in one tensor, do not have that.
 
     Args:
         batch (`MutableMapping`):
@@ -18,11 +18,11 @@ def remove_samples(batch: MutableMapping, bad: Collection[int], num_samples: int
         bad (`Collection[int]`):
             Which samples.
         num_samples (`int`):
-            How many the batch was made of.
+            How many samples the batch has.
 
     Returns:
-        `tuple[int, ...] | None`: the samples that are left, `None` if the batch is as it was: it cannot be taken apart,
-        or nothing would be left.
+        `tuple[int, ...] | None`: the samples that are left, `None` if the batch was not changed because its fields cannot
+        be split or no sample would be left.
     """
     kept = tuple(sample for sample in range(num_samples) if sample not in bad)
     if not kept or not all(_has_samples(value, num_samples) for value in batch.values()):
@@ -40,6 +40,4 @@ def _has_samples(value: Any, num_samples: int) -> bool:
         return value.ndim > 0 and len(value) == num_samples
     if type(value) in (list, tuple):
         return len(value) == num_samples
-    return value is None or isinstance(
-        value, (str, bool, int, float)
-    )  # of anything else nobody knows what it is made of
+    return value is None or isinstance(value, (str, bool, int, float))

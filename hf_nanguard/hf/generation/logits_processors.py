@@ -1,29 +1,30 @@
-"""The logits processors: a healthy row of scores is never touched by a bit, a sick one is repaired or ended.
+"""Logits processors: a finite row of scores stays bit-identical, a non-finite one is repaired or ended.
 
 Clipping healthy rows would make the sampled policy differ from the one whose log-probabilities are trained.
 """
 
+import copy
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from ...core.logits import Tally, bound_scores, can_look, judge, repair_scores
+from ...core.logits import RowMaxima, Tally, bound_scores, can_look, repair_scores
+from ...core.settings import SETTINGS
 from ...errors import ArgumentError
 
 logger = logging.getLogger("hf_nanguard")
 
-MODES = ("repair", "always", "off")
+MODES = SETTINGS["logits_mode"].choices
 MAX_ROWS = 4
 
 
 def check_number(name: str, value: Any, lowest: float, highest: float = math.inf, above: bool = False) -> None:
-    """Raises an [`ArgumentError`] unless the value is a finite number of the range, without `lowest` if `above`."""
+    """Raises an [`ArgumentError`] unless the value is a finite number in the range, without `lowest` if `above`."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < lowest or value > highest or (above and value == lowest):
         least = f"above {lowest:g}" if above else f"at least {lowest:g}"
@@ -33,35 +34,49 @@ def check_number(name: str, value: Any, lowest: float, highest: float = math.inf
         )
 
 
-@dataclass
 class LogBudget:
-    """How many more occurrences are logged with their values; guards that work together share one."""
+    """Logs the first few occurrences; guards that work together share one."""
 
-    left: int = 3
+    def __init__(self, left: int = 3):
+        self.left = left
+
+    def log(self, describe: Callable[[], str]) -> None:
+        """Logs a text, which is built only if it is logged."""
+        if self.left > 0:
+            self.left -= 1
+            more = "" if self.left else " Later ones are counted only."
+            logger.warning("hf_nanguard: %s%s", describe(), more)
+
+
+class Listener(Protocol):
+    """Follows the calls of a processor during one `generate`."""
+
+    def note(self, processor: Any, length: int, num_rows: int, maxima: RowMaxima | None) -> None:
+        """Takes the scores after `length` tokens; without maxima all rows were finite."""
 
 
 class NumericalStabilityLogitsProcessor(LogitsProcessor):
     """Repairs scores before a token is drawn from them.
 
-    With `mode="repair"` healthy rows pass bit-identical, NaN and +inf entries are masked, -inf stays a mask, and a row
-    with nothing left ends its sequence; **`clip_value` and `min_prob` play no part**. With `mode="always"` every row is
-    then bounded to `[max - 2 * clip_value, max]`, unmasked tokens get at least `min_prob`, and the row is normalised: it
-    changes the policy of a healthy model, so log-probabilities computed elsewhere no longer agree with it.
+    With `mode="repair"` finite rows stay bit-identical, NaN and +inf entries are masked, -inf stays a mask, and a row
+    without a finite score ends its sequence; **`clip_value` and `min_prob` have no effect**. With `mode="always"` every row
+    is then bounded to `[max - 2 * clip_value, max]`, unmasked tokens get at least `min_prob`, and the row is normalised:
+    this changes the policy of a healthy model, so log-probabilities computed elsewhere no longer agree with it.
 
-    In beam search scores arrive after a log-softmax, so a row with one NaN is all NaN and is ended.
+    In beam search, scores arrive after a log-softmax, so a row with one NaN is all NaN and is ended.
 
     Args:
         clip_value (`float`, *optional*, defaults to `30.0`):
             Half the largest distance to the best token, in mode `"always"`.
         min_prob (`float`, *optional*, defaults to `1e-8`):
-            The least probability of an unmasked token, in mode `"always"`.
+            The smallest probability of an unmasked token, in mode `"always"`.
         verbose (`bool`, *optional*, defaults to `True`):
-            Whether the first occurrences are logged with shape and values. On devices other than the CPU nothing is read
-            while generating, so they are logged when somebody asks for the counts.
+            Whether the first occurrences are logged with shape and values, on a CPU. On other devices nothing is read
+            while generating; [`guard_generation`] logs them when its results are read.
         mode (`str`, *optional*, defaults to `"repair"`):
             `"repair"` or `"always"`.
         eos_token_id (`int` or `list[int]`, *optional*):
-            What ends a sequence; the first of several. Without it a row with nothing left gets token 0.
+            The token that ends a sequence; the first of several. Without it, a row without a finite score gets token 0.
 
     Raises:
         ArgumentError: If an argument cannot work.
@@ -98,20 +113,40 @@ class NumericalStabilityLogitsProcessor(LogitsProcessor):
         self.end_id = ids[0] if ids else 0
         self.rest = -math.inf
         self.tally = Tally()
-        self.listeners: list[Any] = []  # generations that want to know, see watch.py
+        self.listeners: list[Listener] = []
         self.placed = False
         self.budget = LogBudget()
 
+    @classmethod
+    def place(cls, budget: LogBudget, rest: float = -math.inf, **settings: Any) -> Self:
+        """Returns a processor that is placed by [`guard_generation`]: with a shared log budget, and `rest` as in
+        [`repair_scores`]."""
+        processor = cls(**settings)
+        processor.placed, processor.budget, processor.rest = True, budget, rest
+        return processor
+
+    def muted(self) -> Self:
+        """Returns a copy with counts of its own and without listeners."""
+        muted = copy.copy(self)
+        muted.listeners, muted.tally = [], Tally()
+        return muted
+
+    def subscribe(self, listener: Listener) -> None:
+        """Notifies a listener of every call."""
+        self.listeners.append(listener)
+
+    def unsubscribe(self, listener: Listener) -> None:
+        """Stops notifying a listener."""
+        self.listeners = [other for other in self.listeners if other is not listener]
+
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         length = input_ids.shape[-1] if input_ids.ndim > 1 else 0
-        steps = [generation.begin(self, length, scores.shape[0]) for generation in self.listeners]
-        fixed, top, left = repair_scores(scores, self.end_id, rest=self.rest)
-        if top is not None and left is not None:
-            self.tally.add(top, left)
-            for generation, step in zip(self.listeners, steps, strict=True):
-                generation.notes.add(step, top, left)
-            if can_look(top):
-                self.log(scores, top, left, length)
+        fixed, maxima = repair_scores(scores, self.end_id, rest=self.rest)
+        for listener in self.listeners:
+            listener.note(self, length, scores.shape[0], maxima)
+        if maxima is not None:
+            self.tally.add(maxima)
+            self.log(scores, maxima, length)
         return self.bound(fixed, self.tally)
 
     def bound(self, repaired: Tensor, tally: Tally | None = None) -> Tensor:
@@ -123,12 +158,10 @@ class NumericalStabilityLogitsProcessor(LogitsProcessor):
             tally.add_bounded(raised)
         return bounded
 
-    def log(self, scores: Tensor, top: Tensor, left: Tensor, length: int) -> None:
-        """Logs sick scores with shape and values, the first few times."""
-        if self.verbose and self.budget.left > 0:
-            self.budget.left -= 1
-            more = "" if self.budget.left else " Later ones are counted only."
-            logger.warning("hf_nanguard: %s%s", describe_scores(scores, top, left, length), more)
+    def log(self, scores: Tensor, maxima: RowMaxima, length: int) -> None:
+        """Logs non-finite scores with shape and values, the first few times, if that needs no host read."""
+        if self.verbose and can_look(maxima.before):
+            self.budget.log(lambda: describe_scores(scores, maxima, length))
 
     @property
     def num_repaired(self) -> int:
@@ -137,7 +170,7 @@ class NumericalStabilityLogitsProcessor(LogitsProcessor):
 
     @property
     def num_ended(self) -> int:
-        """How many rows of scores had nothing left so far; one host read."""
+        """How many rows of scores had no finite score so far; one host read."""
         return self.tally.read()[1]
 
     @property
@@ -147,9 +180,9 @@ class NumericalStabilityLogitsProcessor(LogitsProcessor):
         return self.tally.read_bounded()
 
 
-def describe_scores(scores: Tensor, top: Tensor, left: Tensor, length: int) -> str:
-    """Returns shape and values of sick rows in words. It reads them: only for rows known to be sick, on the CPU."""
-    repaired, ended = judge(top, left)
+def describe_scores(scores: Tensor, maxima: RowMaxima, length: int) -> str:
+    """Describes shape and values of the non-finite rows. Reads them, so only for scores on the CPU."""
+    repaired, ended = maxima.judge()
     parts = []
     rows = (repaired | ended).nonzero().flatten().tolist()
     for row in rows[:MAX_ROWS]:
@@ -161,21 +194,21 @@ def describe_scores(scores: Tensor, top: Tensor, left: Tensor, length: int) -> s
         parts.append(f"row {row} ({counts}{among}) was {'ended' if ended[row] else 'repaired'}")
     more = f" and {len(rows) - MAX_ROWS} more" if len(rows) > MAX_ROWS else ""
     shape = f"{list(scores.shape)} {str(scores.dtype).removeprefix('torch.')}"
-    return f"scores {shape} after {length} tokens were not finite: {'; '.join(parts)}{more}."
+    return f"non-finite scores {shape} after {length} tokens: {'; '.join(parts)}{more}."
 
 
 class SafeTemperatureLogitsWarper(LogitsProcessor):
-    """Divides scores by a temperature that cannot be too small, and keeps what the division would overflow finite.
+    """Divides scores by a temperature with a lower bound, and clamps what the division would overflow.
 
-    Healthy scores come out as from the host's own warper. -inf stays a mask; NaN and +inf are left for
+    Other scores are those of transformers' own warper. -inf stays a mask; NaN and +inf are left for
     [`NumericalStabilityLogitsProcessor`], which masks them. Do not use it in a trainer that divides log-probabilities by
     its own temperature: the two would no longer agree.
 
     Args:
         temperature (`float`):
-            What to divide by.
+            The temperature.
         min_temperature (`float`, *optional*, defaults to `0.1`):
-            What to divide by at least.
+            The smallest temperature; a smaller one is replaced by it.
 
     Raises:
         ArgumentError: If an argument cannot work.

@@ -1,13 +1,13 @@
-"""The sampling guard as a logits processor of vLLM, for those who ask for it; vLLM is imported only when it is used.
+"""The sampling guard as a logits processor of vLLM, which is imported only when the processor is used.
 
-Give it to the engine by class or by name, or register it under the entry point group `vllm.logits_processors`:
+Pass it to the engine by class or by name, or register it under the entry point group `vllm.logits_processors`:
 
     LLM(model, logits_processors=["hf_nanguard.hf.generation.vllm_processor:VllmStabilityLogitsProcessor"])
 
-It follows the V1 interface (`vllm.v1.sample.logits_processor.LogitsProcessor`) as documented. **It was tested against a
-stand-in of that interface only, never run in vLLM itself**, nor on a GPU. Newer engines with their second model runner
-have another interface and need `VLLM_USE_V2_MODEL_RUNNER=0`, and vLLM takes no custom processor together with
-speculative decoding. The engine lives in a process of its own, so the trainer is not told which completion was sick.
+It implements the documented V1 interface (`vllm.v1.sample.logits_processor.LogitsProcessor`). **It was tested only against
+a stand-in of that interface, never in vLLM itself** or on a GPU. Newer engines with the second model runner have another
+interface and need `VLLM_USE_V2_MODEL_RUNNER=0`, and vLLM accepts no custom processor together with speculative decoding.
+The engine runs in a process of its own, so the trainer does not learn which completions had non-finite scores.
 """
 
 from typing import Any
@@ -43,11 +43,11 @@ def build_processor() -> type:
         ) from error
 
     class VllmStabilityLogitsProcessor(LogitsProcessor):
-        """Masks NaN and +inf, and ends a sequence in whose scores nothing is left; healthy rows stay as they are.
+        """Masks NaN and +inf, and ends a sequence without a finite score; finite rows stay as they are.
 
         Args:
             vllm_config (`VllmConfig`), device (`torch.device`), is_pin_memory (`bool`):
-                As vLLM hands them over.
+                As vLLM passes them.
         """
 
         def __init__(self, vllm_config: Any, device: Any, is_pin_memory: bool):
@@ -57,21 +57,21 @@ def build_processor() -> type:
 
         @classmethod
         def validate_params(cls, sampling_params: Any) -> None:
-            """Takes all requests."""
+            """Accepts all requests."""
 
         def apply(self, logits: Tensor) -> Tensor:
-            """Repairs the scores of one step, in place where nothing else needs them; nothing is read."""
-            fixed, top, left = repair_scores(logits, self.end_id, in_place=not can_look(logits))
-            if top is not None and left is not None:
-                self.tally.add(top, left)
+            """Repairs the scores of one step, on a device in place; nothing is read."""
+            fixed, maxima = repair_scores(logits, self.end_id, in_place=not can_look(logits))
+            if maxima is not None:
+                self.tally.add(maxima)
             return fixed
 
         def is_argmax_invariant(self) -> bool:
-            """Greedy requests need the repair as well."""
+            """Returns `False`: greedy requests need the repair as well."""
             return False
 
         def update_state(self, batch_update: Any) -> None:
-            """Has no state of single requests."""
+            """Does nothing: there is no state per request."""
 
-    VllmStabilityLogitsProcessor.__qualname__ = NAME  # so that a pickled class finds its way back here
+    VllmStabilityLogitsProcessor.__qualname__ = NAME  # so that a pickled class is found here again
     return VllmStabilityLogitsProcessor

@@ -1,10 +1,10 @@
-"""One step at which attention, routers and the head of a transformers model are looked at, on a small sample.
+"""Measures attention, routers and the head of a transformers model in one training step, on a small sample.
 
-What is seen of a step is its first forward that trains: generation and reference models do not count, and what gradient
-checkpointing computes a second time is not measured a second time. A layer that is used several times in a forward is
-measured at its first use.
+Only the first training forward of a step is measured: not generation or reference models, nor the recomputation of gradient
+checkpointing. A layer that is used several times in a forward is measured at its first use.
 """
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,63 +25,76 @@ from ..compat.attention import find_routers, implies_causality, observed_attenti
 
 SHOWN = ("eager", "sdpa")  # implementations whose masks are plain tensors
 
+# What is measured of each, in the order of the measurement; -1 if larger is better, because the buffer keeps maxima.
+LAYER = {"attention_score": 1, "attention_entropy": -1}
+ROUTER = {"router_entropy": -1, "router_load_entropy": -1, "router_load": 1, "router_logit": 1}
+HEAD = {"logsumexp_mean": 1, "logsumexp": 1}
+
+Measured = dict[str, dict[str, float]]  # by noun, the value of each module
+
 
 def trains_now() -> bool:
-    """Returns whether a forward that trains runs here, in Python: a look inside of a compiled graph would be part of it."""
+    """Returns whether a training forward runs in Python; inside of a compiled graph, measuring would become part of it."""
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 class AttentionProbe:
-    """One step that is looked at: its hooks, and what they see in one buffer on the device.
+    """Hooks that measure one step, and the measurements in one buffer on the device.
 
     Args:
         model (`nn.Module`):
-            The model without DDP.
+            The model, without DDP wrapper.
         device (`torch.device`):
             Where the buffer lives.
     """
 
     def __init__(self, model: nn.Module, device: torch.device):
         named = list(model.named_modules())
-        names = {id(module): name for name, module in named}
-        # A layer that attends holds its projections, so that modules without children are none. Which of the others
-        # attend is known only once they do, and not on every rank alike, but the buffer has one shape.
-        layers = [(name, module) for name, module in named if next(module.children(), None) is not None]
-        self.layers = {id(module): row for row, (_, module) in enumerate(layers)}
-        self.layer_names = [name for name, _ in layers]
-        self.routers = find_routers(model)
+        self.columns: list[tuple[str, str, int]] = []  # module, noun and sign of each value in the buffer
+        # An attention layer has children, its projections. Which modules with children compute attention is known only
+        # once they do, and not on every rank alike, but the buffer needs the same shape on all.
+        self.layers = {
+            id(module): self._reserve(name, LAYER)
+            for name, module in named
+            if next(module.children(), None) is not None
+        }
+        routers = [(self._reserve(name, ROUTER), router, place) for name, router, place in find_routers(model)]
         inner = next((module for _, module in named if isinstance(module, PreTrainedModel)), None)
         self.head = None if inner is None else inner.get_output_embeddings()
-        self.head_name = names.get(id(self.head), "head")
-        self.buffer = torch.full((2 * len(self.layers) + 4 * len(self.routers) + 2,), ABSENT, device=device)
+        self.head_start = self._reserve(next((name for name, m in named if m is self.head), "head"), HEAD)
+        self.buffer = torch.full((len(self.columns),), ABSENT, device=device)
         self.seen: set[int] = set()
-        self.real: Tensor | None = None  # which tokens are no padding
-        self.states: Tensor | None = None  # a few of those that a fused head is given
+        self.real: Tensor | None = None  # which tokens are not padding
+        self.states: Tensor | None = None  # a few of the hidden states that a fused head receives
         self.states_real: Tensor | None = None
-        self.hidden: set[str] = set()  # implementations that do not show their masks
+        self.hidden: set[str] = set()  # implementations whose masks are not accessible
         self.sharded_head = False
-        self.stack = ExitStack()
-        self._begin(model, inner)
-
-    def _begin(self, model: nn.Module, inner: PreTrainedModel | None) -> None:
+        self._hooks = ExitStack()
         hooks = [model.register_forward_pre_hook(Hook(self._see_inputs), with_kwargs=True)]
-        for i, (_, router, place) in enumerate(self.routers):
-            hooks.append(router.register_forward_hook(Hook(self._see_router(2 * len(self.layers) + 4 * i, place))))
+        hooks += [
+            router.register_forward_hook(Hook(self._see_router(start, place))) for start, router, place in routers
+        ]
         if inner is not None and isinstance(self.head, nn.Module):
             hooks.append(self.head.register_forward_hook(Hook(self._see_head)))
             if inner.base_model is not inner:
                 hooks.append(inner.base_model.register_forward_hook(Hook(self._see_backbone)))
         for hook in hooks:
-            self.stack.callback(hook.remove)
-        self.stack.enter_context(observed_attention(self._see_attention))
+            self._hooks.callback(hook.remove)
+        self._hooks.enter_context(observed_attention(self._see_attention))
 
-    def end(self) -> None:
-        """Takes the hooks away."""
-        self.stack.close()
+    def _reserve(self, module: str, nouns: dict[str, int]) -> int:
+        """Reserves a place in the buffer for the measurements of a module; returns where it begins."""
+        start = len(self.columns)
+        self.columns += [(module, noun, sign) for noun, sign in nouns.items()]
+        return start
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        self._hooks.close()
 
     def finish(self) -> None:
-        """Takes the hooks away and gives a few hidden states to a head that was not called itself."""
-        self.end()
+        """Removes the hooks. If the head was not called itself, applies it to a few of its hidden states."""
+        self.close()
         states, head, self.states = self.states, self.head, None
         if states is None or not isinstance(head, nn.Module) or id(head) in self.seen:
             return
@@ -91,20 +104,31 @@ class AttentionProbe:
             return
         home = next((weight for weight in weights if weight.is_floating_point()), states)
         if home.shape[-1] != states.shape[-1]:
-            return  # a head that stands behind something else
+            return  # the head receives something else than these states
         modes = [(module, module.training) for module in head.modules()]
         try:
             for module, _ in modes:
-                module.training = False  # the dropout of an adapter would draw random numbers
+                module.training = False  # dropout of an adapter would draw random numbers
             with torch.no_grad(), torch.autocast(states.device.type, enabled=False):
                 logits = head(states.to(home))
         finally:
             for module, mode in modes:
                 module.training = mode
-        self.buffer[-2:] = measure_logsumexp(logits, self.states_real)
+        self._write(self.head_start, measure_logsumexp(logits, self.states_real))
 
-    def _take(self, module: Any) -> bool:
-        """Returns whether a module is to be measured, which it is once."""
+    def read(self) -> Measured:
+        """Returns by noun the value of every module that was measured. One host read."""
+        found: Measured = {noun: {} for noun in (*LAYER, *ROUTER, *HEAD)}
+        for value, (module, noun, sign) in zip(self.buffer.tolist(), self.columns, strict=True):
+            if value != ABSENT:
+                found[noun][module] = sign * value
+        return found
+
+    def _write(self, start: int, values: Tensor) -> None:
+        self.buffer[start : start + len(values)] = values
+
+    def _is_first(self, module: Any) -> bool:
+        """Returns whether a module is called for the first time in a training forward of the step."""
         if not trains_now() or id(module) in self.seen:
             return False
         self.seen.add(id(module))
@@ -118,39 +142,39 @@ class AttentionProbe:
     def _see_attention(
         self, implementation: str, module: Any, query: Tensor, key: Tensor, mask: Any, options: dict
     ) -> None:
-        row = self.layers.get(id(module))
-        if row is None or not self._take(module):
+        start = self.layers.get(id(module))
+        if start is None or not self._is_first(module):
             return
         bias = options.get("position_bias")
         if implementation not in SHOWN or not matches(query, key, mask, bias):
             self.hidden.add(str(implementation))
             return
         causal = implies_causality(implementation, module, query, mask, options)
-        found = measure_attention(query, key, options.get("scaling"), mask, causal, bias, options.get("softcap"))
-        self.buffer[2 * row : 2 * row + 2] = found
+        scaling, softcap = options.get("scaling"), options.get("softcap")
+        self._write(start, measure_attention(query, key, scaling, mask, causal, bias, softcap))
 
-    def _see_router(self, start: int, place: int) -> Any:
+    def _see_router(self, start: int, place: int) -> Callable[..., None]:
         def see(module: nn.Module, args: Any, output: Any) -> None:
             logits = output[place] if isinstance(output, tuple) else output
-            if not isinstance(logits, Tensor) or logits.ndim < 2 or logits.shape[-1] < 2 or not self._take(module):
+            if not isinstance(logits, Tensor) or logits.ndim < 2 or logits.shape[-1] < 2 or not self._is_first(module):
                 return
             same = self.real is not None and self.real.numel() == logits[..., 0].numel()
-            self.buffer[start : start + 4] = measure_router(logits, self.real if same else None)
+            self._write(start, measure_router(logits, self.real if same else None))
 
         return see
 
     def _see_head(self, module: nn.Module, args: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.ndim >= 2 and self._take(module):
-            self.buffer[-2:] = measure_logsumexp(*self._sample(output.detach()))
+        if isinstance(output, Tensor) and output.ndim >= 2 and self._is_first(module):
+            self._write(self.head_start, measure_logsumexp(*self._sample(output.detach())))
 
     def _see_backbone(self, module: nn.Module, args: Any, output: Any) -> None:
         states = output if isinstance(output, Tensor) else output[0]
-        if isinstance(states, Tensor) and states.ndim == 3 and self._take(module):
+        if isinstance(states, Tensor) and states.ndim == 3 and self._is_first(module):
             states, self.states_real = self._sample(states.detach())
             self.states = states.clone()  # a view would keep all of them in memory
 
     def _sample(self, states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns a few positions of shape (batch, position, feature), and which are no padding, if that is known."""
+        """Returns a few positions of states (batch, position, feature), and which of them are not padding, if known."""
         picked = pick_positions(states.shape[1]) if states.ndim == 3 else slice(None)
         same = self.real is not None and self.real.shape == states.shape[:-1]
         real = self.real[:SAMPLES, picked].clone() if same and self.real is not None else None
@@ -158,8 +182,8 @@ class AttentionProbe:
 
 
 def matches(query: Any, key: Any, *masks: Any) -> bool:
-    """Returns whether queries and keys have the usual four dimensions, heads the usual groups, and masks, as far as there
-    are any, a shape that broadcasts to the scores."""
+    """Returns whether queries and keys have the usual four dimensions, heads the usual groups, and masks, if any, a shape
+    that broadcasts to the scores."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and query.ndim == key.ndim == 4):
         return False
     if query.shape[1] % key.shape[1] or query.shape[3] != key.shape[3] or query.shape[0] != key.shape[0]:
@@ -172,24 +196,3 @@ def matches(query: Any, key: Any, *masks: Any) -> bool:
         and all(size in (1, full) for size, full in zip(mask.shape[:3], query.shape[:3], strict=True))
         for mask in given
     )
-
-
-def read_probe(probe: AttentionProbe) -> dict[str, dict[str, float]]:
-    """Reads what was seen: by noun, the value of every module that was seen. One host read."""
-    values = probe.buffer.tolist()
-    found: dict[str, dict[str, float]] = {}
-
-    def note(module: str, start: int, **nouns: int) -> None:
-        for place, (noun, sign) in enumerate(nouns.items(), start):
-            column = found.setdefault(noun, {})
-            if values[place] != ABSENT:
-                column[module] = sign * values[place]
-
-    for row, name in enumerate(probe.layer_names):
-        note(name, 2 * row, attention_score=1, attention_entropy=-1)
-    for i, (name, _, _) in enumerate(probe.routers):
-        start = 2 * len(probe.layer_names) + 4 * i
-        note(name, start, router_entropy=-1, router_load_entropy=-1, router_load=1, router_logit=1)
-    note(probe.head_name, len(values) - 2, logsumexp_mean=1, logsumexp=1)
-    nouns = ("attention_score", "attention_entropy", "router_entropy", "router_load_entropy", "router_load")
-    return {**{noun: {} for noun in nouns}, **found}

@@ -1,4 +1,4 @@
-"""What a reward function returned, read entry by entry: which are numbers, and what is wrong with the others."""
+"""Rewards and advantages as numbers: which are finite, what is wrong with the others, and the marks they get."""
 
 import inspect
 import math
@@ -6,18 +6,25 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from ...core.finite import read_host
 
+BAD_REWARD = math.inf
+"""What TRL gets in place of a reward that is not a finite number."""
+UNUSABLE = -math.inf
+"""What TRL gets for a completion that was not drawn from the policy."""
+MAX_ADVANTAGE = 1e30
+"""No normalization of rewards gives an advantage of this size."""
 FLOAT32_LIMIT = (2 - 2**-24) * 2.0**127
 """The smallest number that float32 rounds to infinity."""
 KEPT = (list, tuple, Tensor, np.ndarray, str, bytes, bytearray, Mapping, Set)
-"""What is not made a list of: it is one already, or its order means nothing."""
+"""What is not converted to a list: it is a list already, or it has no order."""
 
 
-def find_kind(number: Any) -> str | None:
-    """Returns what is wrong with an entry as [`read_entries`] gives it, `None` if nothing is."""
+def find_kind(number: float | type | None) -> str | None:
+    """Returns what is wrong with an entry of [`read_entries`], `None` if nothing is."""
     if number is None:  # TRL's "this function does not apply here"
         return None
     if not isinstance(number, float):
@@ -27,14 +34,14 @@ def find_kind(number: Any) -> str | None:
     return None if abs(number) < FLOAT32_LIMIT else "inf" if number > 0 else "-inf"
 
 
-def read_entries(entries: Sequence[Any]) -> list[Any]:
-    """Returns the entries as floats, `None` as `None` and what is no number as its type. Tensors cost one read in all."""
+def read_entries(entries: Sequence[Any]) -> list[float | type | None]:
+    """Returns the entries as floats, `None` as `None`, and anything else as its type. All tensors together cost one read."""
     tensors = {i: e for i, e in enumerate(entries) if isinstance(e, Tensor) and e.numel() == 1 and not e.is_complex()}
     read = dict(zip(tensors, read_host([tensor.detach() for tensor in tensors.values()]), strict=True))
     return [read[i] if i in read else _read_entry(entry) for i, entry in enumerate(entries)]
 
 
-def _read_entry(entry: Any) -> Any:
+def _read_entry(entry: Any) -> float | type | None:
     if entry is None:
         return None
     shaped = isinstance(entry, np.ndarray) and (entry.ndim > 0 or entry.dtype.kind not in "biuf")
@@ -49,21 +56,58 @@ def _read_entry(entry: Any) -> Any:
 
 
 def is_listing(result: Any) -> bool:
-    """Returns whether a result is one reward after the other, in an order that means something."""
+    """Returns whether a result is an ordered collection of rewards."""
     if isinstance(result, (Tensor, np.ndarray)):
         return result.ndim > 0
     return hasattr(result, "__len__") and not isinstance(result, (str, bytes, bytearray, Mapping, Set))
 
 
 def materialise(result: Any) -> Any:
-    """Returns a result that can be counted and read twice: generators and other iterables become lists."""
+    """Returns a result that has a length and can be read twice: generators and other iterables become lists."""
     if inspect.iscoroutine(result):
-        result.close()  # nobody will await it: its function is not an async one
+        result.close()  # nobody will await it, because its function is not async
     return list(result) if isinstance(result, Iterable) and not isinstance(result, KEPT) else result
 
 
-def describe_entry(number: Any) -> str:
-    """Returns an entry, as [`read_entries`] gives it, in few words."""
+def describe_entry(number: float | type) -> str:
+    """Returns a short description of a bad entry of [`read_entries`]."""
     if isinstance(number, type):
         return f"a {number.__name__}"
     return f"{number:g}" if not math.isfinite(number) else f"{number:g}, which is beyond float32,"
+
+
+def mark_unscorable(rewards_per_func: Tensor) -> Tensor:
+    """Returns the gathered rewards with NaN in all columns of every marked row, as TRL marks unscorable completions. No
+    host read."""
+    return torch.where(torch.isinf(rewards_per_func).any(dim=1, keepdim=True), math.nan, rewards_per_func)
+
+
+def holds_bad_reward(rewards_per_func: Tensor) -> bool:
+    """Returns whether the gathered rewards, before [`mark_unscorable`], hold a bad one of any rank: the same answer on every
+    rank. One host read."""
+    return bool((rewards_per_func == BAD_REWARD).any())
+
+
+def is_bad_advantage(advantage: float) -> bool:
+    """Returns whether an advantage is NaN or larger than any normalization of rewards gives."""
+    return not abs(advantage) < MAX_ADVANTAGE  # False for NaN
+
+
+def zero_bad_advantages(output: dict[str, Any]) -> list[int]:
+    """Sets bad advantages to 0, in place; TRL's `nan_to_num` turns an infinity into 3.4e38.
+
+    Args:
+        output (`dict`):
+            Of `_generate_and_score_completions`; one advantage per completion or per token. One host read.
+
+    Returns:
+        `list[int]`: the completions of this rank whose advantage was set to 0.
+    """
+    advantages = output.get("advantages")
+    if not isinstance(advantages, Tensor) or not advantages.numel():
+        return []
+    bad = ~(advantages.abs() < MAX_ADVANTAGE).reshape(len(advantages), -1).all(dim=1)  # True for NaN
+    found = [i for i, is_bad in enumerate(bad.tolist()) if is_bad]
+    if found:
+        advantages[bad] = 0.0
+    return found

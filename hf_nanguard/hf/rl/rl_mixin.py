@@ -1,4 +1,4 @@
-"""What guarding a trainer that generates its own data needs beyond the mixin: its completions, rewards and ratios."""
+"""The mixin for online trainers, which generate their own data: guards completions, rewards and log-ratios."""
 
 import logging
 from contextlib import nullcontext
@@ -19,10 +19,10 @@ logger = logging.getLogger("hf_nanguard")
 
 
 class ReinforcementMixin(GuardedTrainerMixin):
-    """The mixin for GRPO, RLOO and their kin.
+    """The mixin for GRPO, RLOO and related trainers.
 
-    Completions are sampled, scored and weighed under guard. They are shuffled and split after they were scored, so the
-    dataset row of each travels with it as a tensor among the others.
+    Completions are shuffled and split after they were scored, so the dataset row of each travels with it, in a tensor of
+    the batch.
     """
 
     def __init__(self, *args: Any, guard: GuardArguments | None = None, **kwargs: Any):
@@ -46,7 +46,8 @@ class ReinforcementMixin(GuardedTrainerMixin):
 
     @property
     def _online(self) -> OnlineGuard:
-        """The guard of completions, rewards and log-ratios. It is kept by the trainer guard: copies of a trainer leave both out."""
+        """The guard of completions, rewards and log-ratios. The trainer guard keeps it, because copies of a trainer leave out
+        the trainer guard and nothing else."""
         assert isinstance(self.nanguard.online, OnlineGuard)
         return self.nanguard.online
 
@@ -78,7 +79,7 @@ class ReinforcementMixin(GuardedTrainerMixin):
         session, rollout = self.nanguard, self._online.rollout
         rows = session.recorder.current_rows()
         rollout.begin(len(inputs), rows, find_own_scoring(self))
-        # Not by a method of ours: a class derived from this one may have its own.
+        # Not by overriding it here: a subclass of this class may override it too.
         with replaced_scoring(self, rollout.score) if session.on else nullcontext():
             output = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         if rows is not None and len(rows) == len(inputs):
@@ -89,9 +90,9 @@ class ReinforcementMixin(GuardedTrainerMixin):
 
 
 def raise_temperature(value: Any, guard: GuardArguments | None) -> Any:
-    """Returns training arguments with at least the lowest temperature the guard allows; anything else as it is.
+    """Returns training arguments with at least the lowest temperature that the guard allows; any other value unchanged.
 
-    The trainer samples and scores with the one value it is built with, so it is raised before, once, in a copy.
+    The trainer samples and scores with the value it is built with, so the temperature is raised before that, in a copy.
     """
     if not isinstance(value, TrainingArguments) or not hasattr(value, "temperature"):
         return value

@@ -13,6 +13,11 @@ MADE_HERE = "nanguard_made_here"
 """Marks the body of a class that is made here. A keyword of the class is no alternative: few metaclasses accept one."""
 
 
+def is_made_here(cls: type) -> bool:
+    """Returns whether a class was made by `guarded` or `attach`, whatever module it claims to be from."""
+    return MADE_HERE in vars(cls)
+
+
 class Stealth:
     """Hides a class that is made here from `__init_subclass__` of the classes after it, which may be a registry."""
 

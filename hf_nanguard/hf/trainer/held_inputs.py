@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ...core.torch_private import write_count
+
 
 @dataclass(frozen=True)
 class HeldInputs:
@@ -38,7 +40,7 @@ class HeldInputs:
 
 def _versions(inputs: Any) -> tuple[int, ...]:
     values = inputs.values() if isinstance(inputs, Mapping) else ()
-    return tuple(v._version for v in values if isinstance(v, Tensor) and not v.is_inference())
+    return tuple(write_count(v) for v in values if isinstance(v, Tensor) and not v.is_inference())
 
 
 class Replayer(Protocol):

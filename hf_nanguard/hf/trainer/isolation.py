@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.torch_private import write_count
+
 DATA = ("train_dataset", "eval_dataset", "callback_handler", "_eval_dataloaders")
 LARGE = 100_000
 MODULE = tuple(vars(nn.Module()))
@@ -55,14 +57,14 @@ class Written:
     def __init__(self, holder: Tensor | torch.Generator):
         self.holder = holder
         self.value = holder.detach().clone() if isinstance(holder, Tensor) else holder.get_state()
-        self.version = holder._version if isinstance(holder, Tensor) else None
+        self.version = write_count(holder) if isinstance(holder, Tensor) else None
 
     @torch.no_grad()
     def restore(self) -> None:
         """Puts the value back."""
         if isinstance(self.holder, torch.Generator):
             self.holder.set_state(self.value)
-        elif self.holder._version != self.version:
+        elif write_count(self.holder) != self.version:
             self.holder.copy_(self.value)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ...core.event import Culprit, Event
-from ...core.rerun.micro_batch import Finding
+from ...core.rerun.micro_batch import BatchAction, Finding
 from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Signal
 from ...errors import LossMissingError
@@ -85,7 +85,7 @@ class LossErrors:
             can_drop = False  # another forward would gather shards that no other rank gathers now
             message += "; it cannot be dropped because its forward had begun and the parameters are sharded"
         if drops and can_drop:
-            return Finding(signal, message, "drop", None, "loss")
+            return Finding(signal, message, BatchAction.DROP, None, "loss")
         step, rank = self.trainer.state.global_step, self.guard.ranks.rank
         culprit = Culprit(phase="loss", rows=rows)
         self.guard.journal.write(Event(step, signal, Action.REFUSED, message, index, rank, culprit=culprit))

@@ -6,12 +6,11 @@ from pathlib import Path
 
 from ...core.event import strict
 from ...core.step.guard import Guard
-from ...report.run_files import JsonlWriter, events_path
+from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
 from ..compat.host_trainer import HostTrainer
 
 logger = logging.getLogger("hf_nanguard")
 
-FOLDER = "nanguard"
 STATE_FILE = "nanguard_state.json"
 
 
@@ -45,7 +44,7 @@ class RunRecord:
 
     def __init__(self, trainer: HostTrainer, rank: int):
         self.trainer = trainer
-        self.directory = Path(str(trainer.args.output_dir)) / FOLDER
+        self.directory = Path(str(trainer.args.output_dir)) / GUARD_FOLDER
         self.events = JsonlWriter(events_path(self.directory, rank))
         self.metrics = JsonlWriter(self.directory / "metrics.jsonl")
 

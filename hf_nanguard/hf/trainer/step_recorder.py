@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...core.rerun.micro_batch import AccumulationGroup, MicroBatch
+from ...core.rerun.micro_batch import AccumulationGroup, BatchAction, MicroBatch
 from ...core.rng import RngState
 from ...core.step.guard import Guard
 from ...errors import NonFiniteError
@@ -127,7 +127,7 @@ class StepRecorder:
             weight (`LossWeight`):
                 How the trainer weighs each micro-batch.
         """
-        self.guard.group.share = weight
+        self.guard.group.weight = weight
         self._loss_before = running_loss(self.trainer).clone()
 
     def record(
@@ -144,7 +144,7 @@ class StepRecorder:
             self._notes.append(BatchNote())
             self._batch_rows.append(None)
         findings = self._notes[index].findings
-        must_be_dropped = any(finding.verdict in ("drop", "halt") for finding in findings)
+        must_be_dropped = any(finding.action in (BatchAction.DROP, BatchAction.HALT) for finding in findings)
         self._held, self.phase = None, Phase.RUNNING
         rows = None
         try:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate.utils import DistributedType
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...core.event import Culprit, Event
 from ...core.finite import read_host
 from ...core.ranks import Ranks
+from ...core.rerun.micro_batch import AccumulationGroup
 from ...core.step.guard import Guard
 from ...core.step.step_reading import StepOutcome
 from ...core.vocabulary import Action, Signal
@@ -32,12 +33,32 @@ from .evaluation import Evaluation
 from .guarded_class import HostMethods
 from .halting import Halting
 from .held_inputs import LossWeight
-from .online_data import OnlineData
 from .run_record import RunRecord, load_guard
 from .step_recorder import Phase, StepRecord, StepRecorder
 from .trainer_runner import TrainerRunner
 
 logger = logging.getLogger("hf_nanguard")
+
+
+class OnlineData(Protocol):
+    """The data of an online trainer (GRPO, RLOO): sampled and scored while the run goes on.
+
+    Handed over once by [`TrainerGuard.use_online`].
+    """
+
+    def add_readings(self, group: AccumulationGroup) -> None:
+        """Adds scalars to what is read at the end of the step, right before it is settled."""
+
+    def step_signal(self, grad_norm: float | None) -> StepSignal | None:
+        """Returns what the step that was just settled could learn from, `None` if that is not known.
+
+        Args:
+            grad_norm (`float`, *optional*):
+                The gradient norm of the step before clipping.
+        """
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the metrics of a log row, counted since the last call."""
 
 
 class TrainerGuard:
@@ -283,7 +304,7 @@ class TrainerGuard:
         if norm is None and not compat.clips_in_one_piece(trainer, model):
             norm = host_clip()
         is_clipped = norm is not None
-        if any(micro.must_go for micro in record.group.micro_batches) and runner.poisons_gradients:
+        if any(micro.must_be_dropped for micro in record.group.micro_batches) and runner.poisons_gradients:
             runner.poison()
             norm = float("nan") if is_clipped else None
         given = torch.as_tensor(norm, device=trainer.args.device) if is_clipped else None
@@ -314,16 +335,16 @@ class TrainerGuard:
             self._skip_optimizer()
         elif outcome.redone is None:
             self.recorder.loss_errors.keep_replacement(record.group.micro_batches[0].payload)
-        compat.set_accumulation_steps(self.trainer, record.group.share.steps)
+        compat.set_accumulation_steps(self.trainer, record.group.weight.steps)
         self.recorder.release()
 
     def _skip_optimizer(self) -> None:
         self.recorder.skip()
-        compat_accelerate.bypass_optimizer(self.trainer)
+        compat_accelerate.bypass_optimizer(self.trainer.optimizer)
 
     def _report_unguarded(self) -> None:
         """Reports, once, a step that passed by the guard: its `training_step` was replaced in the middle of a run."""
-        if Signal.GUARD_FAILED not in self.guard.journal.told:
+        if Signal.GUARD_FAILED not in self.guard.journal.written:
             step = self.trainer.state.global_step
             message = f"step {step} is not guarded because training_step was replaced during the run"
             self.guard.journal.write_once(Event(step, Signal.GUARD_FAILED, Action.OBSERVED, message))
@@ -376,7 +397,7 @@ class TrainerGuard:
     def end_step(self) -> None:
         """Lets the optimizer step again, once a skipped step has passed."""
         if self.recorder.phase is Phase.SKIPPED:
-            compat_accelerate.resume_optimizer(self.trainer)
+            compat_accelerate.resume_optimizer(self.trainer.optimizer)
         self.recorder.end_step()
 
     def after_update(self) -> None:

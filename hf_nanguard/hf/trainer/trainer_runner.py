@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
-from ...core.autopsy.verdict import MAX_TEXT
+from ...core.autopsy.evidence.verdict import MAX_TEXT
 from ...core.ranks import Ranks
 from ...core.rerun.micro_batch import AccumulationGroup, MicroBatch
 from ...core.rerun.runner import Runner
@@ -24,6 +24,7 @@ from ..compat.trainer import (
 )
 from .held_inputs import HeldInputs, LossWeight, Replayer
 from .isolation import untouched, untouched_modules
+from .trainer_facts import describe_trainer
 
 
 def decode_sample(tokenizer: Any, inputs: Mapping, sample: int) -> str | None:
@@ -71,7 +72,7 @@ class TrainerRunner(Runner):
         if trainer.accelerator.distributed_type == DistributedType.DEEPSPEED:
             return "DeepSpeed steps its engine inside the backward"
         if trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1:
-            return "ranks that share a batch cannot redo it apart"
+            return "ranks that weight a batch cannot redo it apart"
         if self.replayer.num_backwards > 1:  # a rank with nothing left would join one reduction only
             return "its training_step runs more than one backward pass, and ranks must run equally many"
         if any(not isinstance(micro.payload, HeldInputs) for micro in group.micro_batches):
@@ -108,18 +109,18 @@ class TrainerRunner(Runner):
         for name, values in added.items():
             metrics[name] = values
 
-    def run(self, micro: MicroBatch, share: LossWeight) -> Tensor:
+    def run(self, micro: MicroBatch, weight: LossWeight) -> Tensor:
         trainer = self.trainer
-        set_accumulation_steps(trainer, share.steps)
+        set_accumulation_steps(trainer, weight.steps)
         inputs = micro.payload.again()
-        if share.completion_items is not None:
-            inputs[ITEMS] = share.completion_items
-        alone = trainer.args.world_size > 1 and not (self.lockstep or share.even)
+        if weight.completion_items is not None:
+            inputs[ITEMS] = weight.completion_items
+        alone = trainer.args.world_size > 1 and not (self.lockstep or weight.even)
         with local_collectives(alone), self.replayer.replaying(HeldInputs.of(inputs)):
-            return trainer.training_step(self.model, inputs, share.num_items)
+            return trainer.training_step(self.model, inputs, weight.num_items)
 
-    def probe(self, micro: MicroBatch, share: LossWeight) -> Tensor:
-        return super().probe(micro, LossWeight(share.steps, share.num_items, even=False))
+    def probe(self, micro: MicroBatch, weight: LossWeight) -> Tensor:
+        return super().probe(micro, LossWeight(weight.steps, weight.num_items, even=False))
 
     def forward(self, micro: MicroBatch) -> None:
         trainer = self.trainer
@@ -180,7 +181,6 @@ class TrainerRunner(Runner):
         inputs = micro.payload.inputs
         return decode_sample(self.trainer.processing_class, inputs, sample) if isinstance(inputs, Mapping) else None
 
-    def facts(self, share: LossWeight) -> dict[str, Any]:
-        from .trainer_facts import describe_trainer
-
-        return describe_trainer(self.trainer, share)
+    def facts(self, weight: LossWeight) -> dict[str, Any]:
+        weights = {"steps": weight.steps, "num_items": weight.num_items, "completion_items": weight.completion_items}
+        return describe_trainer(self.trainer, weights)

@@ -1,7 +1,7 @@
-"""Python imports this at the start of every process that a guarded command starts: ranks of a launcher, spawned workers.
+"""Python imports this when a child process of `nanguard run` starts: a launcher's rank or a spawned worker.
 
-Its folder is put first on their `PYTHONPATH` by `nanguard run`, and nowhere else. It hides a `sitecustomize` that the
-machine may have, so that one is run from here.
+`nanguard run` puts this folder first on the `PYTHONPATH` of such processes. It hides the `sitecustomize` that the
+machine may have, so this file runs that one too.
 """
 
 import importlib.machinery
@@ -11,20 +11,15 @@ from pathlib import Path
 
 
 def run_hidden() -> None:
-    """Runs the `sitecustomize` that would have been imported without this one."""
+    """Runs the `sitecustomize` that Python would have imported without this one."""
     here = str(Path(__file__).parent)
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", [path for path in sys.path if path != here])
     if spec is not None and spec.loader is not None and spec.origin != __file__:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
 
-def take_over() -> None:
-    """Guards the trainers of this process, if this Python has the package at all."""
-    if importlib.util.find_spec("hf_nanguard") is not None:
-        from hf_nanguard.cli.run import take_over_child
-
-        take_over_child()
-
-
 run_hidden()
-take_over()
+if importlib.util.find_spec("hf_nanguard") is not None:  # a child may run another Python
+    from hf_nanguard.takeover.child_processes import take_over_child
+
+    take_over_child()

@@ -26,16 +26,19 @@ HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 
 
 def find_in(model: nn.Module, loss: Callable[[], Tensor], inputs: dict[str, Tensor]) -> tuple[Origin | None, float]:
-    """Runs forward and backward of `loss` under a trace."""
+    """Runs forward and backward of `loss` under a trace; returns the origin and the loss."""
     model.zero_grad()
+    result: list[Tensor] = []
 
     def run() -> Tensor:
         value = loss()
         value.backward()
-        return value.detach()
+        result.append(value.detach())
+        return result[0]
 
     gradients = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return find_origin(run, model, lambda: [(n, p.grad) for n, p in gradients if p.grad is not None], inputs)
+    origin = find_origin(run, model, lambda: [(n, p.grad) for n, p in gradients if p.grad is not None], inputs)
+    return origin, result[0].item()
 
 
 def culprit_line(function: Callable) -> str:

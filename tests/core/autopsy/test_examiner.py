@@ -13,7 +13,7 @@ from hf_nanguard.core.autopsy.examiner import Budget
 from hf_nanguard.core.rerun.runner import LoopRunner
 from hf_nanguard.core.settings import Policy
 from hf_nanguard.core.step.guard import Guard
-from tests.faults import NAN
+from hf_nanguard.testing import NAN
 
 POISON = 9.0
 
@@ -288,8 +288,9 @@ def test_an_update_that_ruined_a_weight_is_named():
 
 
 def test_events_stay_strict_json(tmp_path):
-    for event in Loop({2: [3]}, folder=tmp_path).events:
-        json.dumps(event, allow_nan=False)
+    [event] = Loop({2: [3]}, folder=tmp_path).events
+    assert event["values"]["loss"] == "nan"
+    assert json.loads(json.dumps(event, allow_nan=False)) == event
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,8 @@ from hf_nanguard.core.journal import Journal
 from hf_nanguard.core.monitors.activations import ActivationMonitor
 from hf_nanguard.core.monitors.overflow_forecast import Trend
 from hf_nanguard.core.ranks import Ranks
+from hf_nanguard.testing import OperationCounter
 from tests.architectures import ARCHITECTURES, BY_NAME
-from tests.counting import counting
 
 WIDTH = 8
 
@@ -61,7 +61,7 @@ class Stack(nn.Module):
 
 def _watch(model, every_n_steps=1, **settings):
     events, ranks = [], Ranks(alone=True)
-    return ActivationMonitor(model, Journal(ranks, events.append), ranks, every_n_steps, **settings), events
+    return ActivationMonitor(model, Journal(ranks, events.append), every_n_steps, **settings), events
 
 
 def _run(monitor, model, step=0, num_micro=1, ids=None):
@@ -121,12 +121,12 @@ def test_a_step_that_is_not_due_costs_nothing():
     monitor, _ = _watch(model, every_n_steps=5, early=())
     model(torch.arange(6)).neg().backward()  # from now on gradients are there to be added to
     ids = torch.arange(6)
-    with counting() as stock:
+    with OperationCounter() as stock:
         model(ids).neg().backward()
-    with counting() as watched:
+    with OperationCounter() as watched:
         _run(monitor, model, step=3, ids=ids)
-    assert watched.ops == stock.ops
-    assert watched.reads == stock.reads
+    assert watched.op_counts == stock.op_counts
+    assert watched.num_reads == stock.num_reads
     assert monitor.seen == {}
 
 
@@ -135,12 +135,12 @@ def test_a_step_that_is_not_due_costs_nothing():
 def test_a_due_step_costs_three_operations_an_output_and_one_read(num_micro, depth):
     model = Stack(depth)
     monitor, _ = _watch(model)
-    with counting() as stock:
+    with OperationCounter() as stock:
         for micro in range(num_micro):
             model(torch.arange(6) + micro).neg().backward()
-    with counting() as watched:
+    with OperationCounter() as watched:
         _run(monitor, model, num_micro=num_micro)
-    assert watched.reads - stock.reads == 1
+    assert watched.num_reads - stock.num_reads == 1
     assert watched.num_ops - stock.num_ops <= 3 * (depth + 2) * num_micro + 25
     assert not any(module._forward_hooks for module in model.modules())
 
@@ -191,10 +191,10 @@ def test_gradient_checkpointing_is_seen_once(reentrant):
     monitor, _ = _watch(plain := Stack())
     _run(monitor, plain, num_micro=2)
     checked, _ = _watch(model := Stack(checkpoint=reentrant))
-    with counting() as count:
+    with OperationCounter() as count:
         _run(checked, model, num_micro=2)
     assert checked.seen == monitor.seen
-    assert count.ops["aten.aminmax.default"] == 2 * 5
+    assert count.op_counts["aten.aminmax.default"] == 2 * 5
 
 
 @pytest.mark.parametrize("reentrant", [None, True, False])
@@ -233,14 +233,14 @@ def test_a_masked_head_is_healthy_unless_something_after_it_goes_bad():
 def test_a_bad_last_block_is_no_mask():
     model = Stack()
     model.layers[2].poison = -math.inf
-    monitor, events = _watch(model, modules="layers.2")
+    monitor, events = _watch(model, patterns="layers.2")
     _run(monitor, model)
     assert [event["culprit"]["module"] for event in events] == ["layers.2"]
 
 
 def test_the_dtype_of_the_output_decides():
     model = Stack()
-    monitor, _ = _watch(model, modules=["head", "embed"])
+    monitor, _ = _watch(model, patterns=["head", "embed"])
     monitor.begin_step(0)
     with torch.autocast("cpu", torch.bfloat16):
         model(torch.arange(6)).backward()
@@ -251,7 +251,7 @@ def test_the_dtype_of_the_output_decides():
 
 def test_what_comes_near_the_limit_is_measured_from_the_second_look_on():
     model = Stack().half()
-    monitor, _ = _watch(model, modules="embed")
+    monitor, _ = _watch(model, patterns="embed")
     with torch.no_grad():
         model.embed.weight[3, :2] = 5000.0
     for near in (None, 2 / (6 * WIDTH)):
@@ -289,7 +289,7 @@ def test_it_says_once_that_it_does_not_work_under_compile(how):
         assert not any(module._forward_hooks for module in model.modules())
     [event] = events
     assert (event["signal"], event["action"]) == ("guard_failed", "observed")
-    assert "activations are not monitored" in event["message"]
+    assert "Activations are not monitored" in event["message"]
     assert not monitor.is_due(100)
     torch._dynamo.reset()
 
@@ -345,11 +345,11 @@ def test_the_state_survives_a_checkpoint():
     model = Stack().half()
     monitor, _ = _watch(model, 10, early=(1,))
     _train(model, monitor, 120, 0.05)
-    other, events = _watch(Stack().half(), 10, early=(1,), modules="layers.*")
+    other, events = _watch(Stack().half(), 10, early=(1,), patterns="layers.*")
     other.load_state_dict(json.loads(json.dumps(monitor.state_dict(), allow_nan=False)))
     saved = monitor.state_dict()["headroom"]
     assert other.state_dict()["headroom"] == {name: saved[name] for name in saved if name.startswith("layers.")}
-    assert other.next_look == monitor.next_look
+    assert other.next_check == monitor.next_check
     assert len(saved["layers.2"]["samples"]) > 5
     assert events == []
 
@@ -434,4 +434,4 @@ def test_a_module_that_runs_no_more_does_not_ask_for_a_look_at_every_step():
     monitor.headroom.trends["gone"] = trend = Trend(3.2)
     trend.add(9, 0.5)
     _run(monitor, model, step=19)
-    assert monitor.next_look is None
+    assert monitor.next_check is None

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hf_nanguard import ArgumentError
-from hf_nanguard.core.monitors.module_choice import find_blocks, find_ends, pick_modules
+from hf_nanguard.core.monitors.module_choice import find_blocks, find_outer_layers, pick_modules
 from tests.architectures import BY_NAME
 from tests.models import tiny_llama
 
@@ -36,7 +36,7 @@ def test_blocks_are_the_elements_of_the_outermost_lists(name):
 
 @pytest.mark.parametrize("name", ENDS)
 def test_ends_are_the_layers_outside_of_blocks(name):
-    assert find_ends(BY_NAME[name].build()).keys() == ENDS[name]
+    assert find_outer_layers(BY_NAME[name].build()).keys() == ENDS[name]
 
 
 def test_a_clip_has_two_towers():
@@ -53,7 +53,7 @@ def test_lists_in_lists_and_weights_that_are_computed():
     model = nn.ModuleDict({"towers": nn.ModuleList([nn.ModuleList([nn.Linear(2, 2)]), nn.ModuleList([nn.GELU()])])})
     model["head"] = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
     assert list(find_blocks(model)) == ["towers.0.0", "towers.1.0"]
-    assert list(find_ends(model)) == ["head"]
+    assert list(find_outer_layers(model)) == ["head"]
 
 
 @pytest.mark.parametrize(
@@ -77,5 +77,5 @@ def test_patterns_may_leave_out_leading_parts(patterns, found, lora):
 
 
 def test_a_pattern_that_finds_nothing_is_refused_with_a_name_that_would():
-    with pytest.raises(ArgumentError, match=r"got 'layer\.\*', which no module has.*'model\.layers\.0'"):
+    with pytest.raises(ArgumentError, match=r"got 'layer\.\*', which match no module.*'model\.layers\.0'"):
         pick_modules(tiny_llama(), ["layer.*"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutput
 
-from hf_nanguard.core.monitors.module_outputs import Activation, find_tensor, measure, tabulate
+from hf_nanguard.core.monitors.module_outputs import find_tensor, measure, read_table, tabulate
 
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
@@ -15,9 +15,8 @@ NAN, INF = math.nan, math.inf
 
 def _activation(*tensors, near=True):
     """What comes out for one module that put these tensors out, one a forward."""
-    table = tabulate([measure(0, tensor, near) for tensor in tensors], 1, CPU)
-    [[low, high, nan, rms, zeros, close, limit]] = table.tolist()
-    return Activation(-low, high, nan > 0, rms, zeros, None if close < 0 else close, -limit)
+    table = tabulate([measure("a", tensor, near) for tensor in tensors], ["a"], CPU)
+    return read_table(table, ["a"])["a"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -73,8 +72,8 @@ def test_what_is_not_finite_survives_beside_a_healthy_forward(values, finite, ma
 def test_forwards_and_dtypes_are_put_together_by_module():
     small, large = torch.tensor([0.0, -3.0]), torch.tensor([2.0, 2.0])
     half = torch.tensor([7.0], dtype=torch.float16)
-    looks = [measure(2, small, False), measure(0, half, False), measure(2, large, True)]
-    table = tabulate(looks, 3, CPU).tolist()
+    measures = [measure("c", small, False), measure("a", half, False), measure("c", large, True)]
+    table = tabulate(measures, "abc", CPU).tolist()
     assert table[1] == [-INF] * 7  # it did not run
     assert table[0][:5] == [-7.0, 7.0, 0.0, 7.0, 0.0]
     assert table[0][6] == -65504.0
@@ -85,7 +84,7 @@ def test_forwards_and_dtypes_are_put_together_by_module():
 
 def test_nothing_that_is_measured_holds_a_graph():
     tensor = torch.randn(4, requires_grad=True) * 2
-    measured = measure(0, tensor, True)
+    measured = measure("a", tensor, True)
     assert not any(value.requires_grad for value in (measured.lowest, measured.highest, measured.norm))
 
 

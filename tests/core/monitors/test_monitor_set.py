@@ -1,16 +1,28 @@
 """The monitors of a run: called in order, never for a step that is not taken, their state kept until they are there."""
 
 import pytest
+from torch import nn
 
+from hf_nanguard.core.journal import Journal
 from hf_nanguard.core.monitors.base import EARLY, Monitor
 from hf_nanguard.core.monitors.monitor_set import MonitorSet
+from hf_nanguard.core.ranks import Ranks
+
+JOURNAL = Journal(Ranks(alone=True))
+
+
+def walk(*monitors):
+    """A set of these monitors."""
+    monitor_set = MonitorSet(JOURNAL)
+    monitor_set.begin(monitors)
+    return monitor_set
 
 
 class Diary(Monitor):
     """Writes down what it is asked."""
 
     def __init__(self, reason=None):
-        super().__init__(1)
+        super().__init__(nn.Module(), JOURNAL, 1)
         self.calls, self.reason, self.state = [], reason, None
 
     def begin_step(self, step):
@@ -42,13 +54,13 @@ class Diary(Monitor):
 @pytest.mark.parametrize(("period", "due"), [(0, []), (1, range(60)), (7, [6, 13, 20, 27, 34, 41, 48, 55])])
 def test_when_a_monitor_looks(period, due):
     early = {step - 1 for step in EARLY} if period else set()
-    assert [step for step in range(60) if Monitor(period).is_due(step)] == sorted({*due, *early})
-    assert [step for step in range(60) if Monitor(period, early=()).is_due(step)] == list(due)
+    assert [step for step in range(60) if Monitor(nn.Module(), JOURNAL, period).is_due(step)] == sorted({*due, *early})
+    assert [step for step in range(60) if Monitor(nn.Module(), JOURNAL, period, early=()).is_due(step)] == list(due)
 
 
 def test_a_step_in_order():
     diary = Diary()
-    monitor_set = MonitorSet((diary,))
+    monitor_set = walk(diary)
     monitor_set.begin_step(4)
     monitor_set.end_backward()
     monitor_set.before_update()
@@ -59,7 +71,7 @@ def test_a_step_in_order():
 
 def test_a_step_that_is_skipped_has_no_update():
     diary = Diary("bad")
-    monitor_set = MonitorSet((diary,))
+    monitor_set = walk(diary)
     monitor_set.begin_step(0)
     monitor_set.end_backward()
     assert monitor_set.after_update() is None
@@ -68,7 +80,7 @@ def test_a_step_that_is_skipped_has_no_update():
 
 def test_every_monitor_is_heard_and_the_first_reason_counts():
     diaries = Diary(), Diary("this"), Diary("that")
-    monitor_set = MonitorSet(diaries)
+    monitor_set = walk(*diaries)
     monitor_set.begin_step(0)
     monitor_set.before_update()
     assert monitor_set.after_update() == "this"
@@ -77,7 +89,7 @@ def test_every_monitor_is_heard_and_the_first_reason_counts():
 
 def test_nothing_is_asked_before_the_first_step():
     diary = Diary()
-    monitor_set = MonitorSet((diary,))
+    monitor_set = walk(diary)
     monitor_set.end_backward()
     monitor_set.before_update()
     assert monitor_set.after_update() is None
@@ -85,7 +97,7 @@ def test_nothing_is_asked_before_the_first_step():
 
 
 def test_state_waits_for_the_monitors():
-    monitor_set = MonitorSet()
+    monitor_set = MonitorSet(JOURNAL)
     monitor_set.load_state_dict({"Diary": {"pages": 3}, "Gone": {}})
     diary = Diary()
     monitor_set.begin((diary,))

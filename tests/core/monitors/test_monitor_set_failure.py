@@ -18,8 +18,8 @@ CALLS = ("begin_step", "end_backward", "before_update", "after_update", "metrics
 class Broken(Monitor):
     """Raises in one of its calls."""
 
-    def __init__(self, call):
-        super().__init__(1)
+    def __init__(self, call, journal):
+        super().__init__(nn.Module(), journal, 1)
         self.is_closed = False
         setattr(self, call, self.fail)
 
@@ -39,7 +39,7 @@ class Sound(Monitor):
 
 
 def _walk(monitor_set):
-    """Takes a patrol through a step; returns its reason to halt, its metrics and its state."""
+    """Takes monitors through a step; returns its reason to halt, its metrics and its state."""
     monitor_set.begin_step(3)
     monitor_set.end_backward()
     monitor_set.before_update()
@@ -49,8 +49,11 @@ def _walk(monitor_set):
 @pytest.mark.parametrize("call", CALLS)
 def test_a_monitor_that_fails_is_off_and_the_others_go_on(call):
     events = []
-    broken = Broken(call)
-    monitor_set = MonitorSet((broken, Sound(1)), Journal(Ranks(), events.append))
+    journal = Journal(Ranks(), events.append)
+    broken = Broken(call, journal)
+    monitor_set = MonitorSet(journal)
+    monitor_set.begin((broken, Sound(nn.Module(), journal, 1)))
+    broken.is_closed = False
     _walk(monitor_set)  # here it fails
     assert _walk(monitor_set) == ("a reason", {"nanguard/sound": 1.0}, {"Sound": {}})
     [event] = events
@@ -64,7 +67,8 @@ def test_among_several_ranks_it_is_raised():
     """Others may wait for the message that was not sent."""
     ranks = Ranks()
     ranks.size = 2
-    monitor_set = MonitorSet((Broken("end_backward"),), Journal(ranks))
+    monitor_set = MonitorSet(Journal(ranks))
+    monitor_set.begin((Broken("end_backward", monitor_set.journal),))
     monitor_set.begin_step(0)
     with pytest.raises(RuntimeError, match="no kernel"):
         monitor_set.end_backward()
@@ -75,10 +79,10 @@ def test_a_state_of_another_version_starts_anew(caplog):
         def load_state_dict(self, state):
             state["count"]
 
-    monitor_set = MonitorSet()
+    monitor_set = MonitorSet(Journal(Ranks()))
     monitor_set.load_state_dict({"Strict": {}})
-    monitor_set.begin((Strict(1),))
-    assert "the state of Strict was not readable" in caplog.text
+    monitor_set.begin((Strict(nn.Module(), monitor_set.journal, 1),))
+    assert "the state of Strict is not readable" in caplog.text
     assert len(monitor_set.monitors) == 1
 
 

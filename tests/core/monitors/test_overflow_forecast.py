@@ -44,7 +44,7 @@ def _follow(series, period, steps=TOTAL):
             headroom.add(step, "block", _largest(bits), LIMIT)
             if headroom.find_danger(["block"]) is not None and told is None:
                 told = step
-            closer = headroom.next_look(period)
+            closer = headroom.next_check(period, ["block"])
     return told, None
 
 
@@ -199,17 +199,17 @@ def test_few_bits_are_told_if_they_are_few_twice():
 def test_what_may_be_danger_is_looked_at_more_often():
     headroom = Headroom()
     _feed(headroom, [9.0, 9.0, 9.0])
-    assert headroom.next_look(50) is None
+    assert headroom.next_check(50, ["block.0"]) is None
     _feed(headroom, [6.0, 5.0, 4.5], start=3)
-    assert 50 < headroom.next_look(50) < 50 + 10  # at this pace the bits last for less than 50 steps
+    assert 50 < headroom.next_check(50, ["block.0"]) < 50 + 10  # at this pace the bits last for less than 50 steps
     slow = Headroom()
     _feed(slow, [6.0, 5.7, 5.4])
-    assert slow.next_look(50) == 20 + 10
+    assert slow.next_check(50, ["block.0"]) == 20 + 10
     headroom.add(60, "block.0", _largest(FEW_BITS / 2), LIMIT)
-    assert headroom.next_look(50) == 61
+    assert headroom.next_check(50, ["block.0"]) == 61
     told = Headroom()
     assert _feed(told, FALL)
-    assert told.next_look(50) is None  # it has been told: nothing is left to decide
+    assert told.next_check(50, ["block.0"]) is None  # it has been told: nothing is left to decide
 
 
 def test_wide_dtypes_have_a_reserve_of_their_own():

@@ -16,7 +16,7 @@ from hf_nanguard.core.monitors.softmax_health import (
     POSITIONS,
     SAMPLES,
     TOKENS,
-    CollapseWatch,
+    CollapseDetector,
     Rule,
     measure_attention,
     measure_logsumexp,
@@ -228,7 +228,7 @@ def feed(watch, *looks):
     ("rule", "well", "bad"), [(FALLS, 0.9, 0.01), (FALLS, 0.1, 0.02), (RISES, 4.0, 150.0), (RISES, 60.0, 300.0)]
 )
 def test_what_stays_bad_is_told_once(rule, well, bad):
-    assert feed(CollapseWatch(rule), *[well] * 6, *[bad] * 10) == [8]
+    assert feed(CollapseDetector(rule), *[well] * 6, *[bad] * 10) == [8]
 
 
 @pytest.mark.parametrize(
@@ -236,29 +236,29 @@ def test_what_stays_bad_is_told_once(rule, well, bad):
     [(FALLS, 0.9, 0.06), (FALLS, 0.1, 0.03), (FALLS, 0.0, 0.0), (RISES, 4.0, 99.0), (RISES, 60.0, 239.0), (RISES, -5.0, 90.0)],
 )  # fmt: skip
 def test_beyond_one_bound_only_is_no_news(rule, well, other):
-    assert feed(CollapseWatch(rule), *[well] * 6, *[other] * 10) == []
+    assert feed(CollapseDetector(rule), *[well] * 6, *[other] * 10) == []
 
 
 def test_two_looks_in_a_row_are_too_few():
-    assert feed(CollapseWatch(FALLS), *[0.9] * 3, *[0.01, 0.01, 0.9] * 5) == []
+    assert feed(CollapseDetector(FALLS), *[0.9] * 3, *[0.01, 0.01, 0.9] * 5) == []
 
 
 def test_what_was_bad_from_the_beginning_has_no_level_to_fall_from():
-    assert feed(CollapseWatch(FALLS), *[0.01] * 20) == []
+    assert feed(CollapseDetector(FALLS), *[0.01] * 20) == []
 
 
 def test_the_best_of_the_first_looks_is_the_level():
-    assert feed(CollapseWatch(FALLS), 0.9, 0.1, 0.01, *[0.01] * 5) == [5]
+    assert feed(CollapseDetector(FALLS), 0.9, 0.1, 0.01, *[0.01] * 5) == [5]
 
 
 def test_it_is_told_again_only_after_a_clear_recovery():
     near, clear = 0.06, 0.2
-    assert feed(CollapseWatch(FALLS), *[0.9] * 3, *[0.01] * 3, *[near] * 5, *[0.01] * 5) == [5]
-    assert feed(CollapseWatch(FALLS), *[0.9] * 3, *[0.01] * 3, clear, *[0.01] * 5) == [5, 9]
+    assert feed(CollapseDetector(FALLS), *[0.9] * 3, *[0.01] * 3, *[near] * 5, *[0.01] * 5) == [5]
+    assert feed(CollapseDetector(FALLS), *[0.9] * 3, *[0.01] * 3, clear, *[0.01] * 5) == [5, 9]
 
 
 def test_the_worst_module_is_named_and_the_others_are_counted():
-    watch = CollapseWatch(FALLS)
+    watch = CollapseDetector(FALLS)
     for _ in range(3):
         watch.observe({"a": 0.9, "b": 0.8, "c": 0.9})
     found = [watch.observe({"a": 0.02, "b": 0.01, "c": 0.9}) for _ in range(4)]
@@ -268,7 +268,7 @@ def test_the_worst_module_is_named_and_the_others_are_counted():
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
 def test_what_is_not_finite_is_never_let_in(value):
-    watch = CollapseWatch(FALLS)
+    watch = CollapseDetector(FALLS)
     assert feed(watch, *[value, 0.9] * 3, *[value, 0.01] * 3) == [11]
     assert all(map(math.isfinite, watch.first["a"]))
 
@@ -278,7 +278,7 @@ VALUES = st.lists(st.sampled_from([0.9, 0.3, 0.06, 0.04, 0.01]), max_size=14)
 
 @given(VALUES, VALUES)
 def test_a_watch_goes_on_after_a_checkpoint(before, after):
-    whole, part, resumed = (CollapseWatch(FALLS) for _ in range(3))
+    whole, part, resumed = (CollapseDetector(FALLS) for _ in range(3))
     feed(whole, *before)
     feed(part, *before)
     saved = part.state_dict()

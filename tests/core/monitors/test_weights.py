@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from hf_nanguard.core.journal import Journal
-from hf_nanguard.core.monitors.weights import SoundnessMonitor, check_state, find_bad_weights, find_unsound, tell
+from hf_nanguard.core.monitors.weights import WeightMonitor, check_state, find_bad_weights, format_finding
 from hf_nanguard.core.ranks import Ranks
-from tests.core.counting import Counting
-from tests.faults import INF, NAN
+from hf_nanguard.testing import INF, NAN, OperationCounter
 
 OPTIMIZERS: dict[str, Callable] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2),
@@ -48,7 +47,7 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.head(self.norm(self.table(ids))).float(), ids)
 
 
-def train(model: nn.Module, optimizer: Any, num_steps: int, monitor: SoundnessMonitor | None = None) -> str | None:
+def train(model: nn.Module, optimizer: Any, num_steps: int, monitor: WeightMonitor | None = None) -> str | None:
     """The loop anybody would write; ends at a reason to halt."""
     for step in range(num_steps):
         ids = torch.arange(step, step + 5) % 6
@@ -68,10 +67,12 @@ def make(name: str = "adamw", dtype: torch.dtype = torch.float32) -> tuple[Net, 
     return model, OPTIMIZERS[name]([p for p in model.parameters() if p.requires_grad])
 
 
-def watch(model: nn.Module, optimizer: Any, **settings: Any) -> tuple[SoundnessMonitor, list[dict]]:
+def watch(model: nn.Module, optimizer: Any, **settings: Any) -> tuple[WeightMonitor, list[dict]]:
     events: list[dict] = []
     ranks = Ranks(alone=True)
-    return SoundnessMonitor(model, optimizer, Journal(ranks, events.append), ranks, **settings), events
+    return WeightMonitor(
+        model, Journal(ranks, events.append), optimizer=optimizer, **{"every_n_steps": 100, **settings}
+    ), events
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -99,9 +100,9 @@ def test_lbfgs_is_looked_into():
 
     for _ in range(5):
         optimizer.step(closure)
-    assert find_unsound(model, optimizer) is None
+    assert check_state(model, optimizer) is None
     optimizer.state[model.head.weight]["old_dirs"][1][7] = NAN
-    finding = find_unsound(model, optimizer)
+    finding = check_state(model, optimizer)
     assert finding is not None
     assert (finding.parameter, finding.state, finding.rows) == ("head.weight", "old_dirs.1", (7,))
 
@@ -113,7 +114,7 @@ def test_a_bad_weight_is_named_with_its_rows(value, kind, dtype):
     train(model, optimizer, 2)
     model.head.weight.data[[2, 5], 1] = value
     model.head.weight.data[5, 3] = value
-    finding = find_unsound(model, optimizer)
+    finding = check_state(model, optimizer)
     assert finding is not None
     assert (finding.parameter, finding.state, finding.kind) == ("head.weight", None, kind)
     assert (finding.num_bad, finding.num_entries, finding.rows) == (3, 48, (2, 5))
@@ -133,7 +134,7 @@ def test_a_bad_state_is_named_while_the_weight_is_finite(name, key, value):
     train(model, optimizer, 3)
     planted = optimizer.state[model.head.weight][key]
     planted.view(-1)[1] = value
-    finding = find_unsound(model, optimizer)
+    finding = check_state(model, optimizer)
     assert finding is not None
     assert (finding.parameter, finding.state, finding.num_bad) == ("head.weight", key, 1)
     assert finding.rows == (0 if key != "row_var" else 1,)
@@ -147,9 +148,9 @@ def test_scalars_and_master_copies_are_looked_at(key):
     model, optimizer = make()
     train(model, optimizer, 2)
     optimizer.state[model.head.bias]["master"] = model.head.bias.detach().double()
-    assert find_unsound(model, optimizer) is None
+    assert check_state(model, optimizer) is None
     optimizer.state[model.head.bias][key].fill_(NAN)
-    finding = find_unsound(model, optimizer)
+    finding = check_state(model, optimizer)
     assert finding is not None
     assert (finding.parameter, finding.state) == ("head.bias", key)
 
@@ -160,9 +161,9 @@ def test_what_is_no_float_is_passed_by():
         "state1": torch.zeros(48, dtype=torch.uint8), "codes": torch.full((4,), NAN).to(torch.float8_e4m3fn),
         "momentum_buffer": None, "count": 3, "found": {"absmax": torch.ones(2)},
     }  # fmt: skip
-    assert find_unsound(model, optimizer) is None
+    assert check_state(model, optimizer) is None
     optimizer.state[model.head.weight]["found"]["absmax"][1] = INF
-    finding = find_unsound(model, optimizer)
+    finding = check_state(model, optimizer)
     assert finding is not None
     assert finding.bad == {"head.weight/found.absmax": "inf"}
 
@@ -171,19 +172,19 @@ def test_buffers_that_are_saved_may_be_inf_but_not_nan():
     model, optimizer = make()
     train(model, optimizer, 2)
     model.norm.running_var[1] = INF
-    assert find_unsound(model, optimizer) is None
+    assert check_state(model, optimizer) is None
     model.norm.running_mean[2] = NAN
-    finding = find_unsound(model, optimizer)
+    finding = check_state(model, optimizer)
     assert finding is not None
     assert (finding.parameter, finding.rows, finding.is_buffer) == ("norm.running_mean", (2,), True)
-    assert tell(finding).startswith("buffer norm.running_mean holds NaN: 1 of 4 entries")
+    assert format_finding(finding).startswith("buffer norm.running_mean contains NaN in 1 of 4 entries")
 
 
 def test_frozen_weights_are_left_alone_until_they_are_trained():
     model, optimizer = make()
-    assert find_unsound(model, optimizer) is None
+    assert check_state(model, optimizer) is None
     model.mask.requires_grad_(True)
-    finding = find_unsound(model, optimizer)
+    finding = check_state(model, optimizer)
     assert finding is not None
     assert finding.parameter == "mask"
 
@@ -191,7 +192,7 @@ def test_frozen_weights_are_left_alone_until_they_are_trained():
 def test_master_weights_only_the_optimizer_knows():
     model, _ = make()
     copies = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.tensor([1.0, NAN]))]
-    finding = check_state(model.named_parameters(), torch.optim.SGD(copies, lr=0.1))
+    finding = check_state(model, torch.optim.SGD(copies, lr=0.1))
     assert finding is not None
     assert finding.parameter == "parameter 1 of group 0"
 
@@ -201,15 +202,15 @@ def test_one_read_and_a_handful_of_ops(name):
     model, optimizer = make(name)
     train(model, optimizer, 2)
     monitor, _ = watch(model, optimizer, every_n_steps=10)
-    with Counting() as counted:
+    with OperationCounter() as counted:
         assert monitor.after_update(5) is None
     assert counted.ops == []
-    with Counting() as counted:
+    with OperationCounter() as counted:
         assert monitor.after_update(9) is None
     assert len(counted.reads) == 1
     assert counted.ops.count("aten._foreach_norm.Scalar") == 2  # what must be finite, and buffers
     assert len(counted.ops) <= 8
-    with Counting() as counted:
+    with OperationCounter() as counted:
         assert monitor.check_before_save(3) is None
     assert len(counted.reads) == 1
 
@@ -275,7 +276,7 @@ def test_a_nan_moment_of_a_row_no_batch_uses(moves):
     assert (event["values"]["rows"], event["values"]["num_bad"], event["values"]["kind"]) == ([9], 4, "nan")
     assert {r["name"]: r["works"] for r in event["remedies"]} == {"reset_state": True}
     assert reason is not None
-    for part in ("table.weight", "rows 9", "exp_avg", "reset_state"):
+    for part in ("table.weight", "row 9", "exp_avg", "reset_state"):
         assert part in reason
 
 
@@ -285,7 +286,7 @@ def test_a_weight_ruined_by_nobody_known():
     model.head.bias.data[4] = NAN
     monitor, events = watch(model, optimizer)
     reason = monitor.check_before_save(2)
-    assert reason == "Training was halted at step 2: parameter head.bias holds NaN: 1 of 12 entries are bad, in rows 4."
+    assert reason == "Training was halted at step 2: parameter head.bias contains NaN in 1 of 12 entries (row 4)."
     (event,) = events
     assert (event["cause"], event["culprit"]["phase"], event["remedies"]) == ("param_nonfinite", "parameter", [])
 
@@ -295,10 +296,10 @@ def test_observed_once_a_tensor():
     train(model, optimizer, 2)
     monitor, events = watch(model, optimizer, acts=False)
     model.head.bias.data[4] = NAN
-    assert [monitor.check(step) for step in range(3)] == [None] * 3
+    assert [monitor.check_before_save(step) for step in range(3)] == [None] * 3
     assert [(e["step"], e["action"]) for e in events] == [(0, "observed")]
     optimizer.state[model.head.weight]["momentum_buffer"][2] = NAN
-    assert [monitor.check(step) for step in range(3, 6)] == [None] * 3
+    assert [monitor.check_before_save(step) for step in range(3, 6)] == [None] * 3
     assert [(e["step"], e["action"]) for e in events] == [(0, "observed"), (3, "observed")]
     assert events[1]["values"]["bad_tensors"] == {"head.bias": "nan", "head.weight/momentum_buffer": "nan"}
 
@@ -307,7 +308,7 @@ def test_a_halt_is_not_written_twice():
     model, optimizer = make()
     model.head.bias.data[4] = NAN
     monitor, events = watch(model, optimizer)
-    assert monitor.check(1) is not None
+    assert monitor.check_before_save(1) is not None
     assert monitor.check_before_save(1) is not None
     assert len(events) == 1
 
@@ -351,8 +352,9 @@ def test_ranks_decide_alike_and_rank_0_tells(plants):
             optimizer.state[model.head.weight]["exp_avg"][3] = NAN
 
     def check(rank: int) -> None:
-        monitor = SoundnessMonitor(*made[rank], Journal(ranks[rank], events[rank].append), ranks[rank])
-        reasons[rank] = monitor.check(7)
+        model, optimizer = made[rank]
+        monitor = WeightMonitor(model, Journal(ranks[rank], events[rank].append), 100, optimizer=optimizer)
+        reasons[rank] = monitor.check_before_save(7)
 
     threads = [threading.Thread(target=check, args=(rank,)) for rank in range(2)]
     for thread in threads:
@@ -375,9 +377,9 @@ def test_ranks_decide_alike_and_rank_0_tells(plants):
 def test_huge_finite_numbers_whose_norm_overflows_are_sound(dtype):
     weights = nn.Parameter(torch.full((9,), torch.finfo(dtype).max, dtype=dtype))
     assert not torch.linalg.vector_norm(weights).isfinite(), "the 2-norm must overflow, or this shows nothing"
-    assert check_state([("huge", weights)]) is None
+    assert check_state(nn.ParameterDict({"huge": weights})) is None
     weights.data[4] = NAN
-    finding = check_state([("huge", weights)])
+    finding = check_state(nn.ParameterDict({"huge": weights}))
     assert finding is not None
     assert finding.rows == (4,)
 
@@ -388,9 +390,9 @@ def test_no_place_hides_a_bad_number(dtype):
         for place in {0, size // 2, size - 1}:
             for value in (NAN, INF, -INF):
                 weights = nn.Parameter(torch.zeros(size, dtype=dtype))
-                assert check_state([("w", weights)]) is None
+                assert check_state(nn.ParameterDict({"w": weights})) is None
                 weights.data[place] = value
-                finding = check_state([("w", weights)])
+                finding = check_state(nn.ParameterDict({"w": weights}))
                 assert finding is not None
                 assert finding.rows == (place,)
 
@@ -399,9 +401,9 @@ def test_a_tensor_made_of_others_is_taken_apart():
     """Optimizers with 8-bit state wrap codes and scales into one."""
     model, optimizer = make("sgd")
     optimizer.state[model.head.bias]["exp_avg"] = TwoTensor(torch.ones(12), torch.ones(12))
-    assert find_unsound(model, optimizer) is None
+    assert check_state(model, optimizer) is None
     optimizer.state[model.head.bias]["exp_avg"].b[5] = NAN
-    finding = find_unsound(model, optimizer)
+    finding = check_state(model, optimizer)
     assert finding is not None
     assert (finding.parameter, finding.state, finding.rows) == ("head.bias", "exp_avg.b", (5,))
 
@@ -411,11 +413,11 @@ def test_a_buffer_that_was_nan_before_the_run_is_left_alone():
     model.register_buffer("unused", torch.tensor([NAN, 1.0]))
     optimizer = torch.optim.AdamW(model.parameters())
     events = []
-    monitor = SoundnessMonitor(model, optimizer, Journal(Ranks(), events.append), Ranks(), 1)
+    monitor = WeightMonitor(model, Journal(Ranks(), events.append), 1, optimizer=optimizer)
     assert train(model, optimizer, 3, monitor) is None
     assert events == []
     model.norm.running_var[2] = NAN
-    assert "buffer norm.running_var holds NaN" in train(model, optimizer, 3, monitor)
+    assert "buffer norm.running_var contains NaN" in train(model, optimizer, 3, monitor)
 
 
 def test_weights_that_make_a_model_useless_and_masks_that_do_not():

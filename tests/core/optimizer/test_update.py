@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_nanguard.core.autopsy.verdict import Remedy
+from hf_nanguard.core.event import Remedy
 from hf_nanguard.core.optimizer.update import UpdateFinding, examine_state, examine_update, try_update_remedies
 from hf_nanguard.core.vocabulary import Cause
 
@@ -295,7 +295,7 @@ def test_a_square_that_overflows_freezes_its_entry():
     finding = examine_state(optimizer, [("table", weights)])
     assert finding is not None
     assert (finding.state, finding.rows, finding.cause) == ("exp_avg_sq", (2,), Cause.OPTIMIZER_STATE)
-    assert "square of a finite gradient was more than float16 holds" in finding.message
+    assert "square of a finite gradient exceeds the range of float16" in finding.message
     assert "never move again" in finding.message
     remedies = {remedy.name: remedy.tried for remedy in try_update_remedies(optimizer, finding, weights)}
     assert remedies == {"reset_state": False, "float32_state": False}

@@ -4,8 +4,7 @@ import torch
 from torch import nn
 
 from hf_nanguard.core.rerun.buffers import BufferKeeper
-from tests.core.counting import Counting
-from tests.faults import NAN
+from hf_nanguard.testing import NAN, OperationCounter
 
 
 class Counter(nn.Module):
@@ -97,12 +96,12 @@ def test_a_model_whose_buffers_never_change_pays_nothing():
     keeper = BufferKeeper(model)
     keeper.keep()
     model(torch.ones(1, 2))
-    with Counting() as counted:
+    with OperationCounter() as counted:
         keeper.keep()  # learns
     assert "aten.clone.default" not in counted.ops
     for _ in range(3):
         model(torch.ones(1, 2))
-        with Counting() as counted:
+        with OperationCounter() as counted:
             keeper.keep()
         assert counted.ops == []
 

@@ -1,13 +1,14 @@
 """A group holds its micro-batches by reference."""
 
+import pickle
+
 import pytest
 import torch
 
-from hf_nanguard.core.rerun.micro_batch import AccumulationGroup, Finding, MicroBatch
+from hf_nanguard.core.rerun.micro_batch import AccumulationGroup, BatchAction, Finding, MicroBatch
 from hf_nanguard.core.rng import RngState
 from hf_nanguard.core.vocabulary import Signal
-from tests.core.counting import Counting
-from tests.faults import INF, NAN
+from hf_nanguard.testing import INF, NAN, OperationCounter
 
 
 def micro(index=0, **fields):
@@ -15,13 +16,20 @@ def micro(index=0, **fields):
 
 
 @pytest.mark.parametrize(
-    ("verdicts", "must_go"),
+    ("actions", "dropped"),
     [((), False), (("drop",), True), (("halt",), True), (("repair",), False), (("observe",), False),
-     (("observe", "drop"), True)],
+     (("suspect",), False), (("removed",), False), (("observe", "drop"), True)],
 )  # fmt: skip
-def test_only_drop_and_halt_mean_that_it_must_go(verdicts, must_go):
-    findings = tuple(Finding(Signal.LABELS_MASKED, "masked", verdict) for verdict in verdicts)
-    assert micro(findings=findings).must_go == must_go
+def test_only_drop_and_halt_mean_that_it_must_be_dropped(actions, dropped):
+    findings = tuple(Finding(Signal.LABELS_MASKED, "masked", BatchAction(action)) for action in actions)
+    assert micro(findings=findings).must_be_dropped == dropped
+
+
+def test_a_finding_travels_from_a_worker_process():
+    finding = Finding(Signal.LABELS_MASKED, "masked", BatchAction.SUSPECT, samples=(1,))
+    received = pickle.loads(pickle.dumps(finding))
+    assert received == finding
+    assert received.action is BatchAction.SUSPECT
 
 
 def test_losses_are_those_that_were_computed_in_order():
@@ -41,7 +49,7 @@ def test_the_payload_is_held_by_reference():
 def test_watching_keeps_the_largest_magnitude_on_the_device(planted, largest):
     group = AccumulationGroup()
     tensor = torch.tensor([[1.0, planted]], requires_grad=True)
-    with Counting() as counted:
+    with OperationCounter() as counted:
         group.watch("encoder", tensor, 5.0)
     [(name, kept, bound)] = group.watched
     assert (name, bound) == ("encoder", 5.0)

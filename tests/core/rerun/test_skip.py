@@ -7,9 +7,8 @@ import torch
 from torch import nn
 from transformers import Adafactor
 
-from hf_nanguard.core.rerun.skip import ScalerState, can_skip_on_device, clear_gradients, step_unless
-from tests.core.counting import Counting
-from tests.faults import INF, NAN
+from hf_nanguard.core.rerun.skip import ScalerState, clear_gradients, forget_unscale
+from hf_nanguard.testing import NAN
 
 OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, foreach=False),
@@ -28,14 +27,6 @@ OPTIMIZERS = {
     "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
     "Adafactor": lambda p: Adafactor(p, lr=0.1, relative_step=False, scale_parameter=False, weight_decay=0.1),
     "Adafactor relative": lambda p: Adafactor(p, lr=None),
-}
-FUSED = {
-    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.1, fused=True),
-    "AdamW amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True, fused=True),
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1, fused=True),
-    "SGD plain": lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
 }
 
 
@@ -100,79 +91,6 @@ def test_an_update_times_zero_is_not_a_skip():
     assert (parameter + 0 * torch.tensor(NAN)).isnan().all()
 
 
-@pytest.mark.parametrize("name", FUSED)
-@pytest.mark.parametrize("value", [NAN, INF])
-def test_a_set_flag_leaves_every_bit(name, value):
-    parameters, optimizer = build(FUSED[name])
-    for step in range(2):
-        fill(parameters, step)
-        step_unless(optimizer, torch.tensor(False))
-    before = everything(parameters, optimizer)
-    fill(parameters, 2)
-    parameters[1].grad[0] = value
-    step_unless(optimizer, torch.tensor(True))
-    assert_equal(everything(parameters, optimizer), before)
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_a_set_flag_at_the_very_first_step(name):
-    """The state is made by that step, so the next one must go as if it were the first."""
-    (parameters, optimizer), (others, other) = build(FUSED[name]), build(FUSED[name])
-    fill(parameters, 0)
-    parameters[0].grad[0] = NAN
-    step_unless(optimizer, torch.tensor(True))
-    fill(parameters, 1)
-    fill(others, 1)
-    step_unless(optimizer, torch.tensor(False))
-    other.step()
-    assert_equal(everything(parameters, optimizer), everything(others, other))
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_without_the_flag_it_is_a_plain_step(name):
-    (parameters, optimizer), (others, other) = build(FUSED[name]), build(FUSED[name])
-    for step in range(4):
-        fill(parameters, step)
-        fill(others, step)
-        step_unless(optimizer, torch.tensor(False))
-        other.step()
-    assert_equal(everything(parameters, optimizer), everything(others, other))
-
-
-@pytest.mark.parametrize("name", FUSED)
-def test_the_flag_is_never_read_on_the_host(name):
-    parameters, optimizer = build(FUSED[name])
-    fill(parameters, 0)
-    optimizer.step()
-    bad = torch.tensor(True)
-    with Counting() as counted:
-        step_unless(optimizer, bad)
-    assert counted.reads == []
-
-
-def test_the_flag_is_taken_off_again_also_after_an_error():
-    parameters, optimizer = build(FUSED["AdamW"])
-    fill(parameters, 0)
-
-    def fails(*args, **kwargs):
-        raise RuntimeError("planted")
-
-    optimizer.step = fails
-    with pytest.raises(RuntimeError, match="planted"):
-        step_unless(optimizer, torch.tensor(False))
-    assert "found_inf" not in vars(optimizer)
-
-
-def test_only_fused_optimizers_can_skip_on_the_device():
-    for make in FUSED.values():
-        assert can_skip_on_device(build(make)[1])
-    for name, make in OPTIMIZERS.items():
-        assert can_skip_on_device(build(make)[1]) == (name == "AdamW fused")
-    mixed = torch.optim.AdamW([{"params": [nn.Parameter(torch.ones(1))]}], fused=True)
-    mixed.add_param_group({"params": [nn.Parameter(torch.ones(1))], "fused": False})
-    assert not can_skip_on_device(mixed)
-
-
 def scaled(scale=8.0, interval=3):
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -212,7 +130,7 @@ def test_unscale_can_run_again_after_a_contained_step():
     scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match="already been called"):
         scaler.unscale_(optimizer)
-    ScalerState(scaler).forget_unscale()
+    forget_unscale(scaler)
     optimizer.zero_grad()
     scaler.scale(model(torch.ones(3, 2)).mean()).backward()
     scaler.unscale_(optimizer)

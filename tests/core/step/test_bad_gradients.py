@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_nanguard.core.event import strict
-from hf_nanguard.core.step.bad_gradients import SHOWN, Census, describe, format_incident, judge, take_census
-from tests.faults import INF, NAN
+from hf_nanguard.core.step.bad_gradients import SHOWN, Census, describe, format_bad_gradients, judge, take_census
+from hf_nanguard.testing import INF, NAN
 
 NAMES = [f"layer.{index}.weight" for index in range(6)]
 
@@ -51,12 +51,6 @@ def test_a_model_of_one_parameter_can_be_blamed():
     assert take_census([("only", torch.tensor([NAN]))]).suspect == "only"
 
 
-def test_what_other_ranks_found_counts():
-    census = take_census(gradients(at1=INF), {NAMES[4]: "nan"})
-    assert census.bad == {NAMES[1]: "inf", NAMES[4]: "nan"}
-    assert list(census.bad) == [NAMES[1], NAMES[4]], "in model order"
-
-
 def test_judge_keeps_model_order_whatever_the_order_of_the_news():
     assert list(judge(NAMES, {NAMES[4]: "nan", NAMES[0]: "inf"}).bad) == [NAMES[0], NAMES[4]]
 
@@ -72,7 +66,7 @@ def test_values_are_cut_to_a_readable_length_near_the_loss():
 
 
 def test_the_incident_names_every_bad_parameter_with_its_kind():
-    text = format_incident(7, NAN, take_census(gradients(at1=INF, at3=NAN)), 5, 9)
+    text = format_bad_gradients(7, NAN, take_census(gradients(at1=INF, at3=NAN)), 5, 9)
     lines = text.splitlines()
     assert "step 7" in lines[0]
     assert "nan" in lines[1]
@@ -84,13 +78,13 @@ def test_the_incident_names_every_bad_parameter_with_its_kind():
 
 
 def test_the_incident_of_an_overflowing_norm_blames_nobody():
-    text = format_incident(7, INF, take_census(gradients()), 0, 0)
+    text = format_bad_gradients(7, INF, take_census(gradients()), 0, 0)
     assert "no parameter is to blame" in text
     assert "bad:" not in text
 
 
 def test_the_incident_says_how_many_it_leaves_out():
     names = [str(index) for index in range(40)]
-    text = format_incident(1, NAN, judge(names, dict.fromkeys(names[:30], "nan")), 30, 0)
+    text = format_bad_gradients(1, NAN, judge(names, dict.fromkeys(names[:30], "nan")), 30, 0)
     assert f"... {30 - SHOWN} more bad parameters" in text
     assert text.count("bad:") == SHOWN

@@ -11,18 +11,19 @@ from hf_nanguard.core.autopsy.examiner import Examiner
 from hf_nanguard.core.finite import read_host
 from hf_nanguard.core.journal import Journal
 from hf_nanguard.core.ranks import Ranks
-from hf_nanguard.core.rerun.micro_batch import AccumulationGroup, Finding, MicroBatch
+from hf_nanguard.core.rerun.micro_batch import AccumulationGroup, BatchAction, Finding, MicroBatch
 from hf_nanguard.core.rerun.runner import LoopRunner
 from hf_nanguard.core.rng import RngState
 from hf_nanguard.core.robust_window import RobustWindow
-from hf_nanguard.core.settings import Decision, Escalation, Policy, StepAction, decide
+from hf_nanguard.core.settings import Policy
 from hf_nanguard.core.step.bad_gradients import Census
 from hf_nanguard.core.step.containment import Containment
 from hf_nanguard.core.step.counters import Counter
-from hf_nanguard.core.step.guard import Guard
+from hf_nanguard.core.step.decision import Decision, Escalation, StepAction, decide
+from hf_nanguard.core.step.redo import Redo
 from hf_nanguard.core.step.step_reading import StepReading
 from hf_nanguard.core.vocabulary import Cause, Signal
-from tests.faults import INF, NAN, _BadGradient
+from hf_nanguard.testing import INF, NAN, add_bad_gradient
 
 STEP = 5
 
@@ -51,21 +52,22 @@ class Bench:
         self.counter, self.escalation = Counter(), Escalation(self.policy.max_bad_steps)
         journal = Journal(self.ranks, self.events.append)
         examiner = Examiner(replace(self.policy, autopsy=False), journal)  # it has tests of its own
-        self.containment = Containment(self.policy, self.ranks, journal, self.counter, self.escalation, examiner)
+        redo = Redo(journal, self.counter, examiner)
+        self.containment = Containment(self.policy, journal, self.counter, self.escalation, redo)
         self.runner = LoopRunner(self.model, torch.optim.SGD(self.model.parameters(), lr=0.1), scaler)
         if why_not is not None:
             self.runner.why_not = lambda group: why_not
         self.runs = []
         self.value = value
         self.runner.loss_fn = self.loss
-        self.group = AccumulationGroup(share=1 / len(payloads))
+        self.group = AccumulationGroup(weight=1 / max(len(payloads), 1))
         self.runner.buffers.keep()
         torch.manual_seed(42)
         self.before = torch.get_rng_state()
         for index, payload in enumerate(payloads):
             found = tuple((findings or {}).get(index, ()))
             micro = MicroBatch(index, (index, payload), RngState.capture(), found, [2 * index, 2 * index + 1])
-            micro.loss = self.runner.run(micro, self.group.share)
+            micro.loss = self.runner.run(micro, self.group.weight)
             self.group.micro_batches.append(micro)
         self.runs.clear()
 
@@ -79,7 +81,7 @@ class Bench:
             return loss * self.value
         if callable(fault):
             return fault(loss, self.model)
-        return loss + _BadGradient.apply(dict(self.model.named_parameters())[fault], self.value)
+        return add_bad_gradient(loss, dict(self.model.named_parameters())[fault], self.value)
 
     def contain(self, clipped=False):
         norm_dev = torch.as_tensor(NAN) if clipped else self.runner.measure()
@@ -96,8 +98,8 @@ class Bench:
         return {name: p.grad for name, p in self.model.named_parameters()}
 
 
-def _finding(verdict, signal=Signal.LABELS_MASKED):
-    return Finding(signal, "all labels are masked", verdict, Cause.ALL_LABELS_MASKED, samples=(1,))
+def _finding(action, signal=Signal.LABELS_MASKED):
+    return Finding(signal, "all labels are masked", action, Cause.ALL_LABELS_MASKED, samples=(1,))
 
 
 def _assert_skipped(bench, outcome, size):
@@ -138,7 +140,7 @@ def test_an_event_for_every_bad_micro_batch_and_gradients_of_the_others(fault, b
     assert float(outcome.norm) == pytest.approx(float(bench.runner.norm()))
     assert (bench.counter.seen, bench.counter.dropped, bench.counter.skipped_steps) == (3, len(bad), 0)
     assert bench.escalation.bad_in_a_row == 1
-    assert not bench.containment.replaying
+    assert not bench.containment.redo.replaying
 
 
 def test_with_nothing_left_the_step_is_skipped_and_every_micro_batch_is_told():
@@ -166,7 +168,7 @@ def test_when_only_the_sum_is_bad_no_micro_batch_is_blamed():
     for parameter in bench.model.parameters():
         parameter.grad = torch.full_like(parameter, INF)
     bench.runner.regroup = lambda good, num_good: 1.0  # each is 3e38, together they overflow
-    bench.group.share = 1.0
+    bench.group.weight = 1.0
     _assert_skipped(bench, bench.contain(), 2)
     [event] = bench.events
     assert (event["signal"], event["action"], event["micro_step"]) == ("grad_nonfinite", "skipped", None)
@@ -174,7 +176,7 @@ def test_when_only_the_sum_is_bad_no_micro_batch_is_blamed():
 
 
 def test_a_finding_needs_no_probe_and_is_told_as_what_it_is():
-    bench = Bench(["first.weight", None, None], findings={0: [_finding("drop")]})
+    bench = Bench(["first.weight", None, None], findings={0: [_finding(BatchAction.DROP)]})
     outcome = bench.contain()
     assert bench.told() == [(0, "labels_masked", "dropped", [1])]
     assert bench.runs == [1, 2, 1, 2]
@@ -182,8 +184,8 @@ def test_a_finding_needs_no_probe_and_is_told_as_what_it_is():
 
 
 @pytest.mark.parametrize("policy", ["skip", "repair", "halt"])
-def test_a_batch_that_must_go_is_dropped_whatever_the_policy_for_nan_is(policy):
-    bench = Bench(["first.weight", None], Policy(on_nonfinite=policy), findings={0: [_finding("drop")]})
+def test_a_batch_that_must_be_dropped_is_dropped_whatever_the_policy_for_nan_is(policy):
+    bench = Bench(["first.weight", None], Policy(on_nonfinite=policy), findings={0: [_finding(BatchAction.DROP)]})
     outcome = bench.contain()
     assert bench.told() == [(0, "labels_masked", "dropped", [1])]
     assert outcome.stepped
@@ -191,8 +193,10 @@ def test_a_batch_that_must_go_is_dropped_whatever_the_policy_for_nan_is(policy):
 
 
 @pytest.mark.parametrize("policy", ["drop", "halt"])
-def test_a_batch_that_must_go_is_no_halt_either_where_nothing_can_be_redone(policy):
-    bench = Bench(["first.weight", None], Policy(on_nonfinite=policy), {0: [_finding("drop")]}, why_not="it is so")
+def test_a_batch_that_must_be_dropped_is_no_halt_either_where_nothing_can_be_redone(policy):
+    bench = Bench(
+        ["first.weight", None], Policy(on_nonfinite=policy), {0: [_finding(BatchAction.DROP)]}, why_not="it is so"
+    )
     outcome = bench.contain()
     _assert_skipped(bench, outcome, 2)
     assert bench.told() == [(0, "labels_masked", "skipped", [1])]
@@ -200,7 +204,7 @@ def test_a_batch_that_must_go_is_no_halt_either_where_nothing_can_be_redone(poli
 
 
 def test_a_finding_that_halts_ends_the_run_and_names_its_policy():
-    bench = Bench(["first.weight", None], findings={0: [_finding("halt")]})
+    bench = Bench(["first.weight", None], findings={0: [_finding(BatchAction.HALT)]})
     outcome = bench.contain()
     _assert_skipped(bench, outcome, 2)
     assert bench.told() == [(0, "labels_masked", "halted", [1])]
@@ -294,7 +298,7 @@ def test_a_loss_of_nan_is_not_repaired():
 # ---- the weights themselves ----
 
 
-def test_a_sick_parameter_is_named_and_halts():
+def test_a_bad_parameter_is_named_and_halts():
     bench = Bench([None, None])
     bench.model.first.bias.data[2] = INF
     for micro in bench.group.micro_batches:
@@ -310,14 +314,14 @@ def test_a_sick_parameter_is_named_and_halts():
     assert "earlier checkpoint" in outcome.halt
 
 
-def test_several_sick_parameters_are_counted():
+def test_several_bad_parameters_are_counted():
     bench = Bench(["loss"])
     for parameter in (bench.model.first.weight, bench.model.last.bias):
         parameter.data.view(-1)[0] = NAN
     outcome = bench.contain()
     assert bench.events[-1]["values"]["bad_parameters"] == {"first.weight": "nan", "last.bias": "nan"}
     assert "first.weight holds NaN" in outcome.halt
-    assert "and so do 1 others" in outcome.halt
+    assert "as do 1 other parameters" in outcome.halt
 
 
 def test_healthy_weights_are_not_suspected():
@@ -337,7 +341,7 @@ def test_too_many_in_a_row_halt_with_the_last_message():
         ("loss_nonfinite", "skipped"), ("loss_nonfinite", "halted"),
     ]  # fmt: skip
     assert bench.events[1]["values"] == {"bad_steps_in_a_row": 2}
-    assert "2 bad steps in a row (the last: loss is nan" in outcome.halt
+    assert "2 bad steps in a row; last: loss is nan" in outcome.halt
     assert "max_bad_steps" in outcome.halt
 
 
@@ -380,7 +384,7 @@ def test_overflow_at_a_scale_of_one_is_told():
     assert bench.contain().scaler_skips
     [event] = bench.events
     assert (event["signal"], event["action"]) == ("grad_nonfinite", "observed")
-    assert "the fault is not the scale" in event["message"]
+    assert "the scale is not the cause" in event["message"]
 
 
 def test_a_loss_of_nan_is_no_matter_of_scale():
@@ -392,12 +396,12 @@ def test_a_loss_of_nan_is_no_matter_of_scale():
 
 def test_the_same_bad_gradients_are_shown_once(caplog):
     """Every bad step has its event; the list of its parameters is in the log again only if it is another list."""
-    containment = Guard().containment
+    containment = Bench([]).containment
     census = [Census(bad={"a": "nan"}), Census(bad={"a": "nan"}), Census(bad={"a": "nan", "b": "inf"})]
     for step, bad in enumerate(census):
         decision = Decision(StepAction.REDO, Signal.GRAD_NONFINITE)
         norm = torch.tensor(NAN)
-        containment.show(StepReading(step, AccumulationGroup(), [], NAN, norm, decision, 0, census=bad))
+        containment.log_gradients(StepReading(step, AccumulationGroup(), [], NAN, norm, decision, 0, census=bad))
     blocks = [record.message for record in caplog.records if "bad gradients" in record.message]
     assert [block.splitlines()[0] for block in blocks] == [
         "---- bad gradients at step 0 ----", "---- bad gradients at step 2 ----",

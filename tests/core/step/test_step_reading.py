@@ -5,11 +5,11 @@ import torch
 
 from hf_nanguard.core.rerun.micro_batch import AccumulationGroup, Finding, MicroBatch
 from hf_nanguard.core.rng import RngState
-from hf_nanguard.core.settings import Decision, StepAction
 from hf_nanguard.core.step.bad_gradients import Census, judge
+from hf_nanguard.core.step.decision import Decision, StepAction
 from hf_nanguard.core.step.step_reading import BadMicroBatch, StepOutcome, StepReading
 from hf_nanguard.core.vocabulary import Action, Cause, Signal
-from tests.faults import INF, NAN
+from hf_nanguard.testing import INF, NAN
 
 NAMES = ["embed", "up", "down", "head"]
 
@@ -58,7 +58,7 @@ def test_only_finite_losses_stand_for_the_group():
     ],
 )
 def test_one_clause_says_what_is_wrong(losses, bad, said):
-    assert _incident(losses, bad=bad).tell() == said
+    assert _incident(losses, bad=bad).describe() == said
 
 
 def test_the_event_of_a_bad_gradient_names_the_parameter_and_no_micro_batch():
@@ -157,6 +157,6 @@ def test_rows_that_travel_as_a_tensor_are_read_when_told():
 
 def test_an_outcome_lets_a_healthy_step_pass_as_it_is():
     assert vars(StepOutcome()) == {
-        "steps": True, "norm": None, "redone": None, "fresh": False, "num_dropped": 0, "clip_to": None, "halt": None,
+        "stepped": True, "norm": None, "redone": None, "fresh": False, "num_dropped": 0, "clip_to": None, "halt": None,
         "scaler_skips": False,
     }  # fmt: skip

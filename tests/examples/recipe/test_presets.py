@@ -18,6 +18,7 @@ from hf_nanguard.cli.recipe_command import PRESETS
 from hf_nanguard.examples.recipe import grpo_recipe as grpo
 from hf_nanguard.examples.recipe import recipe_parser as dialect
 from hf_nanguard.examples.recipe import sft_recipe as sft
+from hf_nanguard.examples.recipe.field_report_case import exit_code
 from hf_nanguard.examples.recipe.presets import find_configs, list_presets, read_preset
 from hf_nanguard.examples.recipe.recipe_parser import parse
 from hf_nanguard.examples.tasks.sums import build_model
@@ -83,7 +84,7 @@ def test_a_distillation_preset_runs(name, tmp_path, monkeypatch):
     spec.loader.exec_module(recipe)
     short = ["--max_steps", "2", "--teacher_steps", "2", "--num_rows", "16", "--disable_tqdm", "true"]
     words = ["--preset", name, "--output_dir", str(tmp_path), "--plant", "none", "--compare", "false"]
-    assert recipe.main([*words, *short]) == 0
+    assert exit_code(recipe.run, [*words, *short]) == 0
 
 
 def parse_sft(*words: str, config: dict | None = None, folder: Path):
@@ -130,9 +131,9 @@ def test_a_device_without_bfloat16(tmp_path, monkeypatch):
     """Stands in for hardware that is not here."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(dialect, "is_torch_bf16_gpu_available", lambda: False)
-    plan = parse_sft(*MODEL, "--preset", "balanced", "--use_cpu", "true", folder=tmp_path)
-    assert (plan.training.bf16, plan.training.fp16) == (False, True)
-    assert ["float16" in note for note in plan.notes] == [True]
+    parsed = parse_sft(*MODEL, "--preset", "balanced", "--use_cpu", "true", folder=tmp_path)
+    assert (parsed.training.bf16, parsed.training.fp16) == (False, True)
+    assert ["float16" in note for note in parsed.notes] == [True]
 
 
 @pytest.mark.parametrize("words", [["--fp16", "true"], ["--bf16=false"]])
@@ -142,10 +143,10 @@ def test_a_precision_that_is_given_rules_out_the_preset_s(words, tmp_path):
 
 
 def test_adapters_have_presets_of_their_own(tmp_path):
-    plan = parse_sft(*MODEL, "--use_peft", "--preset", "balanced", folder=tmp_path)
-    assert (plan.training.learning_rate, plan.model.use_peft) == (2e-4, True)
-    plan = parse(["--output_dir", str(tmp_path), *MODEL, "--use_peft", "--preset", "balanced"], grpo.RECIPE.kind)
-    assert (plan.training.learning_rate, plan.model.use_peft) == (1e-5, True)
+    parsed = parse_sft(*MODEL, "--use_peft", "--preset", "balanced", folder=tmp_path)
+    assert (parsed.training.learning_rate, parsed.model.use_peft) == (2e-4, True)
+    parsed = parse(["--output_dir", str(tmp_path), *MODEL, "--use_peft", "--preset", "balanced"], grpo.RECIPE.kind)
+    assert (parsed.training.learning_rate, parsed.model.use_peft) == (1e-5, True)
 
 
 def test_an_unknown_preset():
@@ -189,7 +190,7 @@ def test_accelerate_launches_it(name, num_ranks, tmp_path):
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("the model is in parts" if name == "fsdp2" else "answer rate") == 1
+    assert done.stdout.count("the model is sharded" if name == "fsdp2" else "answer rate") == 1
     assert "events: none" in done.stdout
     saved = load_file(tmp_path / "run" / "model.safetensors")
     assert {name: list(each.shape) for name, each in saved.items()} == {

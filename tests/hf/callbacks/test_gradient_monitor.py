@@ -8,7 +8,7 @@ from accelerate.state import AcceleratorState
 from transformers import Trainer
 
 from hf_nanguard import ArgumentError, GradientMonitorCallback, NanGuardCallback
-from tests.faults import INF, NAN, Fault, plant
+from hf_nanguard.testing import INF, NAN, Fault, plant
 from tests.reference import assert_same, tensors_of
 from tests.trainers import build, events_of
 

@@ -6,7 +6,7 @@ import pytest
 from transformers import TrainerCallback
 
 from hf_nanguard.hf import callbacks
-from tests.faults import INF, NAN, Fault, plant
+from hf_nanguard.testing import INF, NAN, Fault, plant
 from tests.reference import assert_same, losses_of, tensors_of
 from tests.trainers import KINDS, build, events_of
 
@@ -69,7 +69,7 @@ def test_the_culprit_and_no_other_is_named(name, value, kind, variant, tmp_path)
     trainer = build(kind, tmp_path, guard=False, extra={"callbacks": [CALLBACKS[name]()]}, **settings)
     planted = plant(trainer, Fault("gradient", step=1, parameter=culprit, value=value))
     trainer.train()
-    assert len(planted.struck) == 1
+    assert len(planted.triggered) == 1
     [event] = events_of(trainer)
     assert (event["signal"], event["step"]) == ("grad_nonfinite", 1)
     assert event["culprit"]["parameter"] == culprit

@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import Trainer, TrainerCallback
 
 from hf_nanguard import GuardArguments, GuardedTrainingArguments, NanGuardCallback, NonFiniteError
-from tests.faults import INF, NAN, Fault, plant
+from hf_nanguard.testing import INF, NAN, Fault, plant
 from tests.models import text_rows, tiny_llama, tiny_tokenizer, token_dataset
 from tests.reference import assert_same, losses_of, tensors_of, without
 from tests.trainers import build, common_arguments, events_of, reward_length, stock_class
@@ -31,7 +31,7 @@ def _build(tmp_path, *faults, kind="plain", base=None, before=(), after=(), name
 def _train(tmp_path, *faults, **kwargs):
     trainer = _build(tmp_path, *faults, **kwargs)
     trainer.train()
-    assert set(trainer.planted.struck) == set(faults)
+    assert set(trainer.planted.triggered) == set(faults)
     return trainer
 
 

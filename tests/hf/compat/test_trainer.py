@@ -1,5 +1,6 @@
 """Every private name of the hosts that we touch is still there and still means what we take it for."""
 
+import copy
 import inspect
 import sys
 
@@ -22,7 +23,7 @@ from hf_nanguard.hf.compat import online_trainer as compat_reinforcement
 from hf_nanguard.hf.compat import trainer as compat
 
 from ...architectures import BY_NAME
-from ...models import text_rows, tiny_llama, tiny_tokenizer, token_dataset
+from ...models import text_rows, tiny_llama, tiny_t5, tiny_tokenizer, token_dataset
 from ...reference import tensors_of
 from ...trainers import build, common_arguments, reward_length, stock_class
 
@@ -326,12 +327,11 @@ def test_a_forgotten_step_is_not_part_of_a_mean(tmp_path):
 
 
 def test_causal_losses_shift_their_labels_and_others_do_not(trainer, tmp_path):
-    from transformers import T5Config, T5ForConditionalGeneration, TrainingArguments
+    from transformers import TrainingArguments
 
     assert compat.loss_shifts_labels(trainer)
-    config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2, decoder_start_token_id=0)
     args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
-    other = Trainer(T5ForConditionalGeneration(config), args, train_dataset=token_dataset(4))
+    other = Trainer(tiny_t5(), args, train_dataset=token_dataset(4))
     assert not compat.loss_shifts_labels(other)
 
 
@@ -429,6 +429,17 @@ def test_the_seams_of_generation_are_those_that_generate_goes_through():
     config = GenerationConfig(max_new_tokens=2, eos_token_id=2, pad_token_id=0)
     model.generate_batch(ids.tolist(), generation_config=config, continuous_batching_config=small)
     assert [what for what, _, _ in calls][:2] == [compat_generation.BATCH, compat_generation.MANAGER]
+
+
+def test_an_overridden_method_is_restored_and_not_copied():
+    model = tiny_llama()
+    before = dict(vars(model))
+    override = compat_generation.Override(model, "get_input_embeddings", lambda original: [original()])
+    assert model.get_input_embeddings() == [model.model.embed_tokens]
+    twin = copy.deepcopy(model)
+    assert twin.get_input_embeddings() is twin.model.embed_tokens
+    override.undo()
+    assert vars(model) == before
 
 
 def test_positional_arguments_are_read_as_the_host_names_them():

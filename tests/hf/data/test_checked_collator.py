@@ -10,8 +10,7 @@ from transformers import BatchEncoding
 from hf_nanguard.core.vocabulary import Cause, Signal
 from hf_nanguard.hf.data.batch_limits import Limits
 from hf_nanguard.hf.data.checked_collator import NOTE, BatchNote, CheckedCollator, check_batch, name_rows
-from tests.core.counting import Counting
-from tests.faults import INF, NAN
+from hf_nanguard.testing import INF, NAN, OperationCounter
 
 LM = Limits(num_labels=20, token_labels=True, shifted=True, num_ids=20)
 SEQ2SEQ = Limits(num_labels=20, token_labels=True, shifted=False, num_ids=20)
@@ -81,7 +80,7 @@ def test_labels_that_are_all_masked(limits, first_label, masked):
 )
 def test_a_masked_batch_cannot_be_repaired(verdict, becomes):
     [finding] = check_batch(lm_batch(labels=torch.full((3, 4), -100)), LM, verdict)
-    assert finding.verdict == becomes
+    assert finding.action == becomes
 
 
 def test_one_live_label_is_enough():
@@ -214,7 +213,7 @@ def test_a_bad_batch_is_made_safe_unless_it_is_only_observed(verdict):
     batch = dict(given)
     findings = check_batch(batch, LM, verdict)
     floats = "suspect" if verdict == "drop" else verdict
-    assert sorted(finding.verdict for finding in findings) == sorted([verdict, verdict, floats])
+    assert sorted(finding.action for finding in findings) == sorted([verdict, verdict, floats])
     if verdict == "observe":
         assert all(batch[key] is given[key] for key in given)
     elif verdict == "drop":
@@ -233,7 +232,7 @@ def test_a_bad_batch_is_made_safe_unless_it_is_only_observed(verdict):
 def test_a_sample_with_nothing_to_attend_to(verdict, becomes):
     batch = lm_batch(attention_mask=put(torch.ones(3, 4, dtype=torch.long), 1, 0))
     [finding] = check_batch(batch, LM, verdict)
-    assert (finding.signal, finding.samples, finding.verdict) == (Signal.INPUT_OUT_OF_RANGE, (1,), becomes)
+    assert (finding.signal, finding.samples, finding.action) == (Signal.INPUT_OUT_OF_RANGE, (1,), becomes)
     assert "attention_mask of samples [1] masks every token" in finding.message
 
 
@@ -245,7 +244,7 @@ def test_sequences_without_a_token(verdict, becomes, length):
     empty = torch.ones(3, 0, dtype=torch.long)
     batch = {"input_ids": empty, "labels": empty, "attention_mask": empty}
     finding = check_batch(batch, LM, verdict)[0]
-    assert (finding.signal, finding.samples, finding.verdict) == (Signal.INPUT_OUT_OF_RANGE, (0, 1, 2), becomes)
+    assert (finding.signal, finding.samples, finding.action) == (Signal.INPUT_OUT_OF_RANGE, (0, 1, 2), becomes)
     assert all(value.shape == (3, length) for value in batch.values())
 
 
@@ -269,7 +268,7 @@ def test_only_the_bad_samples_are_taken_out():
     note = batch.pop(NOTE)
     assert (note.num_samples, note.kept) == (3, (0,))
     assert all(torch.equal(batch[name], given[name][:1]) for name in given)
-    assert sorted((finding.signal, finding.samples, finding.verdict) for finding in note.findings) == [
+    assert sorted((finding.signal, finding.samples, finding.action) for finding in note.findings) == [
         (Signal.INPUT_NONFINITE, (2,), "removed"), (Signal.LABEL_OUT_OF_RANGE, (1,), "removed"),
     ]  # fmt: skip
 
@@ -283,7 +282,7 @@ def test_what_is_left_may_have_no_label():
     labels = torch.full((3, 4), -100)
     labels[1] = torch.tensor([1, 2, 99, 3])
     note = collate_as(lm_batch(labels=labels))[NOTE]
-    assert [(finding.signal, finding.verdict) for finding in note.findings] == [
+    assert [(finding.signal, finding.action) for finding in note.findings] == [
         (Signal.LABEL_OUT_OF_RANGE, "removed"), (Signal.LABELS_MASKED, "drop"),
     ]  # fmt: skip
 
@@ -291,7 +290,7 @@ def test_what_is_left_may_have_no_label():
 def test_a_batch_that_cannot_be_taken_apart_goes_whole():
     batch = collate_as(bad_samples(patches=torch.ones(7, 2)))
     assert batch[NOTE].kept is None
-    assert {finding.verdict for finding in batch[NOTE].findings} == {"drop"}
+    assert {finding.action for finding in batch[NOTE].findings} == {"drop"}
     assert len(batch["labels"]) == 3
 
 
@@ -354,7 +353,7 @@ def test_what_is_no_tensor_is_left_alone():
 
 def test_no_torch_operator_runs_on_a_healthy_batch():
     batch = lm_batch(pixel_values=torch.rand(3, 2), token_type_ids=torch.zeros(3, 4, dtype=torch.long))
-    with Counting() as counted:
+    with OperationCounter() as counted:
         assert check_batch(batch, LM, "drop") == []
     assert counted.ops == []
 

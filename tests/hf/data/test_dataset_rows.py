@@ -12,8 +12,8 @@ from torch.utils.data import IterableDataset
 
 from hf_nanguard import GuardArguments, GuardedGRPOTrainer, GuardedTrainer, guarded
 from hf_nanguard.hf.data.dataset_rows import RowRecord
+from hf_nanguard.testing import Fault, plant
 
-from ...faults import Fault, plant
 from ...models import text_rows, tiny_llama, tiny_tokenizer, token_dataset, token_rows
 from ...trainers import build, common_arguments, events_of, reward_length
 
@@ -31,7 +31,7 @@ def _run(trainer, places, resume=None, kind="loss"):
     trainer.nanguard.guard.escalation.max_bad_steps = 100
     planted = plant(trainer, *[Fault(kind, *place) for place in places])
     trainer.train(resume_from_checkpoint=resume)
-    batches = {(step, micro): (ids[:, 0] - FIRST_TOKEN).tolist() for ids, step, micro in planted.seen.values()}
+    batches = {place: (ids[:, 0] - FIRST_TOKEN).tolist() for place, ids in planted.batches.items()}
     told = _told(trainer)
     assert told.keys() == set(places)
     return told, batches
@@ -143,7 +143,7 @@ def test_a_finding_names_the_row_of_its_sample_only(tmp_path):
     trainer = build("plain", tmp_path, extra={"train_dataset": Dataset.from_list(rows)}, max_steps=8)
     planted = plant(trainer)
     trainer.train()
-    batches = {(step, micro): (ids[:, 0] - FIRST_TOKEN).tolist() for ids, step, micro in planted.seen.values()}
+    batches = {place: (ids[:, 0] - FIRST_TOKEN).tolist() for place, ids in planted.batches.items()}
     [event] = events_of(trainer)
     place = (event["step"], event["micro_step"])
     assert event["culprit"]["rows"] == [9]
@@ -170,7 +170,7 @@ def test_a_stream_that_ends_inside_a_group(tmp_path):
     trainer = build("plain", tmp_path, extra={"train_dataset": Stream(7)}, max_steps=2)
     planted = plant(trainer, Fault("loss", 1, 0))
     trainer.train()
-    batches = {(step, micro): (ids[:, 0] - FIRST_TOKEN).tolist() for ids, step, micro in planted.seen.values()}
+    batches = {place: (ids[:, 0] - FIRST_TOKEN).tolist() for place, ids in planted.batches.items()}
     assert batches[1, 0] == [6]
     assert [(event["cause"], event["culprit"]["rows"]) for event in events_of(trainer)] == [("unknown", [6])]
 
@@ -205,7 +205,7 @@ def test_sft_rows_are_those_of_its_own_dataset(tmp_path):
     tokens = [row["input_ids"] for row in trainer.train_dataset]
     planted = plant(trainer, Fault("loss", 1, 2), Fault("loss", 3, 0))
     trainer.train()
-    batches = {(s, m): [tokens.index(ids) for ids in batch.tolist()] for batch, s, m in planted.seen.values()}
+    batches = {place: [tokens.index(ids) for ids in batch.tolist()] for place, batch in planted.batches.items()}
     assert _told(trainer) == {place: batches[place] for place in ((1, 2), (3, 0))}
 
 

@@ -28,8 +28,7 @@ from hf_nanguard.hf.generation import sampling_record as watching
 from hf_nanguard.hf.generation.guard_generation import guard_generation, place_guards
 from hf_nanguard.hf.generation.logits_processors import NumericalStabilityLogitsProcessor, SafeTemperatureLogitsWarper
 from hf_nanguard.hf.generation.sampling_record import RequestNotes
-from tests.counting import counting
-from tests.faults import INF, NAN
+from hf_nanguard.testing import INF, NAN, OperationCounter
 from tests.models import VOCAB, tiny_llama
 
 PAD, EOS, POISON, NEW = 0, 2, 61, 6
@@ -116,7 +115,7 @@ def test_a_healthy_model_generates_the_same_tokens(kwargs, blind):
         guarded = run(model, ids, **kwargs)
     assert torch.equal(stock, guarded)
     assert vars(model) == before
-    assert watch.find_sick([NEW] * len(stock)) == []
+    assert watch.find_nonfinite([NEW] * len(stock)) == []
     assert (watch.num_repaired, watch.num_ended, watch.describe()) == (0, 0, "")
 
 
@@ -136,7 +135,7 @@ def test_assisted_decoding_generates_the_same_tokens(kind, sampled):
     stock = run(model, ids, do_sample=sampled, **helper)
     with guard_generation(model) as watch:
         assert torch.equal(stock, run(model, ids, do_sample=sampled, **helper))
-    assert watch.find_sick([NEW]) == []
+    assert watch.find_nonfinite([NEW]) == []
 
 
 def t5():
@@ -154,14 +153,14 @@ def test_encoder_decoders(kwargs):
     stock = run(model, ids, **kwargs)
     with guard_generation(model) as watch:
         assert torch.equal(stock, run(model, ids, **kwargs))
-    assert watch.find_sick([NEW] * 3) == []
+    assert watch.find_nonfinite([NEW] * 3) == []
     with torch.no_grad():
         model.shared.weight[POISON] = NAN
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.nan_to_num())
     ids = prompts(3, poisoned=[1])
     with guard_generation(model) as watch:
         tokens = run(model, ids, **kwargs)[:, 1:]
-    assert watch.find_sick(lengths(tokens)) == [1]
+    assert watch.find_nonfinite(lengths(tokens)) == [1]
     assert tokens[1, 0] == EOS
 
 
@@ -208,7 +207,7 @@ def test_continuous_batching_generates_the_same_tokens(kwargs):
     model = llama()
     with guard_generation(model) as watch:
         assert batch(model, ids, **kwargs) == stock
-    assert watch.find_sick([len(tokens) for tokens in stock]) == []
+    assert watch.find_nonfinite([len(tokens) for tokens in stock]) == []
 
 
 # ---- a sick model ----
@@ -220,7 +219,7 @@ def test_the_sick_prompt_and_no_other_is_found(kwargs, blind):
     with guard_generation(model) as watch:
         tokens = completions(model, ids, **kwargs)
     each = kwargs.get("num_return_sequences", 1)
-    assert watch.find_sick(lengths(tokens)) == list(range(each, 2 * each))
+    assert watch.find_nonfinite(lengths(tokens)) == list(range(each, 2 * each))
     assert watch.num_ended == each
     assert watch.num_repaired == 0
     assert tokens[each, 0] == EOS
@@ -244,7 +243,7 @@ def test_a_policy_that_is_all_nan_ends_everything(kwargs):
     with guard_generation(model) as watch:
         tokens = completions(model, ids, **kwargs)
     assert (tokens[:, 0] == EOS).all()
-    assert watch.find_sick(lengths(tokens)) == [0, 1, 2]
+    assert watch.find_nonfinite(lengths(tokens)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize("value", [NAN, INF])
@@ -258,7 +257,7 @@ def test_a_partly_sick_row_goes_on_without_its_sick_entries(value, step, blind):
         tokens = completions(model, ids, do_sample=False, eos_token_id=None)
     assert tokens[1, step] != best
     assert torch.equal(tokens[[0, 2]], healthy[[0, 2]])
-    assert watch.find_sick([NEW] * 3) == [1]
+    assert watch.find_nonfinite([NEW] * 3) == [1]
     assert (watch.num_repaired, watch.num_ended) == (1, 0)
     assert f"completion 1 was repaired at token {step}" in watch.describe()
 
@@ -270,9 +269,9 @@ def test_what_a_row_does_after_its_end_does_not_count():
         tokens = completions(model, ids, do_sample=False)
     assert tokens[0].tolist()[1:] == [EOS] + [PAD] * (NEW - 2)
     assert lengths(tokens)[0] == 2
-    assert watch.find_sick(lengths(tokens)) == [0, 2]
-    assert watch.find_sick([1, NEW, 4]) == []
-    assert watch.find_sick([2, NEW, 5]) == [0, 2]
+    assert watch.find_nonfinite(lengths(tokens)) == [0, 2]
+    assert watch.find_nonfinite([1, NEW, 4]) == []
+    assert watch.find_nonfinite([2, NEW, 5]) == [0, 2]
 
 
 @pytest.mark.parametrize("floor", [{"min_new_tokens": 5}, {"min_length": 10}], ids=str)
@@ -282,7 +281,7 @@ def test_ending_wins_over_a_masked_end(floor):
         tokens = completions(model, ids, do_sample=True, **floor)
     assert tokens[0, 0] == EOS
     assert tokens[1, 0] != EOS
-    assert watch.find_sick(lengths(tokens)) == [0]
+    assert watch.find_nonfinite(lengths(tokens)) == [0]
 
 
 @pytest.mark.parametrize(("eos", "pad", "wanted"), [([5, 2], 0, 5), (None, 7, 7), (None, None, 0)])
@@ -293,7 +292,7 @@ def test_which_token_ends_a_row(eos, pad, wanted):
     with guard_generation(model) as watch:
         tokens = completions(model, ids, do_sample=True, max_new_tokens=2)
     assert tokens[0, 0] == wanted
-    assert watch.find_sick([1]) == [0]
+    assert watch.find_nonfinite([1]) == [0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
@@ -325,7 +324,7 @@ def test_continuous_batching_tells_the_sick_request(kwargs, blind):
     with guard_generation(model) as watch:
         tokens = batch(model, ids, **kwargs)
     each = kwargs.get("num_return_sequences", 1)
-    assert watch.find_sick([len(row) for row in tokens]) == list(range(2 * each, 3 * each))
+    assert watch.find_nonfinite([len(row) for row in tokens]) == list(range(2 * each, 3 * each))
     assert watch.num_ended == each
     assert f"completion {2 * each} was ended" in watch.describe()
     assert all(tokens[row] == [EOS] for row in range(2 * each, 3 * each))
@@ -339,7 +338,7 @@ def test_a_kept_manager_begins_anew_and_an_older_one_is_named(caplog):
     def again(ids):
         with guard_generation(model, verbose=False) as watch:
             results = model.generate_batch(ids.tolist(), **kept)
-        return watch.find_sick([len(output.generated_tokens) for output in results.values()])
+        return watch.find_nonfinite([len(output.generated_tokens) for output in results.values()])
 
     assert again(batch_prompts(3, poisoned=[1])) == [1]
     assert again(batch_prompts(2)) == []
@@ -371,22 +370,20 @@ def test_a_sick_assistant_harms_nobody():
     with guard_generation(model) as watch:
         tokens = run(model, ids, do_sample=False, assistant_model=llama(seed=1, poisoned=True))
     assert torch.equal(tokens, stock)
-    assert watch.find_sick([NEW]) == []
+    assert watch.find_nonfinite([NEW]) == []
 
 
 def test_a_sick_draft_that_is_thrown_away_does_not_count():
     model, ids = llama(), prompts(1)
-    listener = watching.Generation(prompt_length=5)
     guard = NumericalStabilityLogitsProcessor(verbose=False)
-    listener.head = guard
-    guard.listeners = [listener]
+    listener = watching.Generation([guard], prompt_length=5)
     sick = torch.tensor([[NAN, 1.0, 2.0]])
     for length, scores in ((5, torch.zeros(1, 3)), (6, sick), (7, sick), (6, torch.zeros(1, 3)), (7, sick)):
         guard(torch.zeros(1, length, dtype=torch.long), scores)
     assert listener.read() == [(2, core_logits.NEVER)]
     with guard_generation(model) as watch:
         run(model, ids.repeat(1, 3), prompt_lookup_num_tokens=3, do_sample=False)
-    assert watch.find_sick([NEW]) == []
+    assert watch.find_nonfinite([NEW]) == []
 
 
 def test_a_sick_model_in_assisted_decoding_is_found():
@@ -394,7 +391,7 @@ def test_a_sick_model_in_assisted_decoding_is_found():
     with guard_generation(model) as watch:
         tokens = completions(model, ids, do_sample=False, assistant_model=llama(seed=1))
     assert tokens.tolist() == [[EOS]]
-    assert watch.find_sick([1]) == [0]
+    assert watch.find_nonfinite([1]) == [0]
 
 
 # ---- cost ----
@@ -404,13 +401,16 @@ def test_a_sick_model_in_assisted_decoding_is_found():
 @pytest.mark.parametrize("sick", [False, True])
 def test_no_host_read_is_added(kwargs, sick, blind):
     model, ids = llama(), prompts()
-    with counting() as stock:
+    with OperationCounter() as stock:
         run(model, ids, eos_token_id=None, **kwargs)
     if sick:
         Plant(model, {step: {1: [5]} for step in range(NEW)})
-    with counting() as guarded, guard_generation(model, verbose=False):  # on a CPU the log shows values of sick rows
+    with (
+        OperationCounter() as guarded,
+        guard_generation(model, verbose=False),
+    ):  # on a CPU the log shows values of sick rows
         run(model, ids, eos_token_id=None, **kwargs)
-    assert guarded.reads <= stock.reads
+    assert guarded.num_reads <= stock.num_reads
     if not blind and not sick:
         assert guarded.num_ops - stock.num_ops <= 2 * NEW, "more than one reduction for each of two guards a token"
 
@@ -481,9 +481,9 @@ def test_nested_guards_both_know():
         inner.generations.pop(0)  # of the count above
         outer.generations.pop(0)
         assert num_guards(model) == 2
-    assert inner.find_sick(lengths(tokens)) == [1]
+    assert inner.find_nonfinite(lengths(tokens)) == [1]
     outer.generations.pop()
-    assert outer.find_sick(lengths(tokens)) == [1]
+    assert outer.find_nonfinite(lengths(tokens)) == [1]
     assert num_guards(model) == 0
 
 
@@ -491,7 +491,7 @@ def test_nested_continuous_batches_both_know():
     model, ids = batch_llama(), batch_prompts(3, poisoned=[1])
     with guard_generation(model, verbose=False) as outer, guard_generation(model, verbose=False) as inner:
         tokens = batch(model, ids, do_sample=False)
-    found = [watch.find_sick([len(row) for row in tokens]) for watch in (outer, inner)]
+    found = [watch.find_nonfinite([len(row) for row in tokens]) for watch in (outer, inner)]
     assert found == [[1], [1]]
 
 
@@ -510,7 +510,7 @@ def test_the_innermost_model_is_guarded(wrap):
         assert "_get_logits_processor" in vars(model)
         tokens = run(caller, ids, do_sample=True, max_new_tokens=2)
     assert "_get_logits_processor" not in vars(model)
-    assert watch.find_sick(lengths(tokens[:, 5:])) == [1]
+    assert watch.find_nonfinite(lengths(tokens[:, 5:])) == [1]
 
 
 # ---- places ----
@@ -547,7 +547,7 @@ def test_a_processor_of_the_user_is_listened_to():
     mine = NumericalStabilityLogitsProcessor(eos_token_id=EOS, verbose=False)
     with guard_generation(model) as watch:
         tokens = completions(model, ids, do_sample=True, logits_processor=LogitsProcessorList([mine]))
-    assert watch.find_sick(lengths(tokens)) == [1]
+    assert watch.find_nonfinite(lengths(tokens)) == [1]
     assert mine.num_ended == NEW
     assert mine.listeners == []
 
@@ -557,8 +557,8 @@ def test_completions_of_several_calls_are_counted_on():
     with guard_generation(model) as watch:
         for rows, sick in ((2, []), (3, [2]), (1, [])):
             completions(model, prompts(rows, poisoned=sick), do_sample=True)
-    assert watch.find_sick([NEW] * 6) == [4]
-    assert watch.find_sick([NEW] * 5) == [0, 1, 2, 3, 4], "rows cannot be told apart"
+    assert watch.find_nonfinite([NEW] * 6) == [4]
+    assert watch.find_nonfinite([NEW] * 5) == [0, 1, 2, 3, 4], "rows cannot be told apart"
 
 
 # ---- modes, arguments, words ----
@@ -589,7 +589,7 @@ def test_off_does_nothing():
     model = llama(poisoned=True)
     with guard_generation(model, mode="off") as watch:
         assert num_guards(model) == 0
-    assert watch.find_sick([1, 2]) == []
+    assert watch.find_nonfinite([1, 2]) == []
 
 
 @pytest.mark.parametrize(
@@ -662,7 +662,7 @@ def test_a_device_tells_when_asked_and_a_silent_guard_never(caplog, monkeypatch)
                 tokens = completions(model, ids, do_sample=True)
             assert caplog.messages == []
             for _ in range(2):
-                watch.find_sick(lengths(tokens))
+                watch.find_nonfinite(lengths(tokens))
     assert len(caplog.messages) == 1
     assert "1 of 2 completions" in caplog.messages[0]
     assert "completion 0 was ended at token 0" in caplog.messages[0]
@@ -707,10 +707,10 @@ def test_the_vllm_processor_repairs(vllm, ids, blind, monkeypatch):
     assert processor.update_state(None) is None
     assert cls.validate_params(None) is None
     scores = torch.tensor([[1.0, NAN, 0.0, -INF], [NAN] * 4, [1.0, 2.0, 3.0, -INF]])
-    with counting() as count:
+    with OperationCounter() as count:
         fixed = processor.apply(scores.clone())
     assert fixed.tolist() == [[1.0, -INF, 0.0, -INF], [-INF, -INF, 0.0, -INF], [1.0, 2.0, 3.0, -INF]]
-    assert count.reads == 0
+    assert count.num_reads == 0
     assert processor.tally.read() == (1, 1)
 
 

@@ -15,9 +15,9 @@ from transformers import AttentionInterface, Trainer, TrainerCallback
 from hf_nanguard.core.journal import Journal
 from hf_nanguard.core.ranks import Ranks
 from hf_nanguard.hf.monitors.attention_monitor import AttentionMonitor
+from hf_nanguard.testing import OperationCounter
 
 from ...architectures import BY_NAME, DECODER, VOCAB
-from ...counting import counting
 from ...models import tiny_llama
 from ...reference import assert_same, losses_of, tensors_of
 from ...trainers import build
@@ -37,7 +37,7 @@ def nothing_is_left_behind():
 def make(model, period=1, early=(), **settings):
     """A monitor of one rank and the list of its events."""
     ranks, events = Ranks(alone=True), []
-    return AttentionMonitor(model, Journal(ranks, events.append), ranks, period, early=early, **settings), events
+    return AttentionMonitor(model, Journal(ranks, events.append), period, early=early, **settings), events
 
 
 def play(monitor, model, batch, steps, plant=None, first=0):
@@ -544,7 +544,7 @@ class _Count(TrainerCallback):
         self.counts = {}
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.context = counting()
+        self.context = OperationCounter()
         self.counts[state.global_step] = self.context.__enter__()
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -562,10 +562,10 @@ def test_steps_that_are_not_due_cost_nothing_and_others_one_read(tmp_path):
     stock = _count(tmp_path / "stock")
     ours = _count(tmp_path / "ours", Drive(period=3))
     for step in (0, 1, 3, 4):
-        assert ours[step].ops == stock[step].ops
+        assert ours[step].op_counts == stock[step].op_counts
         assert ours[step].hidden_reads == stock[step].hidden_reads
     for step in (2, 5):
-        assert ours[step].reads == stock[step].reads + 1
+        assert ours[step].num_reads == stock[step].num_reads + 1
         assert ours[step].num_ops - stock[step].num_ops <= 2 * 60 + 30  # two layers and the head, views included
 
 
@@ -636,7 +636,7 @@ def test_attention_that_does_not_use_the_interface_is_said_once(caplog):
         rows = play(monitor, model, BY_NAME["llama"].inputs(), 3)
     assert [row.keys() for row in rows] == [{"nanguard/logsumexp_max"}] * 3
     assert events == []
-    assert len([record for record in caplog.records if "attention is not looked at" in record.getMessage()]) == 1
+    assert len([record for record in caplog.records if "attention is not monitored" in record.getMessage()]) == 1
 
 
 def test_an_implementation_that_hides_its_mask_is_named(caplog):

@@ -10,8 +10,8 @@ from datasets import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_nanguard import Guard, GuardArguments, NanGuardCallback, NonFiniteError, Policy, guarded
+from hf_nanguard.testing import NAN, Fault, plant
 
-from ...faults import NAN, Fault, plant
 from ...models import tiny_llama, token_dataset, token_rows
 from ...trainers import build, common_arguments, events_of
 

@@ -10,10 +10,15 @@ from peft import LoraConfig, get_peft_model
 from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
+from hf_nanguard.core.finite import read_host
+from hf_nanguard.core.journal import Journal
+from hf_nanguard.core.ranks import Ranks
+from hf_nanguard.core.rerun.micro_batch import AccumulationGroup
 from hf_nanguard.errors import ArgumentError
 from hf_nanguard.hf.rl.ratio_bound import RatioBound
+from hf_nanguard.hf.rl.ratio_overflow import RatioOverflow
+from hf_nanguard.testing import OperationCounter
 
-from ...counting import counting
 from ...models import text_rows, tiny_llama, tiny_tokenizer
 from ...reference import tensors_of
 from ...trainers import build, common_arguments, reward_length
@@ -30,7 +35,7 @@ class Bounding:
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.ratio_bound = RatioBound()
+        self.ratio_bound = make_bound()
 
     def _compute_loss(self, model, inputs):
         with self.ratio_bound.around_loss(inputs) as bounded:
@@ -62,7 +67,7 @@ class Bounded(Bounding, Stock):
 
 @pytest.fixture
 def pair(built):
-    built[1].ratio_bound = RatioBound()
+    built[1].ratio_bound = make_bound()
     return built
 
 
@@ -127,9 +132,21 @@ def with_gap(policy, inputs, value, place=ACTIVE):
     return replaced(inputs, "ref_per_token_logps", place, policy[place] + value)
 
 
+def make_bound(*bound):
+    return RatioBound(*bound, overflow=RatioOverflow(Journal(Ranks())))
+
+
+def read_counts(bound):
+    """Returns how many values of each term were bounded since the last call, read as at the end of a step."""
+    group = AccumulationGroup()
+    bound.overflow.add_readings(group, 0)
+    group.take_notes(read_host(group.notes))
+    return bound.overflow.take_counts()
+
+
 def num_bounded(bound):
     """Returns how many values were bounded since the last call, `None` if there was nothing to bound."""
-    counts = bound.take_counts()
+    counts = read_counts(bound)
     return sum(counts.values()) if counts else None
 
 
@@ -239,7 +256,7 @@ def test_a_token_ratio_beyond_costs_only_its_own_gradient(loss, value, sign, pai
     planted = with_ratio(policy, inputs, value)
     bounded = run(pair[1], policy, planted)
     assert is_finite(bounded)
-    assert pair[1].ratio_bound.take_counts() == {"ratio": 1}
+    assert read_counts(pair[1].ratio_bound) == {"ratio": 1}
     own = bounded[1][ACTIVE].item()
     if loss in WEIGHTED:
         torch.testing.assert_close(bounded[1], run(pair[0], policy, planted)[1], rtol=1e-6, atol=1e-8)
@@ -278,7 +295,7 @@ def test_a_sequence_is_bounded_by_its_mean(loss, value, sign, pair):
     planted = with_ratio(policy, inputs, value)  # a mean of about 50 over four active tokens
     bounded = run(pair[1], policy, planted)
     assert is_finite(bounded)
-    assert pair[1].ratio_bound.take_counts() == {"ratio": 1}
+    assert read_counts(pair[1].ratio_bound) == {"ratio": 1}
     row = ACTIVE[0]
     if loss in WEIGHTED:
         torch.testing.assert_close(bounded[1], run(pair[0], policy, planted)[1], rtol=1e-6, atol=1e-8)
@@ -309,7 +326,7 @@ def test_a_gap_above_the_bound_has_no_gradient(loss, level, value, bias, pair):
         set_up(trainer, loss, level, beta=0.1, bias=bias)
     bounded = run(pair[1], policy, with_gap(policy, inputs, value))
     assert is_finite(bounded)
-    assert pair[1].ratio_bound.take_counts() == {"ratio": 0, "kl": 1}
+    assert read_counts(pair[1].ratio_bound) == {"ratio": 0, "kl": 1}
     healthy = run(pair[0], policy, with_gap(policy, inputs, 0.0))[1]  # no gap, no KL, and no gradient of it
     torch.testing.assert_close(bounded[1], healthy, rtol=1e-6, atol=1e-9)
     if not (bias and level == "sequence"):  # there the KL of a token moves its whole sequence
@@ -345,7 +362,7 @@ def test_no_pull_of_the_kl_is_multiplied_by_a_bounded_ratio(pair):
     bounded = run(pair[1], policy, with_gap(policy, with_ratio(policy, inputs, 200.0), 1.0))
     assert is_finite(bounded)
     assert bounded[1][ACTIVE] == 0
-    assert pair[1].ratio_bound.take_counts() == {"ratio": 1, "kl": 0}
+    assert read_counts(pair[1].ratio_bound) == {"ratio": 1, "kl": 0}
 
 
 def test_a_sick_policy_is_not_hidden(pair):
@@ -381,7 +398,7 @@ def test_other_trainers(kind, tmp_path):
         result = run(trainer, policy, replaced(inputs, name, place, -1e4))
         assert is_finite(result) == (trainer is bounded)
     assert torch.equal(others(result[1], 1), others(healthy, 1))
-    assert bounded.ratio_bound.take_counts()["ratio"] == 1
+    assert read_counts(bounded.ratio_bound)["ratio"] == 1
     if kind == "rloo":
         assert (result[1][1] == 0).all()
 
@@ -403,7 +420,7 @@ def test_a_run_survives(tmp_path):
     trainer = make_run("grpo", bounded, tmp_path, num_iterations=2)
     trainer.train()
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
-    assert trainer.ratio_bound.take_counts() == {"ratio": 3}
+    assert read_counts(trainer.ratio_bound) == {"ratio": 3}
 
 
 def test_evaluation_is_bounded_too(pair):
@@ -434,16 +451,16 @@ def test_it_reads_nothing_and_costs_what_it_says(beta, bias, old, most, pair):
     for trainer in pair:
         set_up(trainer, beta=beta, bias=bias)
         run(trainer, policy, inputs)
-        with counting() as count:
+        with OperationCounter() as count:
             run(trainer, policy, inputs)
         counts.append(count)
-    assert counts[1].reads == counts[0].reads
-    extra = {op: n - counts[0].ops[op] for op, n in counts[1].ops.items() if n != counts[0].ops[op]}
+    assert counts[1].num_reads == counts[0].num_reads
+    extra = {op: n - counts[0].op_counts[op] for op, n in counts[1].op_counts.items() if n != counts[0].op_counts[op]}
     free = sum(extra.get(f"aten.{op}.default", 0) for op in ("detach", "view", "alias"))
     assert min(most, 1) <= counts[1].num_ops - counts[0].num_ops - free <= most, extra
-    with counting() as count:
+    with OperationCounter() as count:
         assert num_bounded(pair[1].ratio_bound) == (0.0 if old else None)
-    assert count.reads == (1 if old else 0)
+    assert count.num_reads == (1 if old else 0)
 
 
 def test_held_inputs_are_left_alone_and_can_be_run_again(pair):
@@ -456,11 +473,11 @@ def test_held_inputs_are_left_alone_and_can_be_run_again(pair):
     assert held.keys() == inputs.keys()
     assert all(held[name] is inputs[name] for name in held)
     assert versions == [value._version for value in inputs.values()]
-    assert pair[1].ratio_bound.take_counts() == {"ratio": 0, "kl": 2}
+    assert read_counts(pair[1].ratio_bound) == {"ratio": 0, "kl": 2}
 
 
 def test_counts_can_be_held_back_and_are_taken_once(pair):
-    bound = RatioBound()
+    bound = make_bound()
     assert num_bounded(bound) is None
     policy, inputs = make_inputs(spread=0.5)
     inputs = with_ratio(policy, with_ratio(policy, inputs, 200.0), -30.0, (0, 0))
@@ -495,6 +512,6 @@ def test_a_bound_that_cannot_work_is_refused(bound):
 def test_the_bound_is_a_setting(pair):
     policy, inputs = make_inputs(spread=0.5, sign=-1)
     set_up(pair[1])
-    pair[1].ratio_bound = RatioBound(3.0)
+    pair[1].ratio_bound = make_bound(3.0)
     assert run(pair[1], policy, with_ratio(policy, inputs, 3.5))[1][ACTIVE] == 0
     assert num_bounded(pair[1].ratio_bound) == 1.0

@@ -22,19 +22,18 @@ from torch import nn
 from transformers import LlamaForSequenceClassification
 from trl.trainer.utils import is_async_callable
 
-from hf_nanguard.hf.rl.excerpt import flatten, printable
-from hf_nanguard.hf.rl.reward_check import (
-    BAD,
-    MAX_KEPT,
-    SICK,
-    BadReward,
-    check_advantages,
-    checked_rewards,
+from hf_nanguard.hf.rl.reward_check import MAX_KEPT, MAX_TEXT, BadReward, flatten
+from hf_nanguard.hf.rl.reward_functions import checked_rewards
+from hf_nanguard.hf.rl.reward_values import (
+    BAD_REWARD,
+    UNUSABLE,
     holds_bad_reward,
-    strike_unscorable,
+    mark_unscorable,
+    zero_bad_advantages,
 )
+from hf_nanguard.plain_text import printable
+from hf_nanguard.testing import OperationCounter
 
-from ...counting import counting
 from ...models import text_rows, tiny_llama, tiny_tokenizer
 from ...reference import assert_same, losses_of, tensors_of
 from ...trainers import build, common_arguments
@@ -124,11 +123,11 @@ class Checked:
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         assert all(one is other for one, other in zip(before, self.reward_funcs, strict=True))
         self.checks.append((check, completions, holds_bad_reward(rewards)))
-        return strike_unscorable(rewards)
+        return mark_unscorable(rewards)
 
     def _generate_and_score_completions(self, inputs):
         output = super()._generate_and_score_completions(inputs)
-        self.insane.append(check_advantages(output))
+        self.insane.append(zero_bad_advantages(output))
         self.advantages.append(output["advantages"].double().tolist())
         return output
 
@@ -266,7 +265,7 @@ def test_a_failed_call_teaches_nothing_and_the_run_goes_on(kind, fault, tmp_path
     assert trainer.advantages[1] == pytest.approx(expected_advantages(columns, [1.0, 1.0], set()), abs=2e-4)
     check, completions, held_bad = trainer.checks[0]
     assert held_bad
-    assert check.failed == ["scorer_5"]
+    assert [bad.whole for bad in check.bad] == [True]
     [bad] = check.bad
     assert bad.kind == ("type" if fault == "kind" else fault)
     assert bad.completion == (AT if fault == "error" else None)
@@ -288,7 +287,7 @@ def test_reward_models_are_checked(fault, tmp_path):
     [bad] = check.bad
     assert bad.function == "judge"
     if isinstance(fault, str):
-        assert (bad.kind, bad.completion, check.failed) == (fault, None, ["judge"])
+        assert (bad.kind, bad.completion, bad.whole) == (fault, None, True)
         assert trainer.advantages[0] == [0.0] * SIZE
     else:
         assert (bad.kind, bad.completion, bad.text) == (str(fault), AT, completions[AT])
@@ -300,7 +299,7 @@ def test_reward_models_are_checked(fault, tmp_path):
     assert trainer.checks[1][0].bad == []
 
 
-def test_unusable_completions_are_struck_without_a_finding(tmp_path):
+def test_unusable_completions_are_marked_without_a_finding(tmp_path):
     functions = [Scorer(3), AsyncScorer(5), tiny_judge()]
     trainer = make("grpo", tmp_path, functions, max_steps=1)
     trainer.unusable = {1, 6}
@@ -315,8 +314,8 @@ def test_an_error_with_unusable_completions_keeps_the_two_apart(tmp_path):
     trainer = make("grpo", tmp_path, [Scorer(3, "error")], max_steps=1)
     with checked_rewards(trainer, unusable={0}) as check:
         rewards = score(trainer, ["a text"] * 3)
-    assert rewards[:, 0].tolist() == [SICK, BAD, BAD]
-    assert check.num_bad == 1
+    assert rewards[:, 0].tolist() == [UNUSABLE, BAD_REWARD, BAD_REWARD]
+    assert len(check.bad) == 1
 
 
 @pytest.mark.parametrize("kind", ["grpo", "rloo"])
@@ -355,7 +354,7 @@ def test_without_the_guard_an_infinite_reward_gives_its_groupmates_the_largest_n
         def _generate_and_score_completions(self, inputs):
             output = trl.GRPOTrainer._generate_and_score_completions(self, inputs)
             self.stock = output["advantages"].tolist()
-            self.found = check_advantages(output)
+            self.found = zero_bad_advantages(output)
             self.left = output["advantages"].tolist()
             return output
 
@@ -452,19 +451,19 @@ def test_bad_entries_are_marked_and_good_ones_untouched(trainer, cases, containe
         rewards = score(trainer, [f"text {i}" for i in range(len(cases))])
     assert trainer.reward_funcs is functions
     assert len(calls) == 1
-    wanted = [SICK if i in unusable else value for i, (_, value, _) in enumerate(cases)]
+    wanted = [UNUSABLE if i in unusable else value for i, (_, value, _) in enumerate(cases)]
     assert torch.equal(rewards[:, 0].nan_to_num(nan=7.0, posinf=8.0, neginf=9.0),
                        torch.tensor(wanted, dtype=torch.float32).nan_to_num(nan=7.0, posinf=8.0, neginf=9.0))  # fmt: skip
     kinds = [(i, kind) for i, (_, _, kind) in enumerate(cases) if kind is not None and i not in unusable]
     assert [(bad.completion, bad.kind) for bad in check.bad] == kinds
     assert all(bad.text == f"text {bad.completion}" and bad.function == "function_0" for bad in check.bad)
-    struck = strike_unscorable(rewards)
+    marked = mark_unscorable(rewards)
     for i in range(len(cases)):
         if i in unusable or (i, cases[i][2]) in kinds:
-            assert struck[i].isnan().all()
+            assert marked[i].isnan().all()
         else:
-            assert struck[i, 1] == 1.0
-            assert struck[i, 0].isnan() if cases[i][0] is None else struck[i, 0] == rewards[i, 0]
+            assert marked[i, 1] == 1.0
+            assert marked[i, 0].isnan() if cases[i][0] is None else marked[i, 0] == rewards[i, 0]
 
 
 @pytest.mark.parametrize("kind", WRONG_ENTRIES)
@@ -472,7 +471,7 @@ def test_each_wrong_entry_is_of_its_kind(kind, trainer):
     for entry in WRONG_ENTRIES[kind]:
         give(trainer, lambda entry=entry, **kwargs: [0.5, entry])
         with checked_rewards(trainer) as check:
-            assert score(trainer, ["a", "b"])[:, 0].tolist() == [0.5, BAD]
+            assert score(trainer, ["a", "b"])[:, 0].tolist() == [0.5, BAD_REWARD]
         assert [(bad.completion, bad.kind) for bad in check.bad] == [(1, kind)]
 
 
@@ -502,8 +501,8 @@ def test_a_result_that_is_no_list_fails_the_call(make_result, says, trainer):
     give(trainer, lambda **kwargs: make_result(), lambda **kwargs: [1.0, 2.0])
     with checked_rewards(trainer) as check:
         rewards = score(trainer, ["a", "b"])
-    assert rewards.tolist() == [[BAD, 1.0], [BAD, 2.0]]
-    assert strike_unscorable(rewards).isnan().all()
+    assert rewards.tolist() == [[BAD_REWARD, 1.0], [BAD_REWARD, 2.0]]
+    assert mark_unscorable(rewards).isnan().all()
     [bad] = check.bad
     assert (bad.kind, bad.completion) == ("type", None)
     assert f"returned {says} in place of a list of rewards" in bad.message
@@ -518,7 +517,7 @@ def test_a_generator_that_fails_half_way_is_an_error(trainer):
     give(trainer, broken_generator)
     with checked_rewards(trainer) as check:
         rewards = score(trainer, ["a", "b"])
-    assert rewards[:, 0].tolist() == [BAD, BAD]
+    assert rewards[:, 0].tolist() == [BAD_REWARD, BAD_REWARD]
     assert "raised KeyError: 'answer' (test_reward_check.py:" in check.bad[0].message
 
 
@@ -558,7 +557,7 @@ def test_observing_changes_nothing(fault, trainer):
         else:
             rewards = score(trainer, texts)[:, 0]
             assert rewards.tolist() == [0.0, 1.0, 2.0] if fault == "kind" else rewards[AT].isnan()
-    assert check.num_bad == 1
+    assert len(check.bad) == 1
 
 
 def test_kinds_of_functions_stay_what_they_are_to_trl(trainer):
@@ -575,29 +574,31 @@ def test_kinds_of_functions_stay_what_they_are_to_trl(trainer):
     assert not judge.training
 
 
-def test_only_some_findings_are_kept_and_all_are_counted(trainer):
+def test_only_some_findings_of_a_function_are_kept(trainer):
     give(trainer, lambda completions, **kwargs: [NAN] * len(completions), lambda completions, **kwargs: ["x"] * 30)
     with checked_rewards(trainer) as check:
         score(trainer, ["text"] * 30)
     assert [bad.function for bad in check.bad] == ["function_0"] * MAX_KEPT + ["function_1"] * MAX_KEPT
-    assert check.num_bad == 60
 
 
 def test_scores_of_models_are_read_once_and_only_on_demand(trainer):
     give(trainer, *[tiny_judge(NAN) for _ in range(2)])
     inputs = {"input_ids": torch.ones(4, 3, dtype=torch.long), "attention_mask": torch.ones(4, 3, dtype=torch.long)}
     judge = tiny_judge()
-    with torch.inference_mode(), counting() as alone:
+    with torch.inference_mode(), OperationCounter() as alone:
         judge(**inputs)
         judge(**inputs)
-    with torch.inference_mode(), counting() as checked, checked_rewards(trainer, {0}, ["p"] * 4, ["c"] * 4) as check:
+    with (
+        torch.inference_mode(),
+        OperationCounter() as checked,
+        checked_rewards(trainer, {0}, ["p"] * 4, ["c"] * 4) as check,
+    ):
         columns = [model(**inputs).logits[:, 0] for model in trainer.reward_funcs]
-    assert checked.reads == alone.reads
-    assert all(column[0] == SICK and column[AT] == BAD for column in columns)
-    with counting() as count:
+    assert checked.num_reads == alone.num_reads
+    assert all(column[0] == UNUSABLE and column[AT] == BAD_REWARD for column in columns)
+    with OperationCounter() as count:
         assert [(bad.completion, bad.kind, bad.prompt) for bad in check.bad] == [(AT, "nan", "p")] * 2
-        assert check.num_bad == 2
-    assert count.reads == 1
+    assert count.num_reads == 1
 
 
 @pytest.mark.parametrize(("num_processes", "raises"), [(1, False), (2, True)])
@@ -611,8 +612,8 @@ def test_a_sharded_model_that_fails_ends_the_run(num_processes, raises, trainer)
             with pytest.raises(RuntimeError, match="planted"):
                 model(input_ids=torch.ones(2, 3, dtype=torch.long))
         else:
-            assert model(input_ids=torch.ones(2, 3, dtype=torch.long)).logits.tolist() == [[BAD], [BAD]]
-    assert check.failed == ["judge"]
+            assert model(input_ids=torch.ones(2, 3, dtype=torch.long)).logits.tolist() == [[BAD_REWARD], [BAD_REWARD]]
+    assert [(bad.function, bad.whole) for bad in check.bad] == [("judge", True)]
 
 
 def test_a_model_that_came_from_nowhere_is_called_by_its_class(trainer):
@@ -631,11 +632,11 @@ def test_a_model_that_came_from_nowhere_is_called_by_its_class(trainer):
 
 
 @given(st.lists(st.lists(st.sampled_from([0.5, -2.0, NAN, INF, -INF]), min_size=3, max_size=3), min_size=1, max_size=6))
-def test_a_marked_row_is_struck_and_no_other(rows):
+def test_a_marked_row_is_marked_and_no_other(rows):
     rewards = torch.tensor(rows)
-    struck = strike_unscorable(rewards)
-    assert struck.dtype == rewards.dtype
-    for row, before in zip(struck.tolist(), rows, strict=True):
+    marked = mark_unscorable(rewards)
+    assert marked.dtype == rewards.dtype
+    for row, before in zip(marked.tolist(), rows, strict=True):
         wanted = [NAN] * 3 if any(map(math.isinf, before)) else before
         assert str(row) == str(wanted)
     assert holds_bad_reward(rewards) == any(INF in row for row in rows)
@@ -643,12 +644,12 @@ def test_a_marked_row_is_struck_and_no_other(rows):
 
 def test_striking_reads_nothing():
     rewards = torch.tensor([[1.0, INF], [1.0, 2.0]])
-    with counting() as count:
-        strike_unscorable(rewards)
-    assert count.reads == 0
-    with counting() as count:
-        check_advantages({"advantages": torch.zeros(4)})
-    assert count.reads == 1
+    with OperationCounter() as count:
+        mark_unscorable(rewards)
+    assert count.num_reads == 0
+    with OperationCounter() as count:
+        zero_bad_advantages({"advantages": torch.zeros(4)})
+    assert count.num_reads == 1
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF, FLOAT32_MAX, -FLOAT32_MAX, 1e30])
@@ -659,15 +660,15 @@ def test_insane_advantages_become_zero_in_place(value, per_token):
         advantages = torch.stack([torch.full((4,), 0.25), advantages], dim=1)
     before = advantages.clone()
     output = {"advantages": advantages}
-    assert check_advantages(output) == [1]
+    assert zero_bad_advantages(output) == [1]
     assert output["advantages"] is advantages
     assert not advantages[1].any()
     assert torch.equal(advantages[[0, 2, 3]], before[[0, 2, 3]])
 
 
 def test_an_output_without_advantages_has_none_to_check():
-    assert check_advantages({}) == []
-    assert check_advantages({"advantages": torch.zeros(0)}) == []
+    assert zero_bad_advantages({}) == []
+    assert zero_bad_advantages({"advantages": torch.zeros(0)}) == []
 
 
 def test_a_finding_becomes_a_culprit():
@@ -684,8 +685,7 @@ def test_texts_of_every_format_are_flat_short_and_printable():
         {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What\n\x1b[31mis it?"}]},
         {"role": "assistant", "content": None, "tool_calls": [{}]},
     ]
-    assert printable(flatten(chat)) == "user: [image] What  [31mis it? assistant: [tool_calls]"
-    assert printable("\ud800" + "y" * 500) == " " + "y" * 199 + "..."
+    assert printable(flatten(chat), MAX_TEXT) == "user: [image] What  [31mis it? assistant: [tool_calls]"
 
 
 @pytest.mark.parametrize("conversational", [False, True])

@@ -347,7 +347,7 @@ def test_an_event_of_an_evaluation_says_so(tmp_path):
     trainer.evaluate()
     events = told(trainer, "reward_nonfinite")
     assert events
-    assert all(event["message"].startswith("in the evaluation at step 0, ") for event in events)
+    assert all(event["message"].endswith("(in the evaluation at step 0).") for event in events)
 
 
 def test_a_run_that_is_stopped_while_it_samples_does_not_take_that_step(tmp_path):
@@ -379,6 +379,6 @@ def test_prompts_that_break_the_forward_too_cost_no_healthy_completion(tmp_path)
     assert told(trainer, "logits_nonfinite")
     dropped = [event for event in told(trainer, "loss_nonfinite") if event["action"] in ("dropped", "skipped")]
     sampled = {event["step"] for event in told(trainer, "logits_nonfinite")}
-    whole = {event["step"] for event in told(trainer, "logits_nonfinite") if event["values"]["num_sick"] == 4}
+    whole = {event["step"] for event in told(trainer, "logits_nonfinite") if event["values"]["num_unusable"] == 4}
     assert not [event for event in dropped if event["step"] in sampled - whole]
     assert finite(trainer)

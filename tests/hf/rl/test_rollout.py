@@ -123,14 +123,15 @@ def test_images_the_model_cannot_see_are_left_out(value, tmp_path):
 
 def test_images_of_many_patches_are_exchanged_whole():
     """Two images of different sizes in one long row of patches, as Qwen's models keep them."""
-    rollout = Rollout.__new__(Rollout)
-    rollout.size, rollout.sick = 2, {0}
+    rollout = Rollout(SimpleNamespace(), Guard())
+    rollout.begin(2, None)
+    rollout.note(Watched([0]), [[1, 2], [3, 4]], [[5], [6]])
     output = {
         "pixel_values": torch.arange(6.0)[:, None], "image_grid_thw": torch.tensor([[1, 1, 2], [1, 2, 2]]),
         "num_images": [1, 1], "prompt_ids": torch.tensor([[1, 2], [3, 4]]),
     }  # fmt: skip
     given = dict(output)
-    rollout._put_healthy_tokens(output)
+    rollout._replace_unusable(output)
     assert output["pixel_values"].flatten().tolist() == [2.0, 3.0, 4.0, 5.0] * 2
     assert output["image_grid_thw"].tolist() == [[1, 2, 2]] * 2
     assert output["prompt_ids"].tolist() == [[3, 4]] * 2
@@ -238,27 +239,27 @@ def test_a_turn_the_model_cannot_answer_costs_its_completion(tmp_path):
 
 
 def test_turns_that_belong_to_nobody_cost_all_completions():
-    rollout = Rollout.__new__(Rollout)
-    rollout.size, rollout.sick, rollout.told = 3, set(), {}
+    rollout = Rollout(SimpleNamespace(), Guard())
+    rollout.begin(3, None)
     prompts, completions = [[1], [1], [2]], [[5], [6], [7]]
     rollout.note(Watched([]), prompts, completions)
-    assert rollout.sick == set()
+    assert rollout.unusable == set()
     rollout.note(Watched([1]), [[1, 6, 9], [2, 7, 9]], [[8], [8]])
-    assert rollout.sick == {2}
+    assert rollout.unusable == {2}
     rollout.note(Watched([]), [[4, 4]], [[8]])
-    assert rollout.sick == {2}
+    assert rollout.unusable == {2}
     rollout.note(Watched([0]), [[4, 4]], [[8]])
-    assert rollout.sick == {0, 1, 2}
+    assert rollout.unusable == {0, 1, 2}
 
 
 class Watched:
-    """Knows which completions of a turn are sick."""
+    """Knows which completions of a turn are unusable."""
 
-    def __init__(self, sick):
-        self.sick = sick
+    def __init__(self, unusable):
+        self.unusable = unusable
 
-    def find_sick(self, lengths):
-        return self.sick
+    def find_nonfinite(self, lengths):
+        return self.unusable
 
 
 # ---- continuous batches ----
@@ -337,7 +338,7 @@ def detect(stall_steps, steps):
     events = []
     trainer = SimpleNamespace(reward_funcs=[len, len], reward_func_names=["accuracy", "format"])
     guard = Guard(policy=Policy(stall_steps=stall_steps), on_event=events.append)
-    rollout, detector = Rollout(trainer, guard, guard.policy), NoSignalDetector(stall_steps, guard.journal)
+    rollout, detector = Rollout(trainer, guard), NoSignalDetector(stall_steps, guard.journal)
     for step, (all_equal, grad_norm) in enumerate(steps):
         rollout.note_rewards(all_equal)
         signal = rollout.step_signal(grad_norm)
@@ -393,4 +394,4 @@ def test_the_event_names_steps_functions_and_reason():
 
 def test_a_trainer_without_reward_functions_is_not_classified():
     guard = Guard()
-    assert Rollout(SimpleNamespace(), guard, guard.policy).step_signal(0.0) is None
+    assert Rollout(SimpleNamespace(), guard).step_signal(0.0) is None

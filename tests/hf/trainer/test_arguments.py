@@ -1,6 +1,8 @@
 """The guard's settings: parsed by every parser of the host, beside host defaults that stay as they are, checked at once."""
 
 import dataclasses
+import inspect
+import pickle
 import re
 
 import pytest
@@ -17,10 +19,10 @@ from hf_nanguard import (
     GuardedTrainer,
     GuardedTrainingArguments,
 )
-from hf_nanguard.core.settings import CHOICES, Policy
+from hf_nanguard.core.settings import SETTINGS, Policy
 from hf_nanguard.hf.trainer.arguments import find_guard_arguments
+from hf_nanguard.testing import INF, NAN, Fault, plant
 
-from ...faults import INF, NAN, Fault, plant
 from ...models import text_rows, tiny_llama, tiny_tokenizer, token_dataset
 from ...trainers import build, common_arguments, events_of, reward_length
 
@@ -45,11 +47,12 @@ GIVEN = {
     "nanguard_on_nonfinite": ("repair", "repair"),
     "nanguard_loss_floor": ("1e-3", 1e-3),
     "nanguard_on_loss_error": ("drop", "drop"),
-    "nanguard_on_bad_input": ("halt", "halt"),
     "nanguard_skip_grad_norm": ("2", 2.0),
     "nanguard_on_spike": ("clip", "clip"),
     "nanguard_max_bad_steps": ("3", 3),
     "nanguard_on_halt": ("stop", "stop"),
+    "nanguard_on_bad_input": ("halt", "halt"),
+    "nanguard_stall_steps": ("7", 7),
     "nanguard_autopsy": ("false", False),
     "nanguard_max_autopsies": ("2", 2),
     "nanguard_autopsy_seconds": ("7.5", 7.5),
@@ -61,7 +64,6 @@ GIVEN = {
     "nanguard_min_temperature": ("0.2", 0.2),
     "nanguard_on_bad_reward": ("halt", "halt"),
     "nanguard_ratio_bound": ("15", 15.0),
-    "nanguard_stall_steps": ("7", 7),
     "nanguard_activation_steps": ("5", 5),
     "nanguard_activation_modules": ("model.layers.?,lm_head", "model.layers.?,lm_head"),
     "nanguard_attention_steps": ("25", 25),
@@ -146,6 +148,22 @@ def test_every_field_has_a_help_text():
         assert len(field.metadata["help"]) > 10, field.name
 
 
+def test_python_shows_the_fields(tmp_path):
+    """They are made from those of `Policy`, and still are what `inspect`, `help` and pickle expect of a dataclass."""
+    assert list(inspect.signature(GuardArguments).parameters) == FIELDS
+    assert list(inspect.signature(GuardedTrainingArguments).parameters)[-len(FIELDS) :] == FIELDS
+    assert all(f"        {name} (`" in GuardArguments.__doc__ for name in FIELDS)
+    for given in (GuardArguments(**EXPECTED), GuardedTrainingArguments(str(tmp_path), **EXPECTED)):
+        assert _read(pickle.loads(pickle.dumps(given))) == EXPECTED
+    assert repr(GuardArguments()).startswith("GuardArguments(nanguard_mode='act', ")
+
+
+def test_a_bare_off_of_yaml_is_off():
+    assert GuardArguments(nanguard_mode=False, nanguard_logits_mode=False).policy() == Policy(
+        mode="off", logits_mode="off"
+    )
+
+
 # ---- the host's own fields ----
 
 
@@ -191,7 +209,7 @@ def test_positional_arguments_are_the_hosts(config):
 
 # ---- bad values ----
 
-CHOSEN = sorted(CHOICES)
+CHOSEN = [name for name, setting in SETTINGS.items() if setting.choices]
 BAD = [
     *[(f"nanguard_{name}", value) for name in CHOSEN for value in ("nonsense", "", "ACT", None, 3, True)],
     *[("nanguard_max_bad_steps", value) for value in (0, -3, 2.5, "5", None, True)],
@@ -205,6 +223,7 @@ BAD = [
     ],
     *[("nanguard_activation_modules", value) for value in ("", "a,,b", 3)],
     *[("nanguard_full_metrics", value) for value in ("yes", None, 1)],
+    ("nanguard_logits_min_prob", 2),
     *[("nanguard_ratio_bound", value) for value in (0.0, -1.0, NAN, INF, 50.0, "x", True)],
     *[
         (f"nanguard_{name}", value)
@@ -229,13 +248,13 @@ def test_a_bad_value_is_one_message_with_name_value_and_way_out(name, value):
     message = str(caught.value)
     assert message.startswith(f"{name} must be ")
     assert f"got {value!r}." in message
-    short = name.removeprefix("nanguard_")
-    if short in CHOICES:
-        assert f"one of {', '.join(CHOICES[short])}," in message
+    choices = SETTINGS[name.removeprefix("nanguard_")].choices
+    if choices:
+        assert f"one of {', '.join(choices)}," in message
     else:
         assert re.search(
-            r"must be (an integer of at least [01]|a number( of at most 40)?|a finite number above 0|True or False|"
-            r"patterns of module names separated by commas),",
+            r"must be (an integer of at least [01]|a finite number above 0( and at most (1|40))?( or None)?|True or False|"
+            r"names separated by commas or None),",
             message,
         )
     assert "\n" not in message
@@ -316,7 +335,7 @@ def test_plain_configs_of_the_host_are_guarded_by_the_defaults(tmp_path):
         assert trainer.nanguard.policy == Policy()
         planted = plant(trainer, Fault("loss", 1, 1))
         trainer.train()
-        assert len(planted.struck) == 1
+        assert len(planted.triggered) == 1
     assert [(event["step"], event["micro_step"], event["action"]) for event in events_of(trainer)] == [
         (1, 1, "dropped")
     ] * 3  # fmt: skip

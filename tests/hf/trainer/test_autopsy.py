@@ -11,8 +11,8 @@ from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_nanguard import GuardArguments, NanGuardCallback, NonFiniteError, guarded
 from hf_nanguard.hf.trainer.trainer_runner import decode_sample
+from hf_nanguard.testing import Fault, plant
 
-from ...faults import Fault, plant
 from ...models import text_rows, tiny_llama, tiny_tokenizer, token_rows
 from ...reference import assert_same, losses_of, tensors_of
 from ...trainers import KINDS, build, common_arguments, events_of
@@ -189,7 +189,7 @@ def test_a_callback_says_when_the_fault_is_out_of_its_sight(tmp_path, caplog):
 
     trainer = build("plain", tmp_path, OwnLoss, guard=False, extra={"callbacks": [NanGuardCallback()]})
     trainer.train()
-    assert [r for r in caplog.records if "attach(trainer) does" in r.message]
+    assert [r for r in caplog.records if "Use attach(trainer) instead" in r.message]
     event = the_event(trainer)
     assert (event["action"], event["culprit"]["op"]) == ("skipped", None)
 

@@ -3,8 +3,8 @@
 import pytest
 
 from hf_nanguard import attach
+from hf_nanguard.testing import Fault, plant
 
-from ...faults import Fault, plant
 from ...reference import assert_same, tensors_of
 from ...trainers import build, events_of, stock_class
 

@@ -10,8 +10,8 @@ from accelerate.state import AcceleratorState
 from transformers import Trainer, TrainingArguments
 
 from hf_nanguard import GuardedTrainer
+from hf_nanguard.testing import Fault, plant
 
-from ...faults import Fault, plant
 from ...models import tiny_llama, token_dataset
 from ...reference import assert_same, tensors_of, without
 from ...trainers import common_arguments, events_of

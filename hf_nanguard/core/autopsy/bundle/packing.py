@@ -1,6 +1,6 @@
-"""Nested inputs and a random state as JSON values and named tensors, and back again.
+"""Converts nested inputs and a random state to JSON values and named tensors, and back.
 
-In the tree of the inputs plain values stand for themselves. All else is an object with one key that says what it is:
+In the tree of the inputs, plain values are stored as they are. Anything else is an object with one key, its kind:
 `{"tensor": name}`, `{"dict": {...}}`, `{"list": [...]}`, `{"tuple": [...]}`, `{"float": "nan"}`, `{"left_out": why}`.
 """
 
@@ -27,7 +27,7 @@ MAX_DEVICE_STATE = 8192
 
 @dataclass
 class Packed:
-    """Something taken apart.
+    """Nested values as JSON and tensors.
 
     Args:
         tree (`Any`):
@@ -35,7 +35,7 @@ class Packed:
         tensors (`dict[str, Tensor]`):
             Those tensors, by reference.
         left_out (`dict[str, str]`):
-            What is missing, and why.
+            What could not be converted, and why.
     """
 
     tree: Any = None
@@ -44,7 +44,7 @@ class Packed:
 
 
 def pack_inputs(inputs: Any, text: bool = True) -> Packed:
-    """Takes nested inputs apart; without `text` every string in them is replaced."""
+    """Converts nested inputs; without `text` every string in them is replaced."""
     packer = _Packer(text)
     packer.packed.tree = packer.pack(inputs, "inputs", 0)
     return packer.packed
@@ -54,7 +54,7 @@ class _Packer:
     def __init__(self, text: bool):
         self.text = text
         self.packed = Packed()
-        self.names: dict[int, str] = {}  # one tensor may be there twice
+        self.names: dict[int, str] = {}  # a tensor may occur twice
         self.num_values = 0
 
     def pack(self, value: Any, name: str, depth: int) -> Any:
@@ -76,9 +76,12 @@ class _Packer:
         reason = why_not(tensor)
         if reason is not None:
             return self._leave_out(name, reason)
-        name = self.names.setdefault(id(tensor), name)
-        self.packed.tensors[name] = tensor
-        return {"tensor": name}
+        if id(tensor) not in self.names:
+            while name in self.packed.tensors:  # a dot may be part of a key
+                name += "'"
+            self.names[id(tensor)] = name
+            self.packed.tensors[name] = tensor
+        return {"tensor": self.names[id(tensor)]}
 
     def _pack_container(self, value: Any, name: str, depth: int) -> Any:
         self.num_values += len(value)
@@ -87,7 +90,7 @@ class _Packer:
         if isinstance(value, Mapping):
             odd = [key for key in value if not isinstance(key, str)]
             for key in odd:
-                self._leave_out(f"{name}.{_part(repr(key))}", "its key is not a string")
+                self._leave_out(f"{name}.{_part(key)}", "its key is not a string")
             items = ((key, item) for key, item in value.items() if isinstance(key, str))
             return {"dict": {key: self.pack(item, f"{name}.{_part(key)}", depth + 1) for key, item in items}}
         kind = "tuple" if isinstance(value, tuple) else "list"
@@ -98,29 +101,29 @@ class _Packer:
         return {"left_out": why}
 
 
-def _part(key: str) -> str:
-    """Returns a key as one part of a dotted name, different for different keys."""
-    return key.replace("%", "%25").replace(".", "%2E")
+def _part(key: Any) -> str:
+    """Returns a key as a part of a name that a file can contain."""
+    return str(key).encode(errors="backslashreplace").decode()
 
 
 def unpack_inputs(tree: Any, tensors: dict[str, Tensor], depth: int = 0) -> Any:
-    """Puts nested inputs together again. What was left out is missing in a dictionary and `None` elsewhere.
+    """Returns the nested inputs. What was left out is missing from a dictionary and `None` elsewhere.
 
     Raises:
-        ValueError: The tree is not one that `pack_inputs` makes of these tensors.
+        ValueError: The tree was not made by `pack_inputs` from these tensors.
     """
     if tree is None or isinstance(tree, (bool, int, float, str)):
         return tree
     if depth > MAX_DEPTH:
         raise ValueError(f"its inputs are nested deeper than {MAX_DEPTH} levels")
     if not isinstance(tree, dict) or len(tree) != 1:
-        raise ValueError("its inputs have a part of no known kind")
+        raise ValueError("its inputs have a part of unknown kind")
     [(kind, content)] = tree.items()
     if kind == "left_out":
         return None
     if kind == "tensor" and isinstance(content, str):
         if content not in tensors:
-            raise ValueError(f"its inputs refer to the tensor {content[:80]!r}, which is not there")
+            raise ValueError(f"its inputs refer to the tensor {content[:80]!r}, which does not exist")
         return tensors[content]
     if kind == "float" and content in ("nan", "inf", "-inf"):
         return float(content)
@@ -130,11 +133,11 @@ def unpack_inputs(tree: Any, tensors: dict[str, Tensor], depth: int = 0) -> Any:
     if kind in ("list", "tuple") and isinstance(content, list):
         items = [unpack_inputs(part, tensors, depth + 1) for part in content]
         return items if kind == "list" else tuple(items)
-    raise ValueError(f"its inputs have a part of the unknown or broken kind {kind[:80]!r}")
+    raise ValueError(f"its inputs have an invalid part of kind {kind[:80]!r}")
 
 
 def pack_rng(rng: RngState) -> Packed:
-    """Takes a random state apart."""
+    """Converts a random state."""
     version, words, gauss = rng.python
     packed = Packed({"device_type": rng.device_type, "python": [version, list(words), gauss], "numpy": None})
     packed.tensors["rng.cpu"] = rng.cpu
@@ -150,10 +153,10 @@ def pack_rng(rng: RngState) -> Packed:
 
 
 def unpack_rng(tree: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[RngState, dict[str, str]]:
-    """Puts a random state together again, and says what of it this machine cannot use.
+    """Returns the random state, and what of it this machine cannot use.
 
     Raises:
-        ValueError: It is not a state that the generators would take.
+        ValueError: The generators would not accept it.
     """
     left_out: dict[str, str] = {}
     cpu = tensors.get("rng.cpu")
@@ -199,6 +202,6 @@ def _unpack_numpy(tree: Any, words: Tensor | None, left_out: dict[str, str]) -> 
         raise ValueError("its random state of NumPy has the wrong size or dtype")
     try:
         return (tree[0], words.numpy(), *tree[1:])
-    except RuntimeError:  # torch's way to say that NumPy is not installed
+    except RuntimeError:  # raised if NumPy is not installed
         left_out["rng.numpy"] = "NumPy is not installed here"
         return None

@@ -1,10 +1,11 @@
-"""Bundles: what an autopsy leaves for a colleague, read again without trust in where it came from.
+"""Reads a bundle that anybody may have written.
 
-Only files of known names are opened, none of them is a pickle, and whatever is inside is checked before it is used:
-sizes before reading, names and shapes before loading, structure before it is followed. Everything is loaded to the CPU.
+Only files of known names are opened, none of them is a pickle, and everything is checked before it is used: sizes before
+reading, names and shapes before loading, structure before following it. Everything is loaded to the CPU.
 """
 
 import json
+import os
 import stat
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,19 +15,19 @@ from torch import Tensor
 
 from ....errors import ArgumentError
 from ...rng import RngState
-from .content import MAX_FACTS, MAX_LEVELS, SCHEMA, measure_depth, show_bytes
+from .content import MAX_FACTS, SCHEMA, format_bytes
 from .packing import unpack_inputs, unpack_rng
 from .tensor_file import load_tensors
-from .writer import WEIGHTS, write_bundle
+from .writer import WEIGHTS
 
-__all__ = ["Bundle", "read_bundle", "write_bundle"]
-
-MAX_READ_BYTES = 64 * 2**30
+MAX_READ_BYTES = 64 * 2**30  # of one file
+MAX_LEVELS = 100
+MAX_LISTED = 5
 
 
 @dataclass(frozen=True, eq=False)
 class Bundle:
-    """A bundle that was read.
+    """A bundle.
 
     Args:
         path (`Path`):
@@ -34,19 +35,23 @@ class Bundle:
         facts (`dict`):
             The facts that were given to `write_bundle`, as JSON values.
         inputs (`Any`):
-            The nested inputs as the loop held them, as dictionaries, lists and tuples; `None` if they were left out.
+            The nested inputs of the loss, as dictionaries, lists and tuples; `None` if they were left out.
         rng (`RngState`):
             The random state of the forward.
         verdict (`dict`):
-            What the autopsy found, as `Verdict.as_dict()` has it.
+            What the autopsy found, as `Verdict.as_dict()` returns it.
         step, micro_step (`int`):
-            When it happened.
+            The optimizer step, and the micro-batch in it.
         inputs_are, weights_are (`str`):
             `"all"`, `"samples"` (the culprit ones) or `"none"`; `"all"`, `"trainable"` or `"none"`.
         versions (`dict[str, str]`):
-            Of the libraries that were in use.
+            Of the libraries in use.
         left_out (`dict[str, str]`):
-            What is not inside or cannot be used here, and why.
+            What is missing or cannot be used on this machine, and why.
+        has_weights (`bool`):
+            Whether there is a file of weights; with `weights_are="none"` it contains only the parameter to blame.
+        aliases (`dict[str, str]`):
+            Further names of tied weights.
     """
 
     path: Path
@@ -60,44 +65,39 @@ class Bundle:
     weights_are: str = "none"
     versions: dict[str, str] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
-    has_needed: bool = False
+    has_weights: bool = False
     aliases: dict[str, str] = field(default_factory=dict)
-    max_bytes: int = MAX_READ_BYTES
 
     def read_weights(self) -> dict[str, Tensor]:
-        """Returns the weights inside, tied ones under each of their names; empty if there are none.
+        """Returns the weights, tied ones under each of their names; empty if there are none.
 
         Raises:
-            ArgumentError: The files are missing, broken or hostile.
+            ArgumentError: The file is missing, damaged or hostile.
         """
         weights: dict[str, Tensor] = {}
         try:
-            if self.weights_are != "none":
-                weights |= load_tensors(_find_file(self.path, "weights.safetensors", self.max_bytes))
-            if self.has_needed:
-                weights |= load_tensors(_find_file(self.path, "needed.safetensors", self.max_bytes))
+            if self.has_weights:
+                weights = load_tensors(_find_file(self.path, "weights.safetensors"))
             for alias, name in self.aliases.items():
                 if name not in weights or alias in weights:
-                    raise ValueError(f"it says that {alias[:80]!r} is {name[:80]!r}, which its files do not bear out")
+                    raise ValueError(f"{alias[:80]!r} is tied to {name[:80]!r}, which contradicts weights.safetensors")
             return weights | {alias: weights[name] for alias, name in self.aliases.items()}
         except (ValueError, OSError) as err:
             _refuse(self.path, err)
 
 
-def read_bundle(path: str | Path, *, max_bytes: int = MAX_READ_BYTES) -> Bundle:
+def read_bundle(path: str | Path) -> Bundle:
     """Reads a bundle; weights are read later, by `Bundle.read_weights`.
 
     Args:
         path (`str` or `Path`):
             The folder.
-        max_bytes (`int`, *optional*, defaults to 64 GiB):
-            How large each of its files may be.
 
     Returns:
         `Bundle`: what is inside.
 
     Raises:
-        ArgumentError: It is not a bundle, or it is broken or hostile.
+        ArgumentError: It is not a bundle, or it is damaged or hostile.
 
     Example:
 
@@ -109,19 +109,17 @@ def read_bundle(path: str | Path, *, max_bytes: int = MAX_READ_BYTES) -> Bundle:
     """
     folder = Path(path)
     if not folder.is_dir():
-        raise ArgumentError(
-            f"A bundle must be a folder that an autopsy wrote, got {str(path)!r}: there is no such folder."
-        )
+        raise ArgumentError(f"No such bundle: {str(path)!r} must be a folder that an autopsy wrote.")
+    if not os.path.lexists(folder / "facts.json") and (below := find_bundles(folder)):
+        raise ArgumentError(f"{str(path)!r} is not a bundle. Choose one of those below it: {', '.join(below)}.")
     try:
-        document = _read_facts(_find_file(folder, "facts.json", MAX_FACTS))
+        document = _read_facts(_find_file(folder, "facts.json"))
         weights = _take(document, "weights", dict)
         weights_are = _take(weights, "are", str)
         inputs_are = _take(_take(document, "inputs", dict), "are", str)
         if weights_are not in WEIGHTS or inputs_are not in ("all", "samples", "none"):
-            raise ValueError("facts.json says that it holds inputs or weights of an unknown kind")
-        if weights_are != "none":
-            _find_file(folder, "weights.safetensors", max_bytes)
-        tensors = load_tensors(_find_file(folder, "inputs.safetensors", max_bytes))
+            raise ValueError("facts.json names an unknown kind of inputs or weights")
+        tensors = load_tensors(_find_file(folder, "inputs.safetensors"))
         rng, unusable = unpack_rng(_take(document, "rng", dict), tensors)
         return Bundle(
             path=folder,
@@ -135,34 +133,39 @@ def read_bundle(path: str | Path, *, max_bytes: int = MAX_READ_BYTES) -> Bundle:
             weights_are=weights_are,
             versions=_take_texts(document, "versions"),
             left_out=_take_texts(document, "left_out") | unusable,
-            has_needed=_take(weights, "needed", bool),
+            has_weights=_take(weights, "saved", bool),
             aliases=_take_texts(weights, "aliases"),
-            max_bytes=max_bytes,
         )
     except (ValueError, OSError) as err:
         _refuse(folder, err)
 
 
+def find_bundles(folder: Path) -> list[str]:
+    """Returns the newest bundles in the folders of a run, at most three levels down."""
+    found = [path for level in range(1, 4) for path in folder.glob(f"{'*/' * level}facts.json") if path.is_file()]
+    found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    return [str(path.parent) for path in found[:MAX_LISTED]]
+
+
 def _refuse(folder: Path, err: Exception) -> NoReturn:
-    raise ArgumentError(f"The bundle {str(folder)!r} cannot be read: {err}. Have it written or sent anew.") from err
+    raise ArgumentError(f"The bundle {str(folder)!r} cannot be read: {err}. Write or copy it again.") from err
 
 
-def _find_file(folder: Path, name: str, max_bytes: int) -> Path:
-    """Returns the path of a plain file inside the folder that is not too large."""
+def _find_file(folder: Path, name: str) -> Path:
+    """Returns the path of a regular file in the folder that is not too large."""
     path = folder / name
     try:
         info = path.stat()
         inside = path.resolve(strict=True).is_relative_to(folder.resolve())
-    except (OSError, RuntimeError) as err:  # RuntimeError: links in a circle
+    except (OSError, RuntimeError) as err:  # RuntimeError: circular links
         raise ValueError(f"{name} is missing") from err
     if not inside:
         raise ValueError(f"{name} is a link that leads out of the folder")
     if not stat.S_ISREG(info.st_mode):
-        raise ValueError(f"{name} is not a plain file")
+        raise ValueError(f"{name} is not a regular file")
+    max_bytes = MAX_FACTS if name == "facts.json" else MAX_READ_BYTES
     if info.st_size > max_bytes:
-        raise ValueError(
-            f"{name} has {show_bytes(info.st_size)}, more than the {show_bytes(max_bytes)} that are allowed"
-        )
+        raise ValueError(f"{name} has {format_bytes(info.st_size)}, more than the allowed {format_bytes(max_bytes)}")
     return path
 
 
@@ -180,9 +183,19 @@ def _read_facts(path: Path) -> dict[str, Any]:
     schema = document.get("schema")
     if type(schema) is not int or schema != SCHEMA:
         raise ValueError(
-            f"its schema must be {SCHEMA}, got {str(schema)[:20]!r} (another version of hf_nanguard wrote it)"
+            f"its schema must be {SCHEMA}, got {str(schema)[:20]!r}; another version of hf_nanguard wrote it"
         )
     return document
+
+
+def measure_depth(value: Any) -> int:
+    """Returns how deep JSON values are nested, without recursion."""
+    depth, level = 0, [value]
+    while level and depth <= MAX_LEVELS:
+        depth += 1
+        parts = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
+        level = [item for part in parts for item in part]
+    return depth
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -1,60 +1,66 @@
-"""The README of a bundle: what a colleague needs who was sent the folder and knows nothing."""
+"""The README of a bundle, for a colleague who received the folder and has never heard of hf_nanguard."""
 
 from typing import Any
 
-from ..verdict import format_verdict
+from ..evidence.verdict import format_verdict
 from .content import Content
 
 MAX_LEFT_OUT = 6
 MAX_LINE = 500
-LACKS = {
-    "none": "`PATH` is a checkpoint of that time, for no weights are inside. ",
-    "trainable": "`PATH` is the model that was trained, for frozen weights are not inside. ",
-    "all": "",
-}
 
 
-def write_readme(content: Content, text: bool) -> str:
+def format_readme(content: Content, text: bool) -> str:
     """Returns the README of a bundle in 15 to 30 lines."""
     facts = content.facts
     weights = facts["weights"]["are"]
     block = format_verdict(content.verdict, facts["step"], facts["micro_step"])
-    versions = ", ".join(f"{library} {version}" for library, version in facts["versions"].items())
     lines = [
-        f"# A training step that went bad: step {facts['step']}",
+        f"# Autopsy of a bad training step: step {facts['step']}",
         "",
         *(f"    {clean(line)}" for line in block.split("\n")[:15]),
         "",
-        "To see it again, in the folder above this one (`FOLDER` is the name of this one):",
+        "To reproduce it (`FOLDER` is the path of this folder):",
         "",
         f"    nanguard replay FOLDER{'' if weights == 'all' else ' --checkpoint PATH'}",
         "",
-        f"{LACKS[weights]}For a model or a loss of your own add `--factory module:function`.",
-        "Nothing in here is pickled, and nothing in here is executed.",
+    ]
+    if weights != "all":
+        missing = "the weights" if weights == "none" else "the frozen weights"
+        lines.append(f"`PATH` is a checkpoint with {missing} of that run, because they are not in this folder.")
+    lines += [
+        "For a custom model or loss add `--factory module:function`.",
+        "Nothing in this folder is pickled, and replaying it runs no code from it.",
         "",
-        "- `facts.json`: the verdict, how the run was set up, versions, what was left out and why",
-        f"- `inputs.safetensors`: {_tell_inputs(facts['inputs'])}; the random state of its forward",
+        "- `facts.json`: the verdict, the settings of the run, library versions, what was left out and why",
+        f"- `inputs.safetensors`: {_describe_inputs(facts['inputs'])}; the random state of its forward pass",
     ]
     if "weights.safetensors" in content.files:
-        lines.append(f"- `weights.safetensors`: the weights at that moment ({weights})")
-    if "needed.safetensors" in content.files:
-        [needed] = content.files["needed.safetensors"]
-        lines.append(f"- `needed.safetensors`: {code(needed)}, where the bad number was")
+        [first, *_] = content.files["weights.safetensors"]
+        what = (
+            f"only {code(first)}, which contains the bad value"
+            if weights == "none"
+            else f"{weights} weights at that moment"
+        )
+        lines.append(f"- `weights.safetensors`: {what}")
     if facts["left_out"]:
         shown = list(facts["left_out"])[:MAX_LEFT_OUT]
-        lines.append(
-            f"- left out: {', '.join(map(code, shown))}{', ...' if len(facts['left_out']) > len(shown) else ''}"
-        )
+        more = ", ..." if len(facts["left_out"]) > len(shown) else ""
+        lines.append(f"- left out: {', '.join(map(code, shown))}{more}")
+    share = "Share it only with people allowed to see that data."
     if text:
-        lines += ["", "It holds training data, in part as text: send it only to whom you may send that."]
+        lines += ["", f"This folder contains training data, some of it readable. {share}"]
     else:
-        lines += ["", "Decoded text was left out. Token ids are inside, for without them nothing can be seen again:"]
-        lines += ["whoever has the tokenizer can decode them."]
+        lines += [
+            "",
+            "This folder contains training data as token ids, which anyone with the tokenizer can decode.",
+            share,
+        ]
+    versions = ", ".join(f"{library} {version}" for library, version in facts["versions"].items())
     return "\n".join([*lines, "", f"Written at {facts['time']} with {clean(versions)}.", ""])
 
 
 def clean(text: str) -> str:
-    """Returns text from a run as one line that moves no cursor and hides nothing."""
+    """Returns text from a run as one line without control characters."""
     return "".join(c if c.isprintable() else "?" for c in text[:MAX_LINE])
 
 
@@ -63,7 +69,9 @@ def code(text: str) -> str:
     return f"`{clean(text).replace('`', chr(39))}`"
 
 
-def _tell_inputs(inputs: dict[str, Any]) -> str:
+def _describe_inputs(inputs: dict[str, Any]) -> str:
     if inputs["are"] == "samples":
-        return f"only the samples {inputs['samples'][:8]} of the micro-batch, for the whole of it was too large"
-    return "the micro-batch as the loss got it" if inputs["are"] == "all" else "not the micro-batch (too large)"
+        return f"only the samples {inputs['samples'][:8]} of the micro-batch because all of it was too large"
+    return (
+        "the micro-batch as the loss received it" if inputs["are"] == "all" else "no inputs because they were too large"
+    )

@@ -1,8 +1,9 @@
-"""Tensors of any kind in a safetensors file, exact to the bit, and back from a file that nobody vouches for."""
+"""Saves tensors of any kind to a safetensors file, exact to the bit, and loads them from a file that anybody may have
+written."""
 
 from collections.abc import Iterable
 from pathlib import Path
-from urllib.parse import quote, unquote
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,20 +22,7 @@ DTYPES = {
 }  # fmt: skip
 MAX_HEADER = 16 * 2**20
 MAX_DIMS = 64
-MAX_EMPTY = 2**20  # of an empty tensor, whose other dimensions no byte has to pay for
-
-
-def escape(name: str) -> str:
-    """Returns a tensor's name as it is in a file: no separator, no `..`, nothing but ASCII."""
-    return quote(name, safe="", errors="surrogatepass").replace("..", "%2E%2E")
-
-
-def unescape(name: str) -> str:
-    """Returns the name that `escape` was given; refuses what `escape` does not write."""
-    plain = unquote(name, errors="surrogatepass")
-    if escape(plain) != name:
-        raise ValueError(f"the tensor name {name[:80]!r} has characters that no name in a bundle has")
-    return plain
+MAX_EMPTY = 2**20  # largest dimension of an empty tensor, which the size of the file does not limit
 
 
 def why_not(tensor: Tensor) -> str | None:
@@ -54,40 +42,40 @@ def why_not(tensor: Tensor) -> str | None:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Returns what this rank holds of a tensor."""
+    """Returns the part of a tensor that is on this rank."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def count_bytes(tensors: Iterable[Tensor]) -> int:
-    """Returns how much room tensors take in a file."""
+    """Returns the size of tensors in a file."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 @torch.no_grad()
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes tensors for which `why_not` knows no reason. Those that share memory are written once each.
+    """Writes tensors for which `why_not` returns `None`. Tensors that share memory are each written in full.
 
     Raises:
-        OSError: The disk did not take it.
+        OSError: The file could not be written.
     """
     plain: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
         value = local_of(tensor).detach().to("cpu").resolve_conj().resolve_neg().contiguous()
         storage = value.untyped_storage().data_ptr()
-        plain[escape(name)] = value.clone() if storage in storages else value
+        plain[name] = value.clone() if storage in storages else value
         storages.add(storage)
     try:
         save_file(plain, path)
-    except SafetensorError as err:  # it has no better class for a full disk
+    except SafetensorError as err:  # raised for a full disk
         raise OSError(f"{path.name} could not be written: {err}") from err
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Reads a file of tensors to the CPU.
+    """Loads a file of tensors to the CPU.
 
     Raises:
-        ValueError: The file is broken, or holds what no bundle holds; the message is a clause for a person.
+        ValueError: The file is damaged or hostile; the message is a clause without a full stop.
     """
     with path.open("rb") as file:
         if int.from_bytes(file.read(8), "little") > MAX_HEADER:
@@ -96,21 +84,20 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt", device="cpu") as file:
             for name in file.keys():  # noqa: SIM118 (not a dictionary)
                 _check_entry(name, file.get_slice(name), path.name)
-            found = {unescape(name): file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, RuntimeError) as err:
-        raise ValueError(f"{path.name} is broken or cut short ({err})") from err
+        raise ValueError(f"{path.name} is damaged or cut short ({err})") from err
     for name, tensor in found.items():
         if tensor.numel() and tensor.data_ptr() % tensor.element_size():
-            raise ValueError(f"{path.name} holds {name[:80]!r} at an address that no writer would choose")
+            raise ValueError(f"{path.name} contains {name[:80]!r} at a misaligned address")
         if tensor.dtype == torch.bool and (tensor.view(torch.uint8) > 1).any():
-            raise ValueError(f"{path.name} holds {name[:80]!r} with truth values other than 0 and 1")
+            raise ValueError(f"{path.name} contains {name[:80]!r} with booleans other than 0 and 1")
     return found
 
 
-def _check_entry(name: str, entry, file_name: str) -> None:
-    unescape(name)
+def _check_entry(name: str, entry: Any, file_name: str) -> None:
     shape = entry.get_shape()
     if entry.get_dtype() not in DTYPES:
-        raise ValueError(f"{file_name} holds {name[:80]!r} with the unknown dtype {entry.get_dtype()}")
+        raise ValueError(f"{file_name} contains {name[:80]!r} with the unknown dtype {entry.get_dtype()}")
     if len(shape) > MAX_DIMS or (0 in shape and max(shape) > MAX_EMPTY):
-        raise ValueError(f"{file_name} holds {name[:80]!r} with an impossible shape")
+        raise ValueError(f"{file_name} contains {name[:80]!r} with an impossible shape")

@@ -1,4 +1,4 @@
-"""Writes a bundle: a folder with one bad micro-batch and what is known about it, for a colleague or for later."""
+"""Writes a bundle: a folder with one bad micro-batch and what is known about it."""
 
 import errno
 import json
@@ -10,60 +10,60 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from ....errors import ArgumentError
-from ..suspect_batch import SuspectBatch
-from ..verdict import Verdict
-from .content import MAX_FACTS, MAX_LEVELS, gather_content, measure_depth, show_bytes
-from .readme import write_readme
+from ...settings import SETTINGS
+from ..evidence.suspect_batch import SuspectBatch
+from ..evidence.verdict import Verdict
+from .content import MAX_FACTS, format_bytes, gather_content
+from .readme import format_readme
 from .tensor_file import save_tensors
 
-WEIGHTS = ("none", "trainable", "all")
+WEIGHTS = SETTINGS["bundle_weights"].choices
 MAX_BYTES = 2 * 2**30
-SPARE_BYTES = 2**20  # for the file system's own needs
+SPARE_BYTES = 2**20  # for the file system itself
 
 
 def write_bundle(
     folder: Path, suspect: SuspectBatch, verdict: Verdict, facts: dict[str, Any], *, weights: str = "none",
     text: bool = True, max_bytes: int = MAX_BYTES,
 ) -> Path:  # fmt: skip
-    """Writes a bundle, whole or not at all.
+    """Writes a bundle completely or not at all.
 
     Args:
         folder (`Path`):
-            Where, e.g. `autopsy/step-42`. If it is there already, `step-42-2` is taken, and so on.
-        specimen (`SuspectBatch`):
+            Where, e.g. `autopsy/step-42`. If it exists, `step-42-2` is used, and so on.
+        suspect (`SuspectBatch`):
             The micro-batch.
         verdict (`Verdict`):
             What the autopsy found.
         facts (`dict`):
-            What else a replay needs to know, as JSON values; `"versions"` among them join the versions noted here.
+            What a replay needs to rebuild model and loss, as JSON values without training data; `"versions"` among them
+            are added to the versions recorded here.
         weights (`str`, *optional*, defaults to `"none"`):
-            `"none"`, `"trainable"` or `"all"`. A parameter that the verdict names is kept in any case.
+            `"none"`, `"trainable"` or `"all"`. A parameter that the verdict names is always saved.
         text (`bool`, *optional*, defaults to `True`):
-            Whether decoded text may be inside. Token ids are, in any case.
+            Whether decoded text may be saved. Token ids always are.
         max_bytes (`int`, *optional*, defaults to 2 GiB):
-            What all tensors together may take. Weights that do not fit are left out, and so are inputs, but for the
-            culprit samples if these are known and fit.
+            Limit on the size of all tensors. Weights that do not fit are left out; of inputs that do not fit, only the
+            culprit samples are saved, if these are known and fit.
 
     Returns:
         `Path`: the folder that was written.
 
     Raises:
         ArgumentError: `weights` is not one of the three.
-        OSError: The disk is full or cannot be written. Nothing is left behind then.
+        OSError: The disk is full or not writable. Nothing is left behind.
 
     Example:
 
     ```python
-    path = write_bundle(Path("autopsy/step-42"), specimen, verdict, {"step": 42})
+    path = write_bundle(Path("autopsy/step-42"), suspect, verdict, runner.facts(share))
     read_bundle(path).inputs
     ```
     """
-    if weights not in WEIGHTS:
-        raise ArgumentError(f"weights must be one of {', '.join(WEIGHTS)}, got {weights!r}.")
+    SETTINGS["bundle_weights"].check(weights, "weights")
     content = gather_content(suspect, verdict, facts, _find_step(folder.name), weights, text, max_bytes)
     document = _encode(content.facts)
-    readme = write_readme(content, text)
+    readme = format_readme(content, text)
     folder.parent.mkdir(parents=True, exist_ok=True)
     clear_leftovers(folder)
     _check_space(folder.parent, content.num_bytes + len(document) + len(readme))
@@ -74,22 +74,22 @@ def write_bundle(
         (draft / "README.md").write_text(readme, encoding="utf-8", errors="backslashreplace")
         for name, tensors in content.files.items():
             save_tensors(draft / name, tensors)
-            with suppress(PermissionError):  # safetensors lets only the owner read; a colleague should, too
+            with suppress(PermissionError):  # safetensors lets only the owner read; a colleague should as well
                 shutil.copymode(draft / "facts.json", draft / name)
         return _publish(draft, folder)
-    except BaseException:  # also an interrupt: half a bundle helps nobody
+    except BaseException:  # also an interrupt: no incomplete bundle is left behind
         shutil.rmtree(draft, ignore_errors=True)
         raise
 
 
 def _find_step(name: str) -> int:
-    """Returns the step a folder is named after, 0 if it has a name of its own."""
+    """Returns the step in the name of a folder, 0 if there is none."""
     digits = name.removeprefix("step-").split("-")[0]
     return int(digits) if digits.isdecimal() else 0
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Removes what processes that are no more have left of a bundle of this name."""
+    """Removes incomplete bundles of this name that processes which have ended left behind."""
     for draft in folder.parent.glob(f".{escape(folder.name)}.*.partial"):
         owner = draft.name.split(".")[-2]
         if owner.isdecimal() and (int(owner) == os.getpid() or not _is_running(int(owner))):
@@ -97,24 +97,22 @@ def clear_leftovers(folder: Path) -> None:
 
 
 def _is_running(process: int) -> bool:
-    if os.name != "posix":  # elsewhere signal 0 is not a question
+    if os.name != "posix":  # elsewhere signal 0 ends the process
         return False
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # of another user
+        pass
     return True
 
 
 def _encode(facts: dict[str, Any]) -> bytes:
-    """Returns facts as strict JSON; a value that JSON does not know is named by its type."""
-    if measure_depth(facts) > MAX_LEVELS:
-        raise OSError(errno.EFBIG, f"The facts of a bundle are nested deeper than {MAX_LEVELS} levels.")
+    """Returns facts as strict JSON; the type stands for a value that JSON does not support."""
     text = json.dumps(facts, allow_nan=False, indent=1, default=lambda value: f"[left out: {type(value).__name__}]")
     if len(text) > MAX_FACTS:
-        raise OSError(errno.EFBIG, f"The facts of a bundle take {show_bytes(len(text))}, more than it may hold.")
+        raise OSError(errno.EFBIG, f"The facts of a bundle take {format_bytes(len(text))}, more than allowed.")
     return text.encode("ascii")
 
 
@@ -123,13 +121,13 @@ def _check_space(folder: Path, size: int) -> None:
     if free < size + SPARE_BYTES:
         raise OSError(
             errno.ENOSPC,
-            f"A bundle of {show_bytes(size)} needs more room than the {show_bytes(free)} free",
+            f"A bundle of {format_bytes(size)} does not fit into the {format_bytes(free)} of free disk space",
             str(folder),
         )
 
 
 def _publish(draft: Path, folder: Path) -> Path:
-    """Gives the finished folder its name, or the next free one after it."""
+    """Renames the finished folder to its final name, or to the next free one."""
     for number in count(1):
         final = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
         if os.path.lexists(final):

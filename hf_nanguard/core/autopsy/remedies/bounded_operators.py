@@ -1,7 +1,7 @@
-"""Operators that only see arguments they can bear, for the duration of a replay.
+"""Bounds the arguments of operators for the duration of a replay.
 
-A mode that autograd sees changes an argument before the operator gets it, also while checkpointed parts are computed
-again. Which operators and how is a table from cause to remedy.
+A mode above autograd changes an argument before the operator gets it, also while checkpointed parts are recomputed.
+`BOUNDS` maps a cause to the remedy: which operators, and how.
 """
 
 import math
@@ -13,24 +13,25 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ...torch_private import OVERRIDABLE_MODULES
 from ...vocabulary import Cause
 
 LOG_RATIO_BOUND = 20.0
-# How an operator's argument is changed: the operand, all arguments, the named ones.
+# Changes an argument of an operator, given the argument, all positional and all keyword arguments.
 Change = Callable[[Any, tuple, dict], Any]
-# Operator to the place of the argument, and how that is changed.
+# Operator to the position of the argument and its change.
 Rules = dict[str, tuple[int, Change]]
 
 
 @contextmanager
 def bounded(rules: Rules) -> Iterator[None]:
-    """Applies rules to all that is called inside.
+    """Applies rules to all operators that are called inside.
 
-    Functions of torch that are written in Python, `backward` and what it computes again among them, would be handed to the
-    mode whole and run without it; so they are kept from asking.
+    Functions of torch that are written in Python, including `backward` and its recomputations, would be passed to the mode
+    as a whole and then run without it; so the check that does this is switched off.
     """
     with ExitStack() as checks:
-        for module in (torch.nn.functional, torch.functional, torch._tensor, torch.autograd):
+        for module in OVERRIDABLE_MODULES:
             for name in [name for name in vars(module) if name.startswith("has_torch_function")]:
                 checks.callback(setattr, module, name, getattr(module, name))
                 setattr(module, name, lambda *tensors: False)
@@ -43,8 +44,8 @@ class Bounded(TorchFunctionMode):
 
     Args:
         rules (`dict`):
-            Operator to the place of the argument and how it is changed. `special_` and the underscore of the in-place form
-            do not count as part of the name.
+            Operator to the position of the argument and its change. `special_` and the underscore of the in-place form are
+            not part of the name.
     """
 
     def __init__(self, rules: Rules):
@@ -63,33 +64,33 @@ class Bounded(TorchFunctionMode):
             return func(*args, **{**kwargs, key: change(kwargs[key], args, kwargs)})
         if place == 0 and full.endswith("_") and full != name:
             target = args[0]
-            fresh = change(target.clone(), args, kwargs)  # autograd may need the old value of what is written here
+            fresh = change(target.clone(), args, kwargs)  # autograd may need the old value of the target
             return target.copy_(func(fresh, *args[1:], **kwargs))
         return func(*args[:place], change(args[place], args, kwargs), *args[place + 1 :], **kwargs)
 
 
 def _floats(change: Callable[[Tensor, torch.finfo], Tensor]) -> Change:
-    """A change of float tensors that depends on their dtype alone."""
+    """Returns a change of float tensors that depends on their dtype only."""
     return lambda x, args, kwargs: (
         change(x, torch.finfo(x.dtype)) if isinstance(x, Tensor) and x.is_floating_point() else x
     )
 
 
 def _root_base(x: Any, args: tuple, kwargs: dict) -> Any:
-    """The base of a power with a fraction for an exponent is a root's argument; that of a square may be negative."""
+    """Bounds the base of a power with a fractional exponent, which is a root; the base of a square may be negative."""
     exponent = args[1] if len(args) > 1 else kwargs.get("exponent")
     return _above_zero(x, args, kwargs) if isinstance(exponent, float) and not exponent.is_integer() else x
 
 
 def _nonzero(x: Any, args: tuple, kwargs: dict) -> Any:
-    """A divisor with every zero replaced, by 1 where numbers are counted."""
+    """Replaces the zeros of a divisor with eps, or with 1 in a count."""
     if not isinstance(x, Tensor):
         return x or torch.finfo(torch.float32).eps
     return torch.where(x == 0, torch.finfo(x.dtype).eps if x.is_floating_point() else 1, x)
 
 
 def _some_unmasked(x: Any, args: tuple, kwargs: dict) -> Any:
-    """Scores with every row of nothing but -inf replaced by an even one."""
+    """Replaces every row of only -inf with equal scores."""
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     return x if dim is None else x.masked_fill((x == -math.inf).all(dim, keepdim=True), 0.0)
 
@@ -122,13 +123,13 @@ SOFTMAX: Rules = dict.fromkeys(("softmax", "log_softmax", "logsumexp"), (0, _som
 BOUNDS: dict[Cause, tuple[str, str, Rules]] = {
     Cause.RATIO_OVERFLOW: ("bounded_log_ratio", "log-ratio at most 20 before exp", RATIO),
     Cause.KL_OVERFLOW: ("bounded_log_ratio", "log-ratio at most 20 before exp", RATIO),
-    Cause.EXP_OVERFLOW: ("bounded_exp", "argument of exp at most 0.9 of what its dtype bears", EXP),
+    Cause.EXP_OVERFLOW: ("bounded_exp", "argument of exp at most 0.9 of the largest its dtype allows", EXP),
     Cause.SQRT_AT_ZERO: ("eps_in_sqrt", "argument of sqrt at least the square of its dtype's eps", ROOT),
     Cause.NORM_AT_ZERO: ("eps_in_sqrt", "argument of sqrt at least the square of its dtype's eps", ROOT),
     Cause.LOG_OF_ZERO: ("log_of_clamped", "argument of log at least its dtype's smallest normal number", LOG),
-    Cause.DIV_BY_ZERO: ("guarded_division", "zeros of a divisor as its dtype's eps, or as 1 of counts", DIVISION),
-    Cause.MASKED_ROW_SOFTMAX: ("unmask_empty_rows", "fully masked rows of a softmax as even ones", SOFTMAX),
+    Cause.DIV_BY_ZERO: ("guarded_division", "zeros of a divisor as its dtype's eps, or as 1 in a count", DIVISION),
+    Cause.MASKED_ROW_SOFTMAX: ("unmask_empty_rows", "fully masked rows of a softmax as uniform rows", SOFTMAX),
     Cause.WHERE_UNSELECTED_BRANCH: (
-        "where_on_input", "exp, log, sqrt and division only see arguments they can bear", {**EXP, **ROOT, **LOG, **DIVISION}
+        "where_on_input", "arguments of exp, log, sqrt and division bounded", {**EXP, **ROOT, **LOG, **DIVISION}
     ),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Another precision for the duration of a replay: of all, or of one module. Autocast follows, whoever enters it."""
+"""Runs a replay in another precision: the whole model or one module, with every autocast adapted."""
 
 import functools
 from collections.abc import Iterator
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..suspect_batch import SuspectBatch
-from .tensor_swap import given, map_tensors, swapped
+from ...rerun.nested_inputs import map_tensors
+from ..evidence.suspect_batch import SuspectBatch
+from .tensor_swap import swapped
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -23,7 +24,7 @@ def in_precision(
     devices = {"cpu", suspect.runner.device_type}
     with (
         swapped(suspect, suspect.runner.model, cast),
-        given(suspect, cast),
+        suspect.changed_inputs(cast),
         autocast_as(narrow, wide, devices, remarks),
     ):
         yield
@@ -33,7 +34,7 @@ def in_precision(
 def autocast_as(
     narrow: tuple[torch.dtype, ...], wide: torch.dtype, devices: set[str], remarks: list[str]
 ) -> Iterator[None]:
-    """Lets every autocast that is entered inside, and those that are active already, cast to `wide` instead."""
+    """Makes every autocast that is entered inside, and those that are active already, cast to `wide` instead."""
     original = torch.autocast.__enter__
 
     def enter(self: torch.autocast) -> Any:
@@ -43,7 +44,7 @@ def autocast_as(
             self._enabled, self.fast_dtype = wide is not torch.float32, dtype if wide is torch.float32 else wide
         try:
             return original(self)
-        finally:  # instances are entered again and again: accelerate holds one for good
+        finally:  # instances are entered repeatedly: accelerate keeps one for the whole run
             self._enabled, self.fast_dtype = enabled, dtype
 
     torch.autocast.__enter__ = enter  # type: ignore[method-assign]
@@ -61,7 +62,7 @@ def autocast_as(
 
 @contextmanager
 def upcast_module(suspect: SuspectBatch, module: nn.Module, narrow: torch.dtype, remarks: list[str]) -> Iterator[None]:
-    """Computes one module in float32 and casts what it returns back."""
+    """Computes one module in float32 and casts its output back."""
     cast = lambda tensor: tensor.float() if tensor.dtype in LOW_PRECISION else tensor  # noqa: E731
     original, own = module.forward, "forward" in module.__dict__
     device = suspect.runner.device_type
@@ -72,7 +73,7 @@ def upcast_module(suspect: SuspectBatch, module: nn.Module, narrow: torch.dtype,
         result = tensor.to(narrow)
         spilled = tensor.detach()[~result.isfinite() & tensor.isfinite()]
         if spilled.numel():
-            remarks.append(f"its output does not fit, it reaches {spilled.abs().max():.3g}")
+            remarks.append(f"its output overflows, it reaches {spilled.abs().max():.3g}")
         return result
 
     @functools.wraps(original)

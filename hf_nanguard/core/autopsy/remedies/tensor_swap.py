@@ -1,31 +1,24 @@
-"""Other tensors for the duration of a replay: changed copies of weights and inputs in the place of the model's own.
+"""Replaces weights and inputs with changed copies for the duration of a replay.
 
-Nothing of the model is written. A new `.data` would do as well, but makes torch forget the gradient accumulators that DDP
-has hooked; so the modules' tables are changed, and the very same tensors are put back.
+No tensor of the model is written. Assigning `.data` would be simpler, but makes torch forget the gradient accumulators that
+DDP has hooked; so the modules' tables are changed, and the very same tensors are put back.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from copy import copy
-from dataclasses import is_dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from ..suspect_batch import SuspectBatch, name_tensors
+from ...rerun.nested_inputs import map_tensors
+from ...torch_private import copy_hooks, list_tensor_slots
+from ..evidence.suspect_batch import SuspectBatch
 
 
 @contextmanager
 def swapped(suspect: SuspectBatch, model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Puts changed copies in the place of parameters and buffers, tied ones as one, and the very same tensors back."""
-    runner, kept = suspect.runner, suspect.runner.buffers.kept
-    modules = list(model.modules())
-    places: list[tuple[dict, str]] = [
-        (table, key) for module in modules for table in (module._parameters, module._buffers) for key in table
-    ]
-    # Recurrent layers hold their parameters a second time.
-    places += [(m.__dict__, "_flat_weights") for m in modules if isinstance(m, nn.RNNBase)]
+    """Replaces parameters and buffers with changed copies, a tied one with one copy, and puts the very same tensors back."""
+    places = list_tensor_slots(model)
     before = [table[key] for table, key in places]
     changed: dict[int, Tensor] = {}
 
@@ -34,15 +27,14 @@ def swapped(suspect: SuspectBatch, model: nn.Module, change: Callable[[Tensor], 
             changed[id(tensor)] = _replace(tensor, change)
         return changed[id(tensor)]
 
-    try:
-        runner.buffers.kept = []  # a replay would put the old ones back
-        for (table, key), value in zip(places, before, strict=True):
-            table[key] = map_tensors(value, exchange)
-        yield
-    finally:
-        for (table, key), value in zip(places, before, strict=True):
-            table[key] = value
-        runner.buffers.kept = kept
+    with suspect.runner.buffers.suspended():  # a replay would put the old ones back
+        try:
+            for (table, key), value in zip(places, before, strict=True):
+                table[key] = map_tensors(value, exchange)
+            yield
+        finally:
+            for (table, key), value in zip(places, before, strict=True):
+                table[key] = value
 
 
 def _replace(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
@@ -51,59 +43,10 @@ def _replace(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     if value is tensor or not isinstance(tensor, nn.Parameter):
         return value
     parameter = nn.Parameter(value, tensor.requires_grad)
-    if tensor._backward_hooks:
-        parameter._backward_hooks = tensor._backward_hooks
+    copy_hooks(tensor, parameter)
     return parameter
 
 
-@contextmanager
-def given(suspect: SuspectBatch, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Changes the float tensors among the inputs."""
-    micro, runner = suspect.micro, suspect.runner
-    inputs = map_tensors(runner.inputs_of(micro), lambda t: change(t) if t.is_floating_point() else t)
-    suspect.micro = replace(micro, payload=runner.with_inputs(micro, inputs))
-    try:
-        yield
-    finally:
-        suspect.micro = micro
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Returns nested values with every tensor changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if is_dataclass(value) and not isinstance(value, (type, Mapping)):
-        if not name_tensors(value):  # a config, say, of which there should be no second one
-            return value
-        parts = copy(value)
-        vars(parts).update({name: map_tensors(item, change) for name, item in vars(value).items()})
-        return parts
-    if isinstance(value, Mapping):
-        result = copy(value)
-        for key, item in value.items():
-            result[key] = map_tensors(item, change)  # type: ignore[index]
-        return result
-    if isinstance(value, (list, tuple)):
-        items = [map_tensors(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
-
-
-def _as_zero(tensor: Tensor) -> Tensor:
-    return tensor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-
-
-def fill_input(suspect: SuspectBatch, field: Tensor) -> AbstractContextManager:
-    """Takes the bad entries of one input as zero."""
-    return given(suspect, lambda tensor: _as_zero(tensor) if tensor is field else tensor)
-
-
-def name_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Returns parameters and buffers by name."""
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
-
-
-def fill_weight(suspect: SuspectBatch, name: str) -> AbstractContextManager:
-    """Takes the bad entries of one parameter or buffer as zero."""
-    named = name_weights(suspect.model)
-    return swapped(suspect, suspect.model, lambda tensor: _as_zero(tensor) if tensor is named[name] else tensor)
+def zeros_in(target: Tensor) -> Callable[[Tensor], Tensor]:
+    """Returns a change that replaces the non-finite entries of one tensor with zero."""
+    return lambda tensor: tensor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if tensor is target else tensor

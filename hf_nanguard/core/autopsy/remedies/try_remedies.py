@@ -1,7 +1,7 @@
-"""Remedies tried on the bad micro-batch itself: each alters one replay and looks whether loss and gradients come out finite.
+"""Tries remedies on the bad micro-batch itself: each alters one replay and checks whether loss and gradients are finite.
 
-Costs one replay each, and the memory of a second copy of the weights where these are cast (`swap.py`, `precision.py`);
-operators are bounded without a copy (`bound.py`). Afterwards the model is the very same.
+Each costs one replay, and the memory of a second copy of the weights if these are cast (`tensor_swap.py`,
+`precision.py`); operators are bounded without a copy (`bounded_operators.py`). The model is unchanged afterwards.
 """
 
 import math
@@ -11,13 +11,15 @@ from dataclasses import dataclass
 
 import torch
 
+from ....plain_text import format_error
+from ...event import Remedy
 from ...vocabulary import Cause
-from ..suspect_batch import SuspectBatch
+from ..evidence.suspect_batch import SuspectBatch
+from ..evidence.verdict import Blame
 from ..trace.origin import Origin
-from ..verdict import Blame, Remedy
 from .bounded_operators import BOUNDS, bounded
 from .precision import LOW_PRECISION, in_precision, upcast_module
-from .tensor_swap import fill_input, fill_weight, name_weights
+from .tensor_swap import swapped, zeros_in
 
 NO_TIME = "no time left"
 Alter = Callable[[SuspectBatch, list[str]], AbstractContextManager]
@@ -31,11 +33,11 @@ class Idea:
         name (`str`), note (`str`):
             As in [`Remedy`].
         alter (`Callable`):
-            Returns a context that alters the runs inside; it may add remarks to the list it is given.
+            Returns a context that alters the runs inside; it may add remarks to its second argument.
         samples (`list[int]`, *optional*):
             Which samples to run; all if `None`.
         certain (`bool`):
-            Whether it applies for sure. If not, it does when there is a remark.
+            Whether it certainly applies. If not, it applies only if the trial left a remark.
     """
 
     name: str
@@ -46,27 +48,27 @@ class Idea:
 
 
 def try_remedies(
-    suspect: SuspectBatch, origin: Origin, blame: Blame, allowed: Callable[[], bool], cause: Cause
+    suspect: SuspectBatch, origin: Origin, blame: Blame, allowed: Callable[[], bool]
 ) -> tuple[Remedy, ...]:
-    """Tries what may help on the bad micro-batch, what follows from the cause first.
+    """Tries what may help on the bad micro-batch, starting with what follows from the cause.
 
-    Gradients are cleared and kept buffers put back; parameters, buffers, modules and autocast are the very same as before,
-    also when a trial raises. An exception in a trial is its outcome.
+    Gradients are cleared and kept buffers put back; parameters, buffers, modules and autocast are the same objects as
+    before, also after a trial that raises. An exception in a trial counts as its outcome.
 
     Args:
-        specimen (`SuspectBatch`):
+        suspect (`SuspectBatch`):
             The micro-batch.
-        origin (`Origin`), blame (`Blame`), cause (`Cause`):
+        origin (`Origin`), blame (`Blame`):
             What is known about it.
         allowed (`Callable`):
-            Asked before each trial; once it says no, the rest is left untried.
+            Called before each trial; once it returns `False`, the rest is left untried.
 
     Returns:
         `tuple[Remedy, ...]`: what was tried with its outcome, and what there was no time for.
     """
     remedies: list[Remedy] = []
     in_time = True
-    for idea in find_ideas(suspect, origin, blame, cause):
+    for idea in find_ideas(suspect, origin, blame):
         in_time = in_time and allowed()
         if in_time:
             remedy = _try(suspect, idea)
@@ -77,10 +79,8 @@ def try_remedies(
 
 
 def _try(suspect: SuspectBatch, idea: Idea) -> Remedy | None:
-    runner = suspect.runner
     remarks: list[str] = []
-    runner.clear()
-    runner.buffers.restore()
+    suspect.reset()
     try:
         with idea.alter(suspect, remarks):
             outcome = suspect.run(idea.samples)
@@ -88,55 +88,57 @@ def _try(suspect: SuspectBatch, idea: Idea) -> Remedy | None:
         if not math.isfinite(outcome.loss):
             failure = f"the loss was {outcome.loss}"
         elif outcome.bad:
-            failure = f"the loss was finite, {len(outcome.bad)} gradients were not"
+            failure = f"the loss was finite, but {len(outcome.bad)} gradients were not"
     except Exception as error:  # the user's code in a precision it was not written for may raise anything
         works, failure = False, _describe_error(error)
     finally:
-        runner.clear()
-        runner.buffers.restore()
+        suspect.reset()
     if not (idea.certain or remarks):
         return None
     return Remedy(idea.name, True, works, "; ".join(filter(None, (idea.note, *dict.fromkeys(remarks), failure))))
 
 
 def _describe_error(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
     out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
-    return "out of memory" if out_of_memory else f"{type(error).__name__}: {lines[0][:200] if lines else 'no message'}"
+    return "out of memory" if out_of_memory else format_error(error, 200)
 
 
-def find_ideas(suspect: SuspectBatch, origin: Origin, blame: Blame, cause: Cause) -> Iterator[Idea]:
-    """Yields what applies: first what mends the cause, then the data, then the precision."""
+def find_ideas(suspect: SuspectBatch, origin: Origin, blame: Blame) -> Iterator[Idea]:
+    """Yields what applies: first what addresses the cause, then the data, then the precision."""
+    cause, weight = origin.cause, origin.parameter
     if cause in BOUNDS:
         name, note, rules = BOUNDS[cause]
         yield Idea(name, note, lambda suspect, remarks: bounded(rules))
     if cause is Cause.INPUT_NONFINITE and origin.leaf in suspect.fields:
         field = suspect.fields[origin.leaf]
-        yield Idea("fill_input", f"bad entries of {origin.leaf} as 0", lambda s, _: fill_input(s, field))
-    weight = origin.parameter
-    is_ours = weight in name_weights(suspect.model)  # not a teacher's
-    if cause in (Cause.PARAM_NONFINITE, Cause.UNINITIALISED_WEIGHT) and weight is not None and is_ours:
-        yield Idea("initialise_weight", f"bad entries of {weight} as 0", lambda s, _: fill_weight(s, weight))
+        yield Idea(
+            "fill_input", f"non-finite entries of {origin.leaf} as 0", lambda s, _: s.changed_inputs(zeros_in(field))
+        )
+    weights = {**dict(suspect.model.named_parameters()), **dict(suspect.model.named_buffers())}
+    if cause in (Cause.PARAM_NONFINITE, Cause.UNINITIALISED_WEIGHT) and weight in weights:  # not in a teacher's
+        tensor = weights[weight]
+        note = f"non-finite entries of {weight} as 0"
+        yield Idea("initialise_weight", note, lambda s, _: swapped(s, s.model, zeros_in(tensor)))
     if blame.scope == "samples" and blame.samples and suspect.num_samples:
         rest = [sample for sample in range(suspect.num_samples) if sample not in blame.samples]
         if rest:
             yield Idea("drop_rows", f"{len(rest)} of {suspect.num_samples} samples left", samples=rest)
-    if origin.leaf is None:  # no precision mends what was bad before the first operator
+    if origin.leaf is None:  # no precision helps if a value was non-finite before the first operator
         yield from _find_precisions(suspect, origin)
 
 
 def _find_precisions(suspect: SuspectBatch, origin: Origin) -> Iterator[Idea]:
     model = suspect.model
     dtypes = {tensor.dtype for tensor in (*model.parameters(), *model.buffers())}
-    born = getattr(torch, origin.dtype) if origin.dtype else None
-    if born is not None:
-        dtypes.add(born)
+    dtype = getattr(torch, origin.dtype) if origin.dtype else None
+    if dtype is not None:
+        dtypes.add(dtype)
     if torch.float16 in dtypes:
         narrow = (torch.float16,)
         yield Idea(
             "bfloat16", "float16 as bfloat16", lambda s, remarks: in_precision(s, narrow, torch.bfloat16, remarks)
         )
-    # Autocast shows itself only while it runs, so without any other sign of low precision float32 is tried to find out.
+    # Autocast can be seen only while it runs, so without another sign of low precision float32 is tried to find out.
     yield Idea(
         "float32",
         "model, inputs and operators in float32",
@@ -144,6 +146,6 @@ def _find_precisions(suspect: SuspectBatch, origin: Origin) -> Iterator[Idea]:
         certain=any(dtype in LOW_PRECISION for dtype in dtypes),
     )
     module = dict(model.named_modules()).get(origin.module) if origin.module else None
-    if module is not None and born in LOW_PRECISION:
+    if module is not None and dtype in LOW_PRECISION:
         note = f"{origin.module} in float32, its output as {origin.dtype} again"
-        yield Idea("upcast_module", note, lambda s, remarks: upcast_module(s, module, born, remarks))
+        yield Idea("upcast_module", note, lambda s, remarks: upcast_module(s, module, dtype, remarks))

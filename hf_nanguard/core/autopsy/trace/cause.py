@@ -1,6 +1,6 @@
-"""Why a bad number was born, from the closed list: inferred from the operator, its dtype and its operands.
+"""Infers the cause of a non-finite value from the operator, its dtype and its operands.
 
-A table of operators, read top down; what no row explains is `unknown`.
+Rules are tried in order; what no rule explains is `unknown`.
 """
 
 import math
@@ -9,16 +9,16 @@ import re
 from torch import Tensor
 
 from ...vocabulary import Cause
-from .op_record import Leaf, Record, operand_is_mask
+from .op_record import Record
 
 EXPONENTIALS = ("exp", "exp2", "expm1", "sinh", "cosh", "special_exp2")
 LOGARITHMS = ("log", "log2", "log10", "log1p", "logit")
-# Which argument of an operator must not be zero.
+# Operator to the argument that must not be 0.
 DIVISORS = {"div": 1, "true_divide": 1, "floor_divide": 1, "remainder": 1, "fmod": 1, "reciprocal": 0, "rsqrt": 0}
-# Operators that divide by how many they were given.
+# Operators that divide by the number of their elements.
 AVERAGES = ("mean", "nanmean", "var", "std", "var_mean", "std_mean")
 SOFTMAX = ("softmax", "logsumexp", "scaled_dot_product", "attention")
-# What the backward of an operator divides by, or multiplies with.
+# Autograd node to the cause if a zero was involved.
 NODES: tuple[tuple[str, Cause], ...] = (
     (r"Norm|Cdist|Dist", Cause.NORM_AT_ZERO),
     (r"^Sqrt", Cause.SQRT_AT_ZERO),
@@ -31,17 +31,17 @@ LOW_PRECISION = {"torch.float16": Cause.FP16_OVERFLOW, "torch.bfloat16": Cause.B
 
 
 def infer_cause(record: Record, text: str, unselected: bool) -> Cause:
-    """Returns the cause of a bad number that an operator made of finite inputs.
+    """Returns the cause of a non-finite value that an operator made from finite inputs.
 
     Args:
         record (`Record`):
             The operator.
         text (`str`):
-            Its source line; a policy ratio and a KL term are told apart by the names in it.
+            Its source line; the names in it distinguish a policy ratio from a KL term.
         unselected (`bool`):
-            Whether a zero gradient of an unselected branch had met it.
+            Whether it met the zero gradient of a branch that `where` did not select.
     """
-    if record.uninitialised:  # elsewhere than on a CPU, a kernel that is no operator of torch may have written it
+    if record.uninitialised:  # on a GPU, a kernel that is not an operator of torch may have written it
         return Cause.UNINITIALISED_WEIGHT if record.device == "cpu" else Cause.UNKNOWN
     if unselected:
         return Cause.WHERE_UNSELECTED_BRANCH
@@ -50,9 +50,9 @@ def infer_cause(record: Record, text: str, unselected: bool) -> Cause:
     if record.all_ignored:
         return Cause.ALL_LABELS_MASKED
     if record.name.startswith("nll_loss") and not record.bad_operands and record.extent.kind == "nan":
-        return Cause.DIV_BY_ZERO  # by the weights of the targets' classes, which sum up to nothing
+        return Cause.DIV_BY_ZERO  # by the class weights of the targets, whose sum is 0
     if any(operand.writer is None and operand.leaf is None for operand in record.bad_operands):
-        return Cause.UNKNOWN  # a constant that nobody has written or named
+        return Cause.UNKNOWN  # a constant of unknown origin
     forward_name = _base(record.forward.op.split(".")[1]) if record.forward is not None else ""
     if _base(record.name) in EXPONENTIALS or (forward_name in EXPONENTIALS and not record.in_python):
         return _name_exponential(record, text)
@@ -62,12 +62,12 @@ def infer_cause(record: Record, text: str, unselected: bool) -> Cause:
 
 
 def _base(name: str) -> str:
-    """The name of an operator without the marks of its variants: `_foreach_exp_` is `exp`."""
+    """Returns the name of an operator without prefix and suffix of its variants: `_foreach_exp_` is `exp`."""
     return name.removeprefix("_foreach_").rstrip("_")
 
 
 def _is_fully_masked(record: Record) -> bool:
-    """A softmax over a row of nothing but -inf; written by hand, it subtracts the row's maximum first."""
+    """Whether it is a softmax over a row of only -inf; a hand-written one subtracts the maximum of the row first."""
     bad = [operand.extent for operand in record.bad_operands]
     if record.extent.kind != "nan" or not all(e.kind == "inf" and e.high != math.inf for e in bad):
         return False
@@ -77,7 +77,7 @@ def _is_fully_masked(record: Record) -> bool:
 
 
 def _name_exponential(record: Record, text: str) -> Cause:
-    """A ratio of policies and a KL term both are an exponential of a difference of log-probabilities."""
+    """Distinguishes a policy ratio and a KL term, both exponentials of a difference of log-probabilities, by name."""
     if record.place.module:
         return Cause.EXP_OVERFLOW
     words = text.lower()
@@ -89,7 +89,7 @@ def _name_exponential(record: Record, text: str) -> Cause:
 
 
 def _infer_operator(record: Record) -> Cause:
-    """The cause as far as the operator alone tells it."""
+    """Returns the cause as far as it follows from the operator alone."""
     name, kind = _base(record.name), record.extent.kind
     if name in LOGARITHMS and (0 in record.zero_args or record.extent.low == -math.inf or name == "logit"):
         return Cause.LOG_OF_ZERO
@@ -105,9 +105,9 @@ def _infer_operator(record: Record) -> Cause:
 
 
 def _infer_backward(record: Record, forward_name: str) -> Cause:
-    """The cause by the autograd node; a node may do more than divide, so a zero must have been met."""
+    """Returns the cause by the autograd node; a node may do more than divide, so a zero must be involved."""
     node = record.node or ""
-    if node.endswith("CopySlices"):  # an operator in place, on a view
+    if node.endswith("CopySlices"):  # an in-place operator on a view
         node = f"{forward_name.title()}Backward"
     if record.has_zero and not NORMALISATION.search(node):
         for pattern, cause in NODES:
@@ -118,17 +118,17 @@ def _infer_backward(record: Record, forward_name: str) -> Cause:
 
 
 def _name_overflow(record: Record) -> Cause:
-    """An infinity of finite operands in a narrow format is an overflow; of float32 nobody knows why it got so large."""
-    if not all(map(math.isfinite, record.scalars)) or not all(map(operand_is_mask, record.bad_operands)):
+    """An infinity from finite operands is an overflow in 16 bits; in float32 the reason for such large values is unknown."""
+    if not all(map(math.isfinite, record.scalars)) or not all(operand.is_mask for operand in record.bad_operands):
         return Cause.UNKNOWN
     if record.extent.kind == "nan" and (record.is_pointwise or record.bad_operands):  # sqrt(-1), 0 * -inf
         return Cause.UNKNOWN
     return LOW_PRECISION.get(str(record.dtype), Cause.UNKNOWN)
 
 
-def infer_leaf_cause(leaf: Leaf, bad: Tensor) -> Cause:
-    """Returns why a parameter or buffer was bad before the pass: whole rows of a table that were never initialised, or
-    single entries that something has ruined."""
+def infer_leaf_cause(bad: Tensor) -> Cause:
+    """Returns why a parameter or buffer was not finite before the pass: whole rows of a matrix that were never initialised, or
+    single entries that were overwritten."""
     if bad.ndim == 2 and not bool(bad.all()):
         rows = bad.any(1)
         if bool(bad[rows].all()):

@@ -1,7 +1,7 @@
-"""Who wrote the non-finite values that a piece of memory holds.
+"""Knows which operator wrote the non-finite values in a piece of memory.
 
-Values are followed by storage, since views write nothing. What is kept of a storage is its address and the span of each
-bad write, never the memory itself; a finite write over the whole span of a bad one forgets it.
+Values are followed by storage, because views write nothing. Of a storage only its address and the span of each non-finite
+write are kept, never the memory itself; a finite write over the whole span of a non-finite one removes it.
 """
 
 from typing import NamedTuple
@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...finite import local
+from ...torch_private import is_traceable_wrapper_subclass, is_zero_tensor, sparse_values, storage_address
 from .op_record import FINITE, Extent, Record
 
 SHOWN_POSITIONS = 64
@@ -27,12 +27,12 @@ def measure(tensor: Tensor) -> Extent:
 
 
 def strided(tensor: Tensor) -> Tensor | None:
-    """Returns the plain tensor that holds the values of `tensor` on this rank, `None` if there is no such thing."""
+    """Returns the plain tensor that holds the values of `tensor` on this rank, `None` if there is none."""
     kind = type(tensor)
     if tensor.layout is torch.strided and (kind is Tensor or kind is nn.Parameter) and not tensor.is_nested:
-        return None if tensor._is_zerotensor() else tensor
+        return None if is_zero_tensor(tensor) else tensor
     if tensor.is_sparse:
-        return tensor._values()
+        return sparse_values(tensor)
     if tensor.is_nested or tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         tensor = tensor.values()
     tensor = local(tensor)
@@ -43,12 +43,12 @@ def strided(tensor: Tensor) -> Tensor | None:
 
 
 def is_float(tensor: Tensor) -> bool:
-    """Whether a tensor can hold a NaN at all."""
+    """Whether a tensor can hold NaN."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _comparable(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs, and formats of one byte in one that has comparisons."""
+    """Returns complex numbers as pairs, and 8-bit floats in float32, because they cannot be compared."""
     tensor = tensor.detach()
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj())
@@ -62,9 +62,9 @@ def find_nonfinite_entries(tensor: Tensor) -> Tensor:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Returns what tells one storage from another as long as both are alive; 0 for what has none."""
+    """Returns a number that identifies the storage of a tensor as long as it is alive; 0 if it has none."""
     part = strided(tensor)
-    return 0 if part is None else part.untyped_storage()._cdata
+    return 0 if part is None else storage_address(part)
 
 
 def span_of(part: Tensor) -> tuple[int, int]:
@@ -85,7 +85,7 @@ class _Write(NamedTuple):
 
 
 class Memory:
-    """All bad writes that are still to be read."""
+    """All non-finite writes that may still be read."""
 
     def __init__(self) -> None:
         self.writes: dict[int, list[_Write]] = {}
@@ -101,13 +101,13 @@ class Memory:
         self.writes.setdefault(key, []).append(_Write(record, *span_of(part), StorageWeakRef(part.untyped_storage())))
 
     def forget(self, output: Tensor, key: int) -> None:
-        """Drops what was known of memory that has been written anew."""
+        """Removes what was known of memory that has been overwritten."""
         known = self.writes.get(key)
         part = strided(output)
         if known is None or part is None:
             return
         start, end = span_of(part)
-        if part.numel() * part.element_size() < end - start:  # with gaps, in which old values live on
+        if part.numel() * part.element_size() < end - start:  # with gaps, which keep their old values
             self.patched.add(key)
             return
         kept = [write for write in known if write.start < start or end < write.end]
@@ -119,7 +119,7 @@ class Memory:
             self.patched.discard(key)
 
     def find_writer(self, tensor: Tensor, extent: Extent) -> Record | None:
-        """Returns who wrote the bad values of `tensor`: the last one of their kind; garbage only if there is no other."""
+        """Returns the last writer of non-finite values of this kind in `tensor`; uninitialised memory only if there is no other."""
         part = strided(tensor)
         if part is None:
             return None
@@ -134,7 +134,7 @@ class Memory:
         return next(iter(same or judged or found), None)
 
     def extent_of(self, tensor: Tensor) -> Extent:
-        """Returns the extent of an input, without looking again at what one operator has written and nobody since."""
+        """Returns the extent of an input, from the record if it is still exactly what one operator has written."""
         key = storage_key(tensor)
         writes = self.writes.get(key, ())
         part = strided(tensor)
@@ -145,15 +145,9 @@ class Memory:
         return record.extent if known and part.numel() == record.numel else measure(tensor)
 
 
-def find_positions(tensor: Tensor) -> list[tuple[int, ...]]:
-    """Returns the first places of non-finite values in a tensor: of a matrix each bad row with its first bad column, of
-    more dimensions all but the last."""
-    part = strided(tensor)
-    return [] if part is None else first_places(find_nonfinite_entries(part))
-
-
 def first_places(bad: Tensor) -> list[tuple[int, ...]]:
-    """Returns the first true places of a boolean tensor, as [`find_positions`] does."""
+    """Returns the first true places of a boolean tensor: of a matrix each row with its first column, of more dimensions all
+    but the last."""
     if bad.ndim == 2:
         rows = bad.any(1).nonzero()[:SHOWN_POSITIONS, 0]
         return list(zip(rows.tolist(), bad[rows].int().argmax(1).tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""What a trace writes down of an operator that wrote a non-finite value. Plain values; no tensor but the leaves."""
+"""What a trace records of an operator that wrote a non-finite value. Plain values; the only tensors are the leaves."""
 
 import math
 import os
@@ -11,7 +11,7 @@ from torch import Tensor
 
 _CONSTANTS = ("full", "full_like", "new_full", "fill", "fill_", "masked_fill", "masked_fill_", "scalar_tensor", "where",
               "index_fill", "index_fill_", "constant_pad_nd", "masked_scatter")  # fmt: skip
-# What adds up a mask makes a value of it.
+# Operators that add up their inputs: an infinity in the result is not a mask any more.
 _ADDING = ("sum", "mean", "nansum", "nll_loss_forward", "nll_loss2d_forward", "mm", "bmm", "addmm", "baddbmm", "dot")
 _NEGATIONS = ("neg", "neg_", "sub", "sub_", "rsub", "abs", "abs_")
 
@@ -72,7 +72,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward operator that an autograd node may come back to: what it was, where, and whether it read a sum."""
+    """The forward operator of an autograd node: what it was, where it ran, and whether it read a sum."""
 
     op: str
     place: Place
@@ -82,7 +82,7 @@ class Forward:
 
 @dataclass(frozen=True)
 class Operand:
-    """A float input of an operator, judged before it ran.
+    """A float input of an operator, as it was before the operator ran.
 
     Args:
         extent (`Extent`):
@@ -90,16 +90,16 @@ class Operand:
         dtype (`torch.dtype`):
             Its dtype.
         writer (`Record`, *optional*):
-            Who wrote the non-finite values in it.
+            The operator that wrote the non-finite values in it.
         leaf (`Leaf`, *optional*):
-            Which leaf it is, if nobody wrote them.
+            Which leaf it is, if no operator wrote them.
         shape (`tuple[int, ...]`):
             Its shape.
         zero (`bool`):
-            Whether it holds an exact zero, at a bad place of the output where they can be compared; only looked at if
-            no operator had written a NaN input.
+            Whether it is exactly 0 at a non-finite place of the output, or anywhere if it cannot be broadcast to the
+            output; determined only if no operator had written a NaN input.
         selected (`bool`):
-            Whether it is a gradient in which `where` or the like has put zeros.
+            Whether it is a gradient into which the backward of a selection such as `where` has put zeros.
     """
 
     extent: Extent
@@ -110,6 +110,16 @@ class Operand:
     zero: bool = False
     selected: bool = False
 
+    @property
+    def is_mask(self) -> bool:
+        """Whether its infinities are a mask: a constant of the program, or an additive mask given as buffer or input."""
+        if self.extent.kind != "inf":
+            return False
+        if self.writer is not None:
+            return self.writer.is_mask
+        leaf = self.leaf
+        return leaf is not None and self.extent.high != math.inf and (leaf.kind == "buffer" or "mask" in leaf.name)
+
 
 @dataclass
 class Record:
@@ -117,13 +127,13 @@ class Record:
 
     Args:
         index (`int`):
-            When: its number among all operators of the pass.
+            Its number among all operators of the pass.
         op (`str`):
             Its name, `aten.exp.default`.
         extent (`Extent`), dtype (`torch.dtype`), shape (`tuple`):
-            Of what it wrote.
+            Of its output.
         place (`Place`):
-            Where it ran; for the backward, where the forward operator ran that it belongs to.
+            Where it ran; in the backward, where its forward operator ran.
         node (`str`, *optional*):
             The autograd node, in the backward.
         forward (`Forward`, *optional*):
@@ -133,22 +143,23 @@ class Record:
         scalars (`list[float]`):
             Numbers among its arguments.
         positions (`list`):
-            The first places of non-finite values, as [`find_positions`] gives them, if no operator had written a NaN input.
+            The first places of non-finite values, as [`first_places`] gives them, if no operator had written a NaN input.
         zero_args (`set[int]`):
-            Which arguments are zero, at a bad place of the output where they can be compared; as in [`Operand`].
+            Which arguments are 0, as `zero` in [`Operand`].
         is_pointwise (`bool`):
-            Whether each element of its output depends on one element of each input: such an operator makes no NaN by
-            overflow.
+            Whether each element of its output depends on one element of each input: an overflow in such an operator is
+            never NaN.
         in_python (`bool`):
             Whether Python code of the user ran it inside the backward: a custom function, a hook.
         uninitialised (`bool`):
-            Whether it is memory from `empty` that nobody has written yet.
+            Whether it is memory from `empty` that no operator has written yet.
         all_ignored (`bool`):
             For a loss over classes: whether it ignored every target.
-        is_mask (`bool`):
-            Whether its infinities are constants of the program, or come from nothing but such: a mask.
         device (`str`):
-            The type of device of what it wrote.
+            The device type of its output.
+
+    `is_mask` says whether its infinities are constants of the program, or passed on from such constants: a mask. It is
+    derived at once, because a chain of writers may be too long for recursion.
     """
 
     index: int
@@ -167,8 +178,11 @@ class Record:
     in_python: bool = False
     uninitialised: bool = False
     all_ignored: bool = False
-    is_mask: bool = False
     device: str = "cpu"
+    is_mask: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_mask = self._has_mask()
 
     @property
     def name(self) -> str:
@@ -177,12 +191,12 @@ class Record:
 
     @property
     def numel(self) -> int:
-        """How many elements it wrote."""
+        """The number of elements in its output."""
         return math.prod(self.shape)
 
     @property
     def has_zero(self) -> bool:
-        """Whether an input was zero where the output is bad."""
+        """Whether an input was 0 where the output is not finite."""
         return 0.0 in self.scalars or any(operand.zero for operand in self.operands)
 
     @property
@@ -190,35 +204,22 @@ class Record:
         """The inputs that were not finite."""
         return [operand for operand in self.operands if operand.extent.kind != "finite"]
 
+    def _has_mask(self) -> bool:
+        if self.extent.kind != "inf":
+            return False
+        if not self.bad_operands:
+            if self.name.startswith("lift_fresh"):
+                return True
+            constant = self.name in _CONSTANTS or self.extent.high != math.inf
+            return constant and any(map(math.isinf, self.scalars))
+        return all(operand.is_mask for operand in self.bad_operands) and self._passes_on()
 
-def record_is_mask(record: Record) -> bool:
-    """Returns whether the infinities of a record are constants of the program, or come from nothing but such."""
-    if record.extent.kind != "inf":
-        return False
-    if not record.bad_operands:
-        if record.name.startswith("lift_fresh"):
-            return True
-        constant = record.name in _CONSTANTS or record.extent.high != math.inf
-        return constant and any(map(math.isinf, record.scalars))
-    return all(operand_is_mask(operand) for operand in record.bad_operands) and _keeps_masks(record)
-
-
-def _keeps_masks(record: Record) -> bool:
-    """Whether an operator passes infinities of its inputs on, rather than making new ones."""
-    if record.name in _ADDING:
-        return False
-    finite = [o.extent for o in record.operands if o.extent.kind == "finite"]
-    flips = record.name in _NEGATIONS or any(e.low < 0 for e in finite) or any(s < 0 for s in record.scalars)
-    if record.extent.high == math.inf and not flips and all(o.extent.high != math.inf for o in record.bad_operands):
-        return False
-    return all(extent.largest <= torch.finfo(record.dtype).max / 2 for extent in finite)
-
-
-def operand_is_mask(operand: Operand) -> bool:
-    """Returns whether the infinities of an operand are a mask: a constant, or an additive mask given as such."""
-    if operand.extent.kind != "inf":
-        return False
-    if operand.writer is not None:
-        return operand.writer.is_mask
-    leaf = operand.leaf
-    return leaf is not None and operand.extent.high != math.inf and (leaf.kind == "buffer" or "mask" in leaf.name)
+    def _passes_on(self) -> bool:
+        """Whether the infinities in its output are those of its inputs, rather than new ones."""
+        if self.name in _ADDING:
+            return False
+        finite = [o.extent for o in self.operands if o.extent.kind == "finite"]
+        flips = self.name in _NEGATIONS or any(e.low < 0 for e in finite) or any(s < 0 for s in self.scalars)
+        if self.extent.high == math.inf and not flips and all(o.extent.high != math.inf for o in self.bad_operands):
+            return False
+        return all(extent.largest <= torch.finfo(self.dtype).max / 2 for extent in finite)

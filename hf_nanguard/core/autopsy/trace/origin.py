@@ -1,15 +1,14 @@
-"""Where a bad number was born: the walk from a poisoned result back to an operator whose inputs were all finite.
+"""Finds where a non-finite value came from: walks from the result back to an operator whose inputs were all finite.
 
-The first non-finite value of a pass is not always to blame: masks hold -inf, and a kernel may overflow where nobody looks.
-So the walk begins at what is known to be bad, the loss or a gradient, and follows only non-finite inputs: NaN before
-inf, the earlier writer before the later. Infinities that are nothing but a mask are not followed.
+The first non-finite value of a pass is not always the cause: masks contain -inf, and a kernel may overflow in values that
+are never used. So the walk begins at the non-finite loss or gradient and follows only non-finite inputs: NaN before inf,
+the earlier writer before the later. Infinities that are only a mask are not followed.
 """
 
 import linecache
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from ...vocabulary import Cause
 from .cause import infer_cause, infer_leaf_cause
 from .memory import SHOWN_POSITIONS, find_nonfinite_entries, measure, strided
-from .op_record import Leaf, Operand, Record, operand_is_mask
+from .op_record import Leaf, Operand, Record
 from .trace import Trace
 
 SOFTMAX = ("softmax", "log_softmax", "logsumexp", "scaled_dot_product")
@@ -25,7 +24,7 @@ SOFTMAX = ("softmax", "log_softmax", "logsumexp", "scaled_dot_product")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a bad number was born. Plain values only; what is not known is `None`.
+    """Where a non-finite value came from. Plain values only; what is not known is `None`.
 
     Args:
         phase (`str`):
@@ -33,28 +32,28 @@ class Origin:
         kind (`str`):
             `"nan"` or `"inf"`.
         cause (`Cause`):
-            Why, where that can be told.
+            Why it happened.
         op, module, source (`str`, *optional*):
             The operator, the module in which it ran (as in `named_modules()`), file and line. In the backward: the
-            backward operator, and module and line of the forward operator it belongs to. For a leaf: who read it first.
+            backward operator, and module and line of its forward operator. For a leaf: the operator that read it first.
         text (`str`, *optional*):
             The source line itself.
         node (`str`, *optional*):
             The autograd node, in the backward.
         dtype (`str`, *optional*):
-            What the operator wrote.
+            The dtype of its output, or of the leaf.
         largest, limit (`float`, *optional*):
             The largest magnitude among its finite inputs, and the largest finite number of its dtype.
         leaf, parameter (`str`, *optional*):
-            The name of a leaf that was not finite itself, and whether it is a parameter (or buffer).
+            The name of an input, parameter or buffer that was not finite itself; `parameter` if it is not an input.
         num_bad (`int`, *optional*):
-            How many of its entries were not.
+            How many of its entries were not finite.
         outside (`bool`):
-            Whether the operator read it from somewhere the trace cannot see: a tensor nobody named, or another rank.
+            Whether the operator read it from a tensor that the trace does not know: without a name, or of another rank.
         masked (`bool`):
-            Whether it read infinities of a mask besides finite values.
+            Whether the operator read infinities of a mask besides finite values.
         positions (`tuple`), shape (`tuple`):
-            The first places of bad values, all but the last dimension, and the shape they are to be read in.
+            The first places of non-finite values, without the last dimension, and the shape they refer to.
     """
 
     phase: str
@@ -78,28 +77,25 @@ class Origin:
 
     @property
     def signature(self) -> tuple[str | None, ...]:
-        """What makes two origins the same fault."""
+        """What two origins of the same fault have in common."""
         return (self.phase, self.op, self.module, self.source, self.leaf)
 
 
 def find_origin(
     run: Callable[[], Tensor], model: nn.Module, gradients: Callable[[], list[tuple[str, Tensor]]],
     inputs: dict[str, Tensor],
-) -> tuple[Origin | None, float]:  # fmt: skip
-    """Runs a pass under a trace and walks back from its poisoned result.
+) -> Origin | None:  # fmt: skip
+    """Runs a pass under a trace and walks back from its non-finite result; `None` if the result was finite.
 
     Args:
         run (`Callable`):
             Runs forward and backward and returns the loss.
         model (`nn.Module`):
-            The bare model.
+            The unwrapped model.
         gradients (`Callable`):
             Returns the named gradients afterwards.
         inputs (`dict[str, Tensor]`):
             The inputs by name.
-
-    Returns:
-        `tuple[Origin | None, float]`: the origin, `None` if the pass was healthy, and the loss.
     """
     trace = Trace(model, inputs)
     with trace.recording():
@@ -108,12 +104,12 @@ def find_origin(
     if start is None:
         written = [record for _, gradient in gradients() if (record := trace.find_writer(gradient)) is not None]
         start = min(written, key=lambda record: record.index, default=None)
-    return (None if start is None else describe_origin(*walk_back(start))), float(loss.item())
+    return None if start is None else describe_origin(*walk_back(start))
 
 
 def walk_back(record: Record) -> tuple[Record, Operand | None, bool]:
-    """Returns the operator at which a bad number was born, the leaf it read if that was bad, and whether a gradient of
-    exactly zero met an infinity on the way: the mark of a branch that was computed, but not selected."""
+    """Returns the operator at which a non-finite value first appeared, the leaf it read if that was not finite, and whether a
+    gradient of exactly 0 met an infinity on the way: the sign of a branch that was computed, but not selected."""
     unselected = False
     while True:
         unselected = unselected or _meets_unselected(record)
@@ -124,12 +120,12 @@ def walk_back(record: Record) -> tuple[Record, Operand | None, bool]:
 
 
 def _choose(record: Record) -> Operand | None:
-    """Returns the non-finite input to follow, `None` if the operator itself is to blame."""
+    """Returns the non-finite input to follow, `None` if the operator itself is the origin."""
     bad = [operand for operand in record.bad_operands if operand.writer is not None or operand.leaf is not None]
-    followed = [operand for operand in bad if not operand_is_mask(operand)]
+    followed = [operand for operand in bad if not operand.is_mask]
     if any(name in record.name for name in SOFTMAX) and record.extent.kind == "nan":
         followed = [o for o in followed if o.extent.kind == "nan" or o.extent.high == math.inf]
-    # Garbage that a buffer held before it was filled is not followed as long as there is anything else.
+    # What memory held before it was written is followed only if there is nothing else.
     written = [o for o in followed if o.writer is None or not o.writer.uninitialised]
     followed = written or followed
     same = [operand for operand in followed if operand.extent.kind == record.extent.kind]
@@ -141,7 +137,7 @@ def _age(operand: Operand) -> float:
 
 
 def _meets_unselected(record: Record) -> bool:
-    """Whether a backward operator made NaN of a zero that `where` had put into a gradient."""
+    """Whether a backward operator turned a 0 that `where` had put into a gradient into NaN."""
     if record.node is None or record.extent.kind != "nan":
         return False
     if any(operand.extent.kind == "nan" for operand in record.operands):
@@ -150,35 +146,31 @@ def _meets_unselected(record: Record) -> bool:
 
 
 def describe_origin(record: Record, operand: Operand | None, unselected: bool) -> Origin:
-    """Turns a record into plain values."""
+    """Returns the origin that a walk has reached, as plain values."""
     place = record.place
-    finite = [o.extent.largest for o in record.operands if o.extent.kind == "finite"]
-    text = None
-    if place.code is not None:
-        text = linecache.getline(place.code.co_filename, place.line).strip() or None
-    common: dict[str, Any] = {
-        "op": record.op,
-        "module": place.module,
-        "source": place.source,
-        "text": text,
-        "node": record.node,
-        "dtype": str(record.dtype).removeprefix("torch."),
-        "largest": max(finite, default=None),
-        "limit": torch.finfo(record.dtype).max,
-        "kind": record.extent.kind,
-        "masked": any(operand_is_mask(o) for o in record.bad_operands),
-        "positions": tuple(record.positions),
-        "shape": record.shape,
-    }
-    if operand is not None and operand.leaf is not None:
-        return _describe_leaf(operand.leaf, operand, common)
-    outside = any(_is_outside(o) for o in record.bad_operands) and not record.name.startswith("lift_fresh")
-    cause = infer_cause(record, text or "", unselected)
-    return Origin(phase=_phase(record), cause=cause, outside=outside, **common)
+    text = None if place.code is None else linecache.getline(place.code.co_filename, place.line).strip() or None
+    origin = Origin(
+        phase=_phase(record),
+        kind=record.extent.kind,
+        cause=infer_cause(record, text or "", unselected),
+        op=record.op,
+        module=place.module,
+        source=place.source,
+        text=text,
+        node=record.node,
+        dtype=str(record.dtype).removeprefix("torch."),
+        largest=max((o.extent.largest for o in record.operands if o.extent.kind == "finite"), default=None),
+        limit=torch.finfo(record.dtype).max,
+        outside=any(map(_is_outside, record.bad_operands)) and not record.name.startswith("lift_fresh"),
+        masked=any(o.is_mask for o in record.bad_operands),
+        positions=tuple(record.positions),
+        shape=record.shape,
+    )
+    return origin if operand is None or operand.leaf is None else _blame_leaf(origin, operand.leaf)
 
 
 def _is_outside(operand: Operand) -> bool:
-    """Whether nobody is known to have written the bad values of an operand; -inf alone may well be a mask."""
+    """Whether no known operator wrote the non-finite values of an operand; -inf alone may be a mask."""
     return (
         operand.writer is None
         and operand.leaf is None
@@ -195,19 +187,21 @@ def _phase(record: Record) -> str:
     return "loss" if not record.place.module and (record.place.module is None or "loss" in named) else "forward"
 
 
-def _describe_leaf(leaf: Leaf, operand: Operand, common: dict[str, Any]) -> Origin:
+def _blame_leaf(reader: Origin, leaf: Leaf) -> Origin:
+    """Returns the origin for a leaf, given the one that describes its first reader."""
     part = strided(leaf.tensor)
     assert part is not None  # it was read from memory
     bad = find_nonfinite_entries(part)
-    known = {
-        "leaf": leaf.name,
-        "num_bad": int(bad.sum()),
-        "kind": measure(leaf.tensor).kind,
-        "dtype": str(leaf.tensor.dtype).removeprefix("torch."),
-    }
+    origin = replace(
+        reader,
+        kind=measure(leaf.tensor).kind,
+        leaf=leaf.name,
+        num_bad=int(bad.sum()),
+        dtype=str(leaf.tensor.dtype).removeprefix("torch."),
+        outside=False,
+    )
     if leaf.kind == "input":
-        places = bad.nonzero()[:SHOWN_POSITIONS].tolist()
-        known |= {"positions": tuple(map(tuple, places)), "shape": tuple(leaf.tensor.shape)}
-        return Origin(phase="input", cause=Cause.INPUT_NONFINITE, **{**common, **known})
-    known["parameter"] = leaf.name
-    return Origin(phase="parameter", cause=infer_leaf_cause(leaf, bad), **{**common, **known})
+        positions = tuple(map(tuple, bad.nonzero()[:SHOWN_POSITIONS].tolist()))
+        shape = tuple(leaf.tensor.shape)
+        return replace(origin, phase="input", cause=Cause.INPUT_NONFINITE, positions=positions, shape=shape)
+    return replace(origin, phase="parameter", cause=infer_leaf_cause(bad), parameter=leaf.name)

@@ -1,10 +1,10 @@
-"""A trace of one forward and backward pass: every write of a non-finite value, and what the operator had read.
+"""Traces one forward and backward pass: every write of a non-finite value, and what the operator had read.
 
-Each operator's outputs are judged by their exact extent (one `aminmax`); only when one is not finite are its inputs
-judged too, so a record knows for certain which of them were finite. Values are followed by storage, views write nothing,
-and memory from `empty` is not judged until somebody has written it. Modules are followed by their `__call__`, so that
-what a hook does counts as done by the module it hangs on. No tensor is kept alive. Costs one reduction and one host
-read per operator, so it belongs in a replay, never in a training step.
+Each output of an operator is measured exactly (one `aminmax`); only if one is not finite are the inputs measured too, so a
+record states with certainty which of them were finite. Values are followed by storage: views write nothing, and memory
+from `empty` is not measured until an operator has written it. Modules are followed by their `__call__`, so a hook counts
+as part of its module. No tensor is kept alive. Costs one reduction and one host read per operator: for replays, never for a
+training step.
 """
 
 import os
@@ -17,10 +17,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...rerun.nested_inputs import find_tensors
+from ...torch_private import (
+    TorchDispatchMode,
+    is_operator,
+    last_sequence_number,
+    operator_arguments,
+    running_node,
+    sequence_number,
+)
 from .memory import Memory, find_nonfinite_entries, first_places, is_float, measure, span_of, storage_key, strided
-from .op_record import FINITE, Extent, Forward, Leaf, Operand, Place, Record, record_is_mask
+from .op_record import FINITE, Extent, Forward, Leaf, Operand, Place, Record
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
@@ -28,13 +36,15 @@ _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _OVERWRITES = ("copy_", "fill_", "zero_", "normal_", "uniform_", "random_", "bernoulli_", "exponential_")
 _RUNNING = ("running_mean", "running_var")  # of batch norms
 _SUMS = ("sum", "mean", "dot", "nansum", "var", "linalg_vector_norm")
-# A sum stays one through what is done to it before a root is taken.
+# Operators after which a sum still counts as one, e.g. between the sum and the root of a norm.
 _ADJUSTMENTS = ("add", "sub", "div", "clamp", "clamp_min", "clamp_max", "maximum", "relu", "clone", "_to_copy")
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "dot", "mv", "convolution", "convolution_backward")
 _SELECTING = ("WhereBackward", "MaskedFillBackward", "MaskedSelectBackward", "IndexBackward", "MaskedScatterBackward")
 
 
 class _Signature(NamedTuple):
+    """What the schema of an operator says about it; `written` and `unstated` are places and names of arguments."""
+
     name: str
     op: str
     is_empty: bool
@@ -47,10 +57,9 @@ class _Signature(NamedTuple):
 
 @cache
 def _signature(func: Any) -> _Signature:
-    """What can be known of an operator from its schema."""
-    if not isinstance(func, torch._ops.OpOverload):  # of higher order, as flex attention: seen as one
+    if not is_operator(func):  # of higher order, e.g. flex attention: recorded as one operator
         return _Signature(str(func), f"higher_order.{func}", False, False, False, (), True)
-    arguments = func._schema.arguments
+    arguments = operator_arguments(func)
     op = str(func)
     name = op.split(".")[1]
     written = [(i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
@@ -63,18 +72,13 @@ def _signature(func: Any) -> _Signature:
     )
 
 
-def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    found = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, (list, tuple)):
-            found += _tensors(value)
-    return found
+def _pick(places: Iterable[tuple[int, str]], args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    """Returns the tensors in some arguments of a call."""
+    return list(find_tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in places]))
 
 
 class _Made(NamedTuple):
-    """What is known of a value without looking at it: whether it is a sum, and whether `where` has put zeros in it."""
+    """How a value was made: whether it is a sum, and whether the backward of a selection has put zeros into it."""
 
     of_sum: bool = False
     selected: bool = False
@@ -89,7 +93,7 @@ def _role(code: CodeType) -> str:
 
 
 def _find_line() -> tuple[CodeType | None, int]:
-    """Returns the line of the user's program that is running; none if the autograd engine itself is."""
+    """Returns the running line of the user's program; `None` if the autograd engine runs an operator of its own."""
     frame = sys._getframe(2)
     while frame is not None:
         role = _role(frame.f_code)
@@ -106,7 +110,7 @@ class Trace(TorchDispatchMode):
 
     Args:
         model (`nn.Module`):
-            The bare model, for the names of its modules, parameters and buffers.
+            The unwrapped model, for the names of its modules, parameters and buffers.
         inputs (`dict[str, Tensor]`, *optional*):
             The inputs of the pass by name.
     """
@@ -128,7 +132,7 @@ class Trace(TorchDispatchMode):
     @contextmanager
     def recording(self) -> Iterator["Trace"]:
         """Records inside the block, modules included."""
-        # The outer one for modules compiled in place, the inner one for those whose `__call__` a compiled model holds.
+        # `__call__` for modules compiled in place, `_call_impl` for those whose `__call__` a compiled model holds.
         originals = {name: getattr(nn.Module, name) for name in ("__call__", "_call_impl")}
         for name, original in originals.items():
             setattr(nn.Module, name, self._following(original))
@@ -153,7 +157,7 @@ class Trace(TorchDispatchMode):
         return call
 
     def _meet_stranger(self, module: nn.Module) -> None:
-        """Names the weights of a module that the loss calls beside the model, e.g. a teacher; a wrapper's have names already."""
+        """Names the weights of a module outside the model that the loss calls, e.g. a teacher; those of a wrapper have names."""
         inside = {id(each) for each in module.modules()}
         self.strangers |= inside
         if self.names.keys().isdisjoint(inside):
@@ -168,22 +172,20 @@ class Trace(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         signature = _signature(func)
-        inputs = _tensors([*args, *kwargs.values()])
-        changed: list[Tensor] = []
-        before: dict[int, Extent] = {}
-        if signature.written:
-            changed = _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in signature.written])
-            for tensor in changed:
-                if signature.reads_written or sum(tensor is other for other in inputs) > 1:
-                    before[id(tensor)] = self.memory.extent_of(tensor)
-        for tensor in _tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in signature.unstated]):
-            before[id(tensor)] = measure(tensor)
+        inputs = list(find_tensors([*args, *kwargs.values()]))
+        changed = _pick(signature.written, args, kwargs)
+        before = {
+            id(tensor): self.memory.extent_of(tensor)
+            for tensor in changed
+            if signature.reads_written or sum(tensor is other for other in inputs) > 1
+        }
+        before |= {id(tensor): measure(tensor) for tensor in _pick(signature.unstated, args, kwargs)}
         result = func(*args, **kwargs)
         self.num_ops += 1
-        node = torch._C._current_autograd_node()
+        node = running_node()
         if node is None or torch.is_grad_enabled():
             self._note_forward(signature, inputs, node)
-        outputs = changed or _tensors([result])
+        outputs = changed or list(find_tensors(result))
         if not outputs:
             return result
         known = () if changed or signature.name.startswith("lift_fresh") else {storage_key(tensor) for tensor in inputs}
@@ -195,33 +197,34 @@ class Trace(TorchDispatchMode):
             if extent.kind == "finite" and not signature.is_empty:
                 self.memory.forget(output, key)
             else:
-                self._record(signature, output, extent, node, _Call(number, inputs, changed, before, args, kwargs))
+                call = _Call(number, inputs, changed, before, args, kwargs)
+                self.memory.remember(output, self._record(signature, output, extent, node, call))
             self.made[key] = self._describe(signature, output, inputs, node)
         return result
 
     def _note_forward(self, signature: _Signature, inputs: list[Tensor], node: Any) -> None:
-        """Remembers where the autograd node was made whose forward is running, also in a checkpoint's recomputation."""
-        sequence = torch._C._autograd._get_sequence_nr() - 1
+        """Notes where the forward of the newest autograd node runs, also while a checkpoint is recomputed."""
+        sequence = last_sequence_number()
         known = self.forwards.get(sequence)
         if known is not None and not (known.provisional and any(tensor.requires_grad for tensor in inputs)):
             return
         place = self._locate_running(node)
-        if place is None:  # the gradient of a gradient: it belongs where the first one does
-            outer = self.forwards.get(node._sequence_nr())
+        if place is None:  # the gradient of a gradient: it has the place of the first one
+            outer = self.forwards.get(sequence_number(node))
             place = outer.place if outer else Place()
         of_sum = any(self.made.get(storage_key(tensor), _Made()).of_sum for tensor in inputs)
         self.forwards[sequence] = Forward(signature.op, place, of_sum)
-        if signature.written:  # written in place, a view gets one more node: the one that will run
+        if signature.written:  # a view that is written in place gets one more node, and that one will run
             self.forwards[sequence + 1] = Forward(signature.op, place, of_sum, provisional=True)
 
     def _locate_running(self, node: Any) -> Place | None:
-        """Returns where a forward runs, `None` if it is not one but a backward that can itself be differentiated."""
+        """Returns where a forward operator runs, `None` if it is part of a backward that can itself be differentiated."""
         code, line = _find_line()
         if node is not None and code is None:
             return None
         if node is None or self.stack:
             return Place(self.stack[-1] if self.stack else None, code, line)
-        outer = self.forwards.get(node._sequence_nr())
+        outer = self.forwards.get(sequence_number(node))
         return Place(outer.place.module if outer else None, code, line)
 
     def _describe(self, signature: _Signature, output: Tensor, inputs: list[Tensor], node: Any) -> _Made:
@@ -234,33 +237,29 @@ class Trace(TorchDispatchMode):
             selected = _puts_zeros(name, output, inputs)
         return _Made(of_sum, selected)
 
-    # ---- a bad output ----
+    # ---- a non-finite output ----
 
-    def _record(self, signature: _Signature, output: Tensor, extent: Extent, node: Any, call: "_Call") -> None:
-        record = Record(self.num_ops, signature.op, extent, output.dtype, tuple(output.shape), Place())
-        running = self._locate_running(node) if node is None or torch.is_grad_enabled() else None
-        if running is not None:
-            record.place = running
-        else:
-            record.node = node.name()
-            record.forward = self.forwards.get(node._sequence_nr())
-            record.place = record.forward.place if record.forward else Place()
+    def _record(self, signature: _Signature, output: Tensor, extent: Extent, node: Any, call: "_Call") -> Record:
+        place = self._locate_running(node) if node is None or torch.is_grad_enabled() else None
+        node_name, forward, in_python = None, None, False
+        if place is None:
+            node_name, forward = node.name(), self.forwards.get(sequence_number(node))
+            place = forward.place if forward else Place()
             code, line = _find_line()
             if code is not None:
-                record.in_python = True
-                record.place = Place(record.place.module, code, line)
-        record.device = output.device.type
-        record.uninitialised = signature.is_empty
-        record.is_pointwise = signature.is_pointwise
-        if not signature.is_empty:
-            self._judge_inputs(record, output, signature, call)
-        self.memory.remember(output, record)
+                in_python, place = True, Place(place.module, code, line)
+        return Record(
+            self.num_ops, signature.op, extent, output.dtype, tuple(output.shape), place, node_name, forward,
+            in_python=in_python, is_pointwise=signature.is_pointwise, uninitialised=signature.is_empty,
+            device=output.device.type, **({} if signature.is_empty else self._judge_inputs(signature, output, call)),
+        )  # fmt: skip
 
-    def _judge_inputs(self, record: Record, output: Tensor, signature: _Signature, call: "_Call") -> None:
+    def _judge_inputs(self, signature: _Signature, output: Tensor, call: "_Call") -> dict[str, Any]:
+        """Returns what a record says about the inputs of an operator."""
         inputs, args = call.inputs, call.args
         if signature.is_foreach:
             args = [arg[call.number] if isinstance(arg, (list, tuple)) else arg for arg in args]
-            inputs = _tensors(args)
+            inputs = list(find_tensors(args))
         overwritten = {id(tensor) for tensor in call.changed} - call.before.keys()
         seen: dict[int, Tensor] = {id(tensor): tensor for tensor in inputs if id(tensor) not in overwritten}
         floats = [tensor for tensor in seen.values() if is_float(tensor)]
@@ -268,27 +267,28 @@ class Trace(TorchDispatchMode):
         writers = [
             None if e.kind == "finite" else self.memory.find_writer(t, e) for t, e in zip(floats, extents, strict=True)
         ]
+        positions: list[tuple[int, ...]] = []
         zeros: set[int] = set()
         judged = [e.kind for e, w in zip(extents, writers, strict=True) if w is not None and not w.uninitialised]
         if "nan" not in judged:  # it may be an origin
             part = strided(output)
             assert part is not None
             bad = find_nonfinite_entries(part)
-            record.positions = first_places(bad)
+            positions = first_places(bad)
             zeros = {key for key, tensor in seen.items() if key not in call.before and _is_zero_at(tensor, bad)}
-            record.zero_args = {
-                i for i, arg in enumerate(args)
-                if id(arg) in zeros or (isinstance(arg, (int, float)) and not isinstance(arg, bool) and arg == 0)
-            }  # fmt: skip
+        operands = []
         for tensor, extent, writer in zip(floats, extents, writers, strict=True):
             leaf = self._find_leaf(tensor) if extent.kind != "finite" and writer is None else None
             selected = self.made.get(storage_key(tensor), _Made()).selected
             zero = id(tensor) in zeros
-            record.operands.append(Operand(extent, tensor.dtype, writer, leaf, tuple(tensor.shape), zero, selected))
-        record.scalars = [value for value in (*args, *call.kwargs.values()) if isinstance(value, float)]
-        if "nll_loss" in record.name and "backward" not in record.name:
-            record.all_ignored = _ignores_all(args)
-        record.is_mask = record_is_mask(record)
+            operands.append(Operand(extent, tensor.dtype, writer, leaf, tuple(tensor.shape), zero, selected))
+        return {
+            "operands": operands,
+            "positions": positions,
+            "zero_args": {i for i, arg in enumerate(args) if "nan" not in judged and _is_zero(arg, zeros)},
+            "scalars": [value for value in (*args, *call.kwargs.values()) if isinstance(value, float)],
+            "all_ignored": _ignores_all(signature.name, args),
+        }
 
     def _find_leaf(self, tensor: Tensor) -> Leaf | None:
         leaves = self.leaves.get(storage_key(tensor), [])
@@ -300,13 +300,13 @@ class Trace(TorchDispatchMode):
         return next((leaf for leaf, (low, high) in spans if low < end and start < high), leaves[0])
 
     def find_writer(self, tensor: Tensor) -> Record | None:
-        """Returns the operator that wrote the non-finite values of `tensor`, `None` if there are none or nobody did."""
+        """Returns the operator that wrote the non-finite values of `tensor`, `None` if there is none."""
         extent = measure(tensor)
         return None if extent.kind == "finite" else self.memory.find_writer(tensor, extent)
 
 
 class _Call(NamedTuple):
-    """One call of an operator: which of its outputs is meant, and what it was given."""
+    """One call of an operator: the number of the output in question, and what the operator was given."""
 
     number: int
     inputs: list[Tensor]
@@ -317,7 +317,7 @@ class _Call(NamedTuple):
 
 
 def _name_leaves(model: nn.Module, prefix: str = "") -> Iterator[Leaf]:
-    """Names all that a model holds; a tensor that a module merely has counts as a buffer."""
+    """Names all tensors of a model; a plain attribute of a module counts as a buffer."""
     for name, parameter in model.named_parameters():
         yield Leaf("parameter", f"{prefix}{name}", parameter)
     for name, buffer in model.named_buffers():
@@ -329,8 +329,8 @@ def _name_leaves(model: nn.Module, prefix: str = "") -> Iterator[Leaf]:
 
 
 def _puts_zeros(name: str, output: Tensor, inputs: list[Tensor]) -> bool:
-    """Whether the backward of a selection puts zeros into a gradient; if everything was selected, it does not."""
-    if name == "where":  # (condition, gradient, 0) for the one branch, (condition, 0, gradient) for the other
+    """Whether the backward of a selection puts zeros into a gradient; it does not if everything was selected."""
+    if name == "where":  # (condition, gradient, 0) for one branch, (condition, 0, gradient) for the other
         condition, first, _ = inputs
         return bool(condition.any() if first.ndim == 0 else not condition.all())
     if name == "masked_fill":
@@ -338,24 +338,27 @@ def _puts_zeros(name: str, output: Tensor, inputs: list[Tensor]) -> bool:
     return "scatter" in name or "index_put" in name
 
 
+def _is_zero(arg: Any, zeros: set[int]) -> bool:
+    """Whether an argument is the number 0, or one of the tensors with these ids."""
+    return id(arg) in zeros or (isinstance(arg, (int, float)) and not isinstance(arg, bool) and arg == 0)
+
+
 def _is_zero_at(tensor: Tensor, bad: Tensor) -> bool:
-    """Whether a tensor holds an exact zero at a bad place of the output, or anywhere if their shapes do not compare."""
+    """Whether a tensor is exactly 0 where the output is not finite, or anywhere if it cannot be broadcast to the output."""
     part = strided(tensor)
     if part is None or part.numel() == 0 or part.device.type == "meta":
         return False
     zero = (part.float() if part.element_size() == 1 and part.is_floating_point() else part.detach()) == 0
-    if _spreads_to(part.shape, bad.shape):
+    sizes = zip(reversed(part.shape), reversed(bad.shape), strict=False)
+    if part.ndim <= bad.ndim and all(own in (size, 1) for own, size in sizes):  # it can be broadcast
         zero = zero & bad
     return bool(zero.any())
 
 
-def _spreads_to(shape: torch.Size, target: torch.Size) -> bool:
-    trailing = target[len(target) - len(shape) :] if len(shape) <= len(target) else ()
-    return len(trailing) == len(shape) and all(a in (b, 1) for a, b in zip(shape, trailing, strict=True))
-
-
-def _ignores_all(args: Any) -> bool:
-    """Whether every target of `nll_loss_forward(input, target, weight, reduction, ignore_index)` is ignored."""
+def _ignores_all(name: str, args: Any) -> bool:
+    """Whether an operator is `nll_loss_forward(input, target, weight, reduction, ignore_index)` and ignores every target."""
+    if "nll_loss" not in name or "backward" in name:
+        return False
     target = args[1]
     ignored = args[4] if len(args) > 4 else -100
     return bool((target == ignored).all())

@@ -84,9 +84,10 @@ def test_the_comparison_can_tell_things_apart():
 
 def test_names_do_not_collide():
     inputs = {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2), "": {"": torch.tensor(3)}, "%": torch.tensor(4)}}
-    inputs |= {"a%2Eb": torch.tensor(5), "": torch.tensor(6)}
+    inputs |= {"a.b'": torch.tensor(5), "": torch.tensor(6), "\ud800": torch.tensor(7), "\\ud800": torch.tensor(8)}
     packed = pack_inputs(inputs)
-    assert len(packed.tensors) == 6
+    assert len(packed.tensors) == 8
+    assert all(name.isprintable() for name in packed.tensors)
     assert same(inputs, unpack_inputs(packed.tree, packed.tensors))
     assert "inputs.a.b" in packed.tensors
 

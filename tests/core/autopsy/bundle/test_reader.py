@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from hf_nanguard.core.autopsy.bundle.content import MAX_FACTS
-from hf_nanguard.core.autopsy.bundle.reader import read_bundle, write_bundle
+from hf_nanguard.core.autopsy.bundle.reader import read_bundle
 from hf_nanguard.core.autopsy.bundle.tensor_file import load_tensors, save_tensors
-from hf_nanguard.core.autopsy.verdict import Verdict
+from hf_nanguard.core.autopsy.bundle.writer import write_bundle
+from hf_nanguard.core.autopsy.evidence.verdict import Verdict
 from hf_nanguard.core.rng import RngState
 from hf_nanguard.errors import ArgumentError
 from tests.core.autopsy.suspects import make_inputs, make_specimen, make_verdict
@@ -150,7 +151,7 @@ def test_what_is_not_a_folder(tmp_path):
     refuse(tmp_path / "file", "must be a folder")
 
 
-@pytest.mark.parametrize("name", ["facts.json", "inputs.safetensors", "weights.safetensors", "needed.safetensors"])
+@pytest.mark.parametrize("name", ["facts.json", "inputs.safetensors", "weights.safetensors"])
 @pytest.mark.parametrize("how", ["missing", "link_out", "link_loop", "folder", "pipe", "cut", "huge"])
 def test_files_that_are_not_what_they_should_be(path, tmp_path, name, how):
     file = path / name
@@ -165,17 +166,17 @@ def test_files_that_are_not_what_they_should_be(path, tmp_path, name, how):
         file.symlink_to(file)
     elif how == "folder":
         file.mkdir()
-        message = "not a plain file"
+        message = "not a regular file"
     elif how == "pipe":
         os.mkfifo(file)
-        message = "not a plain file"
+        message = "not a regular file"
     elif how == "cut":
         file.write_bytes(kept[: len(kept) // 2])
-        message = "not strict JSON" if name == "facts.json" else "broken or cut short"
+        message = "not strict JSON" if name == "facts.json" else "damaged or cut short"
     elif how == "huge":
         with file.open("wb") as hollow:
             hollow.truncate(2**40)
-        message = "more than the"
+        message = "more than the allowed"
     refuse(path, message)
 
 
@@ -196,7 +197,7 @@ def test_a_link_within_the_folder_is_fine(path):
         (b'{"schema": 1, "a": ' + b"[" * 500 + b"]" * 500 + b"}", "too deep"),
         (b'{"schema": 1, "a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "too deep"),
         (b'{"a":' * 200_000, "too deep"),
-        (b" " * (MAX_FACTS + 1), "more than the 16.0 MiB"),
+        (b" " * (MAX_FACTS + 1), "more than the allowed 16.0 MiB"),
         (b"{}", "schema must be 1, got 'None'"),
         (b'{"schema": 2}', "schema must be 1, got '2'"),
         (b'{"schema": true}', "schema must be 1, got 'True'"),
@@ -223,14 +224,14 @@ def test_facts_that_are_not_facts(path, content, message):
         ({"inputs__are": "some"}, "unknown kind"),
         ({"weights": {}}, "no valid 'are'"),
         ({"weights__are": "../all"}, "unknown kind"),
-        ({"weights__needed": 1}, "no valid 'needed'"),
-        ({"weights__aliases": {"a": "not.there"}}, "do not bear out"),
-        ({"weights__aliases": {"embed.weight": "norm.weight"}}, "do not bear out"),
-        ({"weights__aliases": {"a": "b", "b": "a"}}, "do not bear out"),
+        ({"weights__saved": 1}, "no valid 'saved'"),
+        ({"weights__aliases": {"a": "not.there"}}, "contradicts weights.safetensors"),
+        ({"weights__aliases": {"embed.weight": "norm.weight"}}, "contradicts weights.safetensors"),
+        ({"weights__aliases": {"a": "b", "b": "a"}}, "contradicts weights.safetensors"),
         ({"weights__aliases": {"a": 3}}, "no valid 'aliases'"),
-        ({"tree": {"tensor": "inputs.none"}}, "which is not there"),
-        ({"tree": [1, 2]}, "no known kind"),
-        ({"tree": {"dict": {"a": {"object": "os.system"}}}}, "unknown or broken kind 'object'"),
+        ({"tree": {"tensor": "inputs.none"}}, "which does not exist"),
+        ({"tree": [1, 2]}, "unknown kind"),
+        ({"tree": {"dict": {"a": {"object": "os.system"}}}}, "invalid part of kind 'object'"),
         ({"rng__python": [3, [1, 2], None]}, "random state of Python"),
         ({"rng__numpy": ["MT19937", -1, 0, 0.0]}, "random state of NumPy"),
         ({"rng__device_type": "os.path"}, "device type"),
@@ -249,9 +250,10 @@ def test_a_random_state_of_the_wrong_kind(path, tensor):
     refuse(path, "random state of the CPU")
 
 
-def test_a_bound_on_what_is_loaded(path):
-    with pytest.raises(ArgumentError, match=r"more than the 1\.0 KiB that are allowed"):
-        read_bundle(path, max_bytes=1024)
+def test_a_bound_on_what_is_loaded(path, monkeypatch):
+    monkeypatch.setattr("hf_nanguard.core.autopsy.bundle.reader.MAX_READ_BYTES", 1024)
+    with pytest.raises(ArgumentError, match=r"more than the allowed 1\.0 KiB"):
+        read_bundle(path)
 
 
 class Bomb:
@@ -275,13 +277,13 @@ def test_other_files_are_never_opened(path):
 
 def test_pickles_under_the_right_name_are_refused(path):
     (path / "inputs.safetensors").write_bytes(pickle.dumps(Bomb()))
-    refuse(path, "header of more than|broken")
+    refuse(path, "header of more than|damaged")
     (path / "facts.json").write_bytes(pickle.dumps(Bomb()))
     refuse(path, "not strict JSON")
 
 
 def test_extra_weights_are_not_read(path):
-    change(path, weights__are="none", weights__needed=False, weights__aliases={})
+    change(path, weights__are="none", weights__saved=False, weights__aliases={})
     (path / "weights.safetensors").write_bytes(b"junk")
     assert read_bundle(path).read_weights() == {}
 

@@ -10,10 +10,8 @@ from torch.distributed.tensor import Replicate, Shard
 from hf_nanguard.core.autopsy.bundle.tensor_file import (
     DTYPES,
     count_bytes,
-    escape,
     load_tensors,
     save_tensors,
-    unescape,
     why_not,
 )
 
@@ -69,11 +67,8 @@ def test_layouts_and_shared_memory(tmp_path):
     assert count_bytes([tensors["expanded"], tensors["empty"]]) == 24
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", "a..b", "ü", "\ud800", "%41", "a\\b", "__metadata__x", "a b\n", ""])
+@pytest.mark.parametrize("name", ["a/b", "..", "a..b", "ü", "%41", "a\\b", "__metadata__x", "a b\n", ""])
 def test_names_of_any_kind_come_back(tmp_path, name):
-    assert unescape(escape(name)) == name
-    assert not set(escape(name)) & set("/\\\n")
-    assert ".." not in escape(name)
     save_tensors(tmp_path / "x.safetensors", {name: torch.ones(1)})
     assert list(load_tensors(tmp_path / "x.safetensors")) == [name]
 
@@ -123,20 +118,16 @@ def test_a_shard_is_saved_only_if_it_is_the_whole(tmp_path, placement, size, sav
 @pytest.mark.parametrize(
     ("header", "data", "message"),
     [
-        (b"not json", b"", "broken"),
-        (b"[" * 5000, b"", "broken"),
-        ({"x": entry()}, b"ab", "broken"),
-        ({"x": entry()}, b"abcdefgh", "broken"),
-        ({"x": entry(shape=[2])}, b"abcd", "broken"),
-        ({"x": entry(shape=[2**32, 2**32])}, b"abcd", "broken"),
+        (b"not json", b"", "damaged"),
+        (b"[" * 5000, b"", "damaged"),
+        ({"x": entry()}, b"ab", "damaged"),
+        ({"x": entry()}, b"abcdefgh", "damaged"),
+        ({"x": entry(shape=[2])}, b"abcd", "damaged"),
+        ({"x": entry(shape=[2**32, 2**32])}, b"abcd", "damaged"),
         ({"x": entry(shape=[2**62, 0], size=0)}, b"", "shape"),
         ({"x": entry(shape=[1] * 100)}, b"abcd", "shape"),
         ({"x": entry("F4", [2], 1)}, b"a", "dtype"),
-        ({"x": entry("BOOL", [2], 2)}, b"\x01\x07", "truth"),
-        ({"a/b": entry()}, b"abcd", "name"),
-        ({"..": entry()}, b"abcd", "name"),
-        ({"%41": entry()}, b"abcd", "name"),
-        ({"%ff": entry()}, b"abcd", "decode"),
+        ({"x": entry("BOOL", [2], 2)}, b"\x01\x07", "booleans"),
     ],
 )
 def test_hostile_files_are_refused(tmp_path, header, data, message):
@@ -159,7 +150,7 @@ def test_a_huge_header_is_not_read(tmp_path):
 
 def test_data_at_an_odd_address_is_refused(tmp_path):
     write_raw(tmp_path / "x.safetensors", {"x": entry(shape=[2], size=8)}, struct.pack("<ff", 1.5, 2.5), pad=False)
-    with pytest.raises(ValueError, match=r"address|broken"):
+    with pytest.raises(ValueError, match=r"address|damaged"):
         load_tensors(tmp_path / "x.safetensors")
 
 
@@ -169,7 +160,7 @@ def test_every_truncation_is_refused(tmp_path):
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match=r"broken|header"):
+        with pytest.raises(ValueError, match=r"damaged|header"):
             load_tensors(path)
 
 

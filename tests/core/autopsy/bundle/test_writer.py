@@ -16,8 +16,9 @@ from torch import nn
 
 from hf_nanguard.core.autopsy.bundle import content as bundle_content
 from hf_nanguard.core.autopsy.bundle import writer as bundle_writer
-from hf_nanguard.core.autopsy.bundle.reader import read_bundle, write_bundle
-from hf_nanguard.core.autopsy.bundle.tensor_file import save_tensors
+from hf_nanguard.core.autopsy.bundle.reader import read_bundle
+from hf_nanguard.core.autopsy.bundle.tensor_file import load_tensors, save_tensors
+from hf_nanguard.core.autopsy.bundle.writer import write_bundle
 from hf_nanguard.errors import ArgumentError
 from tests.core.autopsy.suspects import Tied, make_inputs, make_specimen, make_verdict
 
@@ -92,7 +93,7 @@ def test_a_failure_in_the_middle_leaves_nothing(tmp_path, monkeypatch, error):
 
 def test_a_full_disk_is_known_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**40, 2**40, 5000))
-    with pytest.raises(OSError, match=r"A bundle of .* needs more room than the 4\.9 KiB free") as caught:
+    with pytest.raises(OSError, match=r"A bundle of .* does not fit into the 4\.9 KiB of free disk space") as caught:
         write_bundle(tmp_path / "step-1", make_specimen(make_inputs()), make_verdict(), {})
     assert caught.value.errno == 28
     assert names(tmp_path) == []
@@ -119,8 +120,8 @@ def test_a_folder_that_cannot_be_made_is_an_os_error(tmp_path):
 KILLED = """
     import sys, time
     from pathlib import Path
-    from hf_nanguard.core.autopsy import bundle_writer
-    from tests.core.autopsy.specimens import make_inputs, make_specimen, make_verdict
+    from hf_nanguard.core.autopsy.bundle import writer as bundle_writer
+    from tests.core.autopsy.suspects import make_inputs, make_specimen, make_verdict
     save = bundle_writer.save_tensors
     def stop(path, tensors):
         save(path, tensors)
@@ -283,7 +284,6 @@ def test_the_parameter_to_blame_is_always_inside(tmp_path, name):
     model = Tied()
     model.state_dict()[name].view(-1)[1] = float("nan")
     path = write_bundle(tmp_path / "s", make_specimen(make_inputs(), model), make_verdict(name), {})
-    assert "needed.safetensors" in names(path)
     bundle = read_bundle(path)
     assert bundle.weights_are == "none"
     found = bundle.read_weights()
@@ -295,7 +295,8 @@ def test_the_parameter_to_blame_is_always_inside(tmp_path, name):
 @pytest.mark.parametrize(("name", "weights"), [("embed.weight", "trainable"), ("head.weight", "all"), (None, "all")])
 def test_it_is_not_kept_twice(tmp_path, name, weights):
     path = write_bundle(tmp_path / "s", make_specimen(make_inputs()), make_verdict(name), {}, weights=weights)
-    assert "needed.safetensors" not in names(path)
+    saved = load_tensors(path / "weights.safetensors").keys()
+    assert ("embed.weight" in saved) != ("head.weight" in saved)
     assert {"embed.weight", "head.weight"} <= read_bundle(path).read_weights().keys()
 
 
@@ -307,9 +308,9 @@ def test_a_frozen_parameter_joins_the_trainable_ones(tmp_path):
 
 
 def test_a_parameter_too_large_to_keep_is_noted(tmp_path, monkeypatch):
-    monkeypatch.setattr(bundle_content, "MAX_NEEDED", 100)
+    monkeypatch.setattr(bundle_content, "MAX_CULPRIT", 100)
     path = write_bundle(tmp_path / "s", make_specimen(make_inputs()), make_verdict("embed.weight"), {})
-    assert "needed.safetensors" not in names(path)
+    assert "weights.safetensors" not in names(path)
     assert "256 bytes do not fit into 100 bytes" in read_bundle(path).left_out["embed.weight"]
 
 
@@ -323,25 +324,20 @@ def test_an_unknown_choice_of_weights(tmp_path):
 
 def test_without_text_no_text_is_anywhere(tmp_path):
     verdict = make_verdict(scope="samples", samples=[1], texts={1: "secret text"})
-    facts = {"event": [{"prompt": "secret", "completion": ["secret"], "text": "secret", "loss": 2.5}], "prompt": None}
-    path = write_bundle(tmp_path / "s", make_specimen(make_inputs()), verdict, facts, text=False, weights="all")
+    path = write_bundle(tmp_path / "s", make_specimen(make_inputs()), verdict, {}, text=False, weights="all")
     for file in path.iterdir():
         assert b"secret" not in file.read_bytes()
     bundle = read_bundle(path)
-    assert bundle.facts["event"][0]["loss"] == 2.5
-    assert bundle.facts["prompt"] is None
     assert torch.equal(bundle.inputs["input_ids"], make_inputs()["input_ids"])
     assert bundle.inputs["prompts"] == ["[redacted]"] * 4
-    assert "whoever has the tokenizer can decode" in (path / "README.md").read_text()
+    assert "anyone with the tokenizer can decode" in (path / "README.md").read_text()
     assert verdict.blame.texts == {1: "secret text"}
-    assert facts["event"][0]["prompt"] == "secret"
 
 
 def test_with_text_it_is_there(tmp_path):
     verdict = make_verdict(scope="samples", samples=[1], texts={1: "plain words"})
-    path = write_bundle(tmp_path / "s", make_specimen(make_inputs()), verdict, {"prompt": "a prompt"})
+    path = write_bundle(tmp_path / "s", make_specimen(make_inputs()), verdict, {})
     assert "plain words" in (path / "README.md").read_text()
-    assert read_bundle(path).facts == {"prompt": "a prompt"}
     assert read_bundle(path).inputs["prompts"][1] == "secret 1"
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from hf_nanguard.core.autopsy.trace.cause import infer_cause, infer_leaf_cause
-from hf_nanguard.core.autopsy.trace.op_record import Extent, Leaf, Place, Record
+from hf_nanguard.core.autopsy.trace.op_record import Extent, Place, Record
 from hf_nanguard.core.vocabulary import Cause
 
 from ..matrix import INF, NAN
@@ -182,9 +182,8 @@ def test_ratio_and_kl_are_told_by_their_line():
 def test_whole_rows_of_a_table_were_never_initialised_single_entries_were_ruined():
     bad = torch.zeros(5, 3, dtype=torch.bool)
     bad[2] = True
-    leaf = Leaf("parameter", "table", torch.zeros(5, 3))
-    assert infer_leaf_cause(leaf, bad) is Cause.UNINITIALISED_WEIGHT
+    assert infer_leaf_cause(bad) is Cause.UNINITIALISED_WEIGHT
     bad[3, 1] = True
-    assert infer_leaf_cause(leaf, bad) is Cause.PARAM_NONFINITE
-    assert infer_leaf_cause(leaf, torch.ones(5, 3, dtype=torch.bool)) is Cause.PARAM_NONFINITE
-    assert infer_leaf_cause(leaf, torch.ones(5, dtype=torch.bool)) is Cause.PARAM_NONFINITE
+    assert infer_leaf_cause(bad) is Cause.PARAM_NONFINITE
+    assert infer_leaf_cause(torch.ones(5, 3, dtype=torch.bool)) is Cause.PARAM_NONFINITE
+    assert infer_leaf_cause(torch.ones(5, dtype=torch.bool)) is Cause.PARAM_NONFINITE

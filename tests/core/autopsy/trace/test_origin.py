@@ -310,9 +310,8 @@ def test_overflow_of_attention_scores_is_named_in_both_kinds_of_attention():
 
 def test_loss_without_a_model_inside():
     model = Net()
-    origin, loss = find_origin(lambda: torch.tensor(NAN), model, lambda: [], {})
+    origin = find_origin(lambda: torch.tensor(NAN), model, lambda: [], {})
     assert (origin.op, origin.cause) == ("aten.lift_fresh.default", Cause.UNKNOWN)
-    assert math.isnan(loss)
 
 
 def test_cross_entropy_of_a_nan_logit_names_the_logit_not_the_loss():
@@ -328,7 +327,7 @@ def test_batch_norm_writes_its_statistics_without_saying_so():
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     x = torch.ones(3, 4)
     x[1, 2] = INF
-    origin, _ = find_origin(lambda: model(x).sum(), model, lambda: [], {"x": x})
+    origin = find_origin(lambda: model(x).sum(), model, lambda: [], {"x": x})
     assert (origin.phase, origin.leaf, origin.positions) == ("input", "x", ((1, 2),))
 
 

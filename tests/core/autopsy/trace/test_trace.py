@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from hf_nanguard.core.autopsy.trace.memory import find_positions, measure
+from hf_nanguard.core.autopsy.trace.memory import first_places, measure
 from hf_nanguard.core.autopsy.trace.origin import find_origin
 from hf_nanguard.core.autopsy.trace.trace import Trace
 from hf_nanguard.core.vocabulary import Cause
@@ -86,9 +86,9 @@ def test_measure_takes_nested_and_compressed_tensors():
 def test_positions_of_a_matrix_are_its_bad_rows():
     tensor = torch.zeros(4, 3)
     tensor[2, 1] = tensor[2, 2] = NAN
-    assert find_positions(tensor) == [(2, 1)]
-    assert find_positions(torch.stack([torch.zeros(4, 3), tensor])) == [(1, 2)]
-    assert find_positions(tensor[2]) == [(1,), (2,)]
+    assert first_places(~tensor.isfinite()) == [(2, 1)]
+    assert first_places(~torch.stack([torch.zeros(4, 3), tensor]).isfinite()) == [(1, 2)]
+    assert first_places(~tensor[2].isfinite()) == [(1,), (2,)]
 
 
 # ---- it disturbs nothing ----
@@ -554,7 +554,7 @@ def test_clipping_is_no_origin():
             torch.nn.utils.clip_grad_norm_(model.parameters(), INF)  # the coefficient is inf, and then clamped
             return loss.detach()
 
-        return find_origin(run, model, lambda: [(n, p.grad) for n, p in model.named_parameters()], {})[0]
+        return find_origin(run, model, lambda: [(n, p.grad) for n, p in model.named_parameters()], {})
 
     assert find_clipped(Net()) is None
     assert find_clipped(Net(bad_block)).source == culprit_line(bad_block)

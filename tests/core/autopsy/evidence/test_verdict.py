@@ -1,12 +1,12 @@
-"""What was found, as it is told."""
+"""What was found, as it is logged."""
 
 import json
 
 import pytest
 
+from hf_nanguard.core.autopsy.evidence.verdict import Blame, Verdict, format_verdict
 from hf_nanguard.core.autopsy.trace.origin import Origin
-from hf_nanguard.core.autopsy.verdict import Blame, Remedy, Verdict, format_verdict
-from hf_nanguard.core.event import Culprit
+from hf_nanguard.core.event import Culprit, Remedy
 from hf_nanguard.core.vocabulary import Cause
 
 ORIGIN = Origin(
@@ -29,7 +29,7 @@ def test_the_block_says_what_where_whose_why_and_what_works():
     block = format_verdict(_verdict(), 42, 1)
     lines = {line.split(":")[0].strip(): line for line in block.splitlines()[1:]}
     assert "step 42" in block.splitlines()[0]
-    assert "aten.mm.default made inf" in lines["what"]
+    assert "aten.mm.default turned finite inputs into inf" in lines["what"]
     assert "float16" in lines["what"]
     assert "301.5" in lines["what"]
     assert "6.55e+04" in lines["what"]
@@ -37,7 +37,7 @@ def test_the_block_says_what_where_whose_why_and_what_works():
     assert "sample 2 of 4, dataset row 1017, tokens (2, 5), (2, 6)" in lines["whose"]
     assert "the text" in lines["text"]
     assert "fp16_overflow" in lines["why"]
-    assert "every replay was bad" in lines["why"]
+    assert "every replay was non-finite" in lines["why"]
     assert "float32" in lines["works"]
     assert "upcast_module" in lines["fails"]
     assert "bfloat16" in lines["untried"]
@@ -48,14 +48,14 @@ def test_the_block_says_what_where_whose_why_and_what_works():
 @pytest.mark.parametrize(
     ("blame", "words"),
     [
-        (Blame("every_sample", [0, 1], None, [3, 4]), "every sample of 4"),
+        (Blame("every_sample", [0, 1, 2, 3], None, [3, 4, 5, 6]), "all 4 samples; the data is not the cause"),
         (Blame("batch", None, None, None), "only the batch as a whole"),
         (Blame("untried", [1], [[1, 0]], [9]), "not tested; seen in sample 1 of 4, dataset row 9"),
         (Blame("untried"), "not tested"),
-        (Blame("samples", list(range(9)), None, list(range(9))), "0, 1, 2, 3, 4, 5, ..."),
+        (Blame("samples", list(range(9)), None, list(range(9))), "samples 0, 1, 2, 3, 4, 5, ..."),
     ],
 )
-def test_whose_data_it_was_is_told_honestly(blame, words):
+def test_the_samples_are_named_with_what_was_tested(blame, words):
     assert words in format_verdict(Verdict(ORIGIN, blame, num_samples=4), 1, 0)
 
 
@@ -65,16 +65,16 @@ def test_a_fault_that_does_not_come_back_is_transient():
     assert "transient" in format_verdict(gone, 1, 0)
     once = Verdict(ORIGIN, reproducible=False)
     assert once.cause is Cause.TRANSIENT
-    assert "not every replay was bad" in format_verdict(once, 1, 0)
+    assert "not every replay was non-finite" in format_verdict(once, 1, 0)
     assert Verdict(ORIGIN).cause is Cause.FP16_OVERFLOW
 
 
-def test_a_leaf_and_a_backward_node_are_told_as_such():
+def test_a_leaf_and_a_backward_node_are_named_as_such():
     leaf = Origin("input", "nan", Cause.INPUT_NONFINITE, op="aten.add.Tensor", leaf="pixel_values", num_bad=3, dtype="float32")  # fmt: skip
     assert "input pixel_values holds NaN in 3 entries" in format_verdict(Verdict(leaf), 1, 0)
     back = Origin("backward", "inf", Cause.SQRT_AT_ZERO, op="aten.div.Tensor", node="SqrtBackward0", source="loss.py:3")
     block = format_verdict(Verdict(back), 1, 0)
-    assert "aten.div.Tensor in SqrtBackward0 made inf" in block
+    assert "aten.div.Tensor in SqrtBackward0 turned finite inputs into inf" in block
     assert "backward of the loss, outside the model, loss.py:3" in block
 
 

@@ -1,17 +1,17 @@
-"""Whose data it was: which samples of a micro-batch suffice to reproduce a fault, and which of their tokens.
+"""Finds which samples of a micro-batch suffice to reproduce a fault, and which of their tokens.
 
-Where the bad number was born says where to look first; only a replay without the other samples proves it. Halves are
-run until single samples are left, which costs about as many passes as the batch has bits. A half that is healthy is not
-looked at again; if both halves of something bad are healthy, no sample alone is to blame. A sample alone may be bad in
-its own way, as where a loss divides by a deviation over the batch; so it must be bad at the same place.
+The positions at the origin suggest where to look first; only a replay without the other samples proves it. The batch is
+bisected until single samples are left, which takes about log2(batch size) passes for one bad sample. A finite half is not
+searched; if both halves of a non-finite part are finite, no sample alone is to blame. A single sample may fail in a way of
+its own, for example if a loss divides by a deviation over the batch; so it must fail at the same place as the batch.
 """
 
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from ..trace.origin import Origin
 from .suspect_batch import SuspectBatch, find_fields
-from .trace.origin import Origin
 from .verdict import Blame
 
 MAX_TOKENS = 16
@@ -20,15 +20,15 @@ SEQUENCES = ("input_ids", "decoder_input_ids", "labels", "completion_ids", "atte
 
 
 def find_blame(suspect: SuspectBatch, origin: Origin, allowed: Callable[[], bool]) -> Blame:
-    """Returns whose data a fault needs.
+    """Returns which samples it takes to reproduce a fault.
 
     Args:
-        specimen (`SuspectBatch`):
+        suspect (`SuspectBatch`):
             The bad micro-batch.
         origin (`Origin`):
-            Where its bad number was born.
+            Where its non-finite value came from.
         allowed (`Callable`):
-            Asked before every replay; once it says no, what is known by then is returned.
+            Called before every replay; once it returns `False`, what is known by then is returned.
     """
     number = suspect.num_samples
     if number is None:
@@ -42,9 +42,7 @@ def find_blame(suspect: SuspectBatch, origin: Origin, allowed: Callable[[], bool
         if not together:
             found = _keep_same(suspect, origin, found, allowed)
             together = not found
-    except _OutOfTimeError:
-        return _blame(suspect, "untried", seen, tokens)
-    except Exception:  # this batch cannot be cut: images, packing, a loss that insists on its size by any means
+    except Exception:  # out of time, or the batch cannot be cut: images, packing, a loss that needs this size
         return _blame(suspect, "untried", seen, tokens)
     if together:
         return _blame(suspect, "batch", found if found and len(found) < number else None, tokens)
@@ -65,21 +63,17 @@ def _blame(suspect: SuspectBatch, scope: str, samples: list[int] | None, tokens:
     )
 
 
-class _OutOfTimeError(Exception):
-    pass
-
-
 def _search(suspect: SuspectBatch, seen: list[int], allowed: Callable[[], bool]) -> tuple[list[int], bool]:
-    """Returns the samples to blame, and whether it takes several of them together."""
+    """Returns the samples to blame, and whether the fault takes several of them together."""
     together = False
 
     def is_bad(samples: Sequence[int]) -> bool:
         if not allowed():
-            raise _OutOfTimeError
+            raise TimeoutError
         return not suspect.run(samples).healthy
 
     def search(samples: list[int]) -> list[int]:
-        """Finds the culprits among samples that are bad together."""
+        """Finds the culprits among samples that are non-finite together."""
         nonlocal together
         if len(samples) == 1:
             return samples
@@ -90,19 +84,16 @@ def _search(suspect: SuspectBatch, seen: list[int], allowed: Callable[[], bool])
             return samples
         return found
 
-    number = suspect.num_samples
-    assert number is not None
-    others = [sample for sample in range(number) if sample not in seen]
+    everyone = list(range(suspect.num_samples or 0))
+    others = [sample for sample in everyone if sample not in seen]
     if not seen or not others:
-        return search(list(range(number))), together
+        return search(everyone), together
     found = [s for part in (seen, others) if is_bad(part) for s in search(part)]
-    if not found:
-        return list(range(number)), True
-    return sorted(found), together
+    return (sorted(found), together) if found else (everyone, True)
 
 
 def _keep_same(suspect: SuspectBatch, origin: Origin, found: list[int], allowed: Callable[[], bool]) -> list[int]:
-    """Returns the samples that alone are bad where the batch was; after some that are, the others are taken for it."""
+    """Returns the samples that alone fail at the place where the batch did; after `MAX_CHECKS` the rest is assumed to."""
     kept: list[int] = []
     for number, sample in enumerate(found):
         if len(kept) == number == MAX_CHECKS or not allowed():
@@ -114,22 +105,22 @@ def _keep_same(suspect: SuspectBatch, origin: Origin, found: list[int], allowed:
 
 
 def _is_needed(suspect: SuspectBatch, sample: int) -> bool:
-    """Whether the batch is healthy without one sample."""
+    """Whether the batch is finite without one sample."""
     rest = [other for other in range(suspect.num_samples or 0) if other != sample]
     return len(rest) > 1 and suspect.run(rest).healthy
 
 
 def map_positions(origin: Origin, suspect: SuspectBatch) -> list[tuple[int, int | None]]:
-    """Returns sample and token of the bad values at the origin, as far as the shape tells them.
+    """Returns sample and token of the non-finite values at the origin, as far as they follow from the shape.
 
-    Understood are `[batch, ...]`, `[batch, tokens, ...]`, `[batch * tokens, ...]`, and attention's
+    Supported shapes are `[batch, ...]`, `[batch, tokens, ...]`, `[batch * tokens, ...]`, and attention's
     `[batch, heads, tokens, ...]` and `[batch * heads, tokens, ...]`.
     """
     entries, samples = suspect.num_entries, suspect.num_samples
     if entries is None or samples is None or not origin.shape:
         return []
     if len(origin.shape) == 1 and origin.phase not in ("input", "loss"):
-        return []  # a vector inside a model is rather one of its features than of its samples
+        return []  # a vector inside a model more likely has one entry per feature than per sample
     length = _sequence_length(suspect.fields)
     found = [_map_position(position, origin.shape, entries, length) for position in origin.positions]
     return sorted({(entry % samples, token) for entry, token in found if entry is not None}, key=str)

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_nanguard.core.autopsy.suspect_batch import SuspectBatch
+from hf_nanguard.core.autopsy.evidence.suspect_batch import SuspectBatch
+from hf_nanguard.core.autopsy.evidence.verdict import Blame, Verdict
 from hf_nanguard.core.autopsy.trace.origin import Origin
-from hf_nanguard.core.autopsy.verdict import Blame, Verdict
 from hf_nanguard.core.rerun.micro_batch import MicroBatch
 from hf_nanguard.core.rerun.runner import LoopRunner
 from hf_nanguard.core.rng import RngState

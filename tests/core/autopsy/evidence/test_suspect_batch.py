@@ -1,13 +1,11 @@
 """A held micro-batch that is run again, whole or in part."""
 
-from collections import UserDict
 from dataclasses import dataclass
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_nanguard.core.autopsy.suspect_batch import SuspectBatch, count_entries, name_tensors, take_entries
+from hf_nanguard.core.autopsy.evidence.suspect_batch import SuspectBatch, count_entries, take_entries
 from hf_nanguard.core.rerun.micro_batch import MicroBatch
 from hf_nanguard.core.rerun.runner import LoopRunner
 from hf_nanguard.core.rng import RngState
@@ -24,25 +22,6 @@ def _specimen(loss_fn, inputs, model, rows=None):
     runner = LoopRunner(model, torch.optim.SGD(model.parameters(), lr=0.1))
     runner.loss_fn = loss_fn
     return SuspectBatch(runner, MicroBatch(0, inputs, RngState.capture(), row_numbers=rows), 1.0)
-
-
-@pytest.mark.parametrize(
-    "inputs",
-    [
-        {"x": torch.zeros(3, 2), "y": torch.ones(3)},
-        UserDict({"x": torch.zeros(3, 2), "y": torch.ones(3)}),
-        Pair(torch.zeros(3, 2), torch.ones(3)),
-    ],
-)
-def test_tensors_have_the_names_of_their_fields(inputs):
-    assert list(name_tensors(inputs)) == ["x", "y"]
-
-
-def test_nested_tensors_have_dotted_names():
-    inputs = [{"kwargs": {"input_ids": torch.zeros(3, 2)}}, (torch.ones(3),)]
-    assert list(name_tensors(inputs)) == ["0.kwargs.input_ids", "1.0"]
-    assert list(name_tensors(torch.zeros(2))) == ["input"]
-    assert name_tensors(7) == {}
 
 
 def test_what_has_one_entry_per_sample_is_cut_and_the_rest_is_kept():

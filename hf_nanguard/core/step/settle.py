@@ -1,0 +1,221 @@
+"""One step decided and carried out: the one host read, the decision, and what healthy or merely odd steps lead to.
+
+A step whose norm is not finite goes to `containment.py`.
+"""
+
+import math
+from dataclasses import replace
+
+from torch import Tensor
+
+from ..event import Culprit, Event
+from ..finite import local, read_host
+from ..journal import Journal
+from ..rerun.micro_batch import AccumulationGroup, BatchAction, Finding
+from ..rerun.runner import Runner, same_on_all_ranks
+from ..robust_window import RobustWindow
+from ..settings import Policy
+from ..vocabulary import Action, Signal
+from .bad_gradients import take_census
+from .containment import Containment
+from .counters import Counter
+from .decision import Escalation, StepAction, decide
+from .redo import Redo
+from .step_reading import BadMicroBatch, StepOutcome, StepReading
+
+
+class Settlement:
+    """Reads a step, decides it and carries the decision out.
+
+    Args:
+        policy (`Policy`), journal (`Journal`), counter (`Counter`), escalation (`Escalation`), norms (`RobustWindow`),
+        redo (`Redo`):
+            Those of the guard.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        journal: Journal,
+        counter: Counter,
+        escalation: Escalation,
+        norms: RobustWindow,
+        redo: Redo,
+    ):
+        self.policy = policy
+        self.journal = journal
+        self.counter = counter
+        self.escalation = escalation
+        self.norms = norms
+        self.redo = redo
+        self.containment = Containment(policy, journal, counter, escalation, redo)
+        self.last_norm: float | None = None
+        self.was_zero = False
+
+    def settle(
+        self, group: AccumulationGroup, runner: Runner, step: int, norm: Tensor | None, zero_is_news: bool
+    ) -> StepOutcome:
+        """Decides a step and carries the decision out, see [`Guard.settle`]."""
+        norm_dev = runner.measure() if norm is None else same_on_all_ranks(norm)
+        *values, norm_host = read_host([*group.losses, *group.notes, local(norm_dev)])
+        losses, watched = values[: len(group.losses)], group.take_notes(values[len(group.losses) :])
+        self.last_norm = norm_host
+        decision = decide(losses, norm_host, self.policy, self.norms)
+        if not math.isfinite(norm_host) and group.has_bad_term:  # dropped on the device, yet its gradient is not finite
+            decision = replace(decision, signal=Signal.LOSS_NONFINITE)
+        reading = StepReading(
+            step, group, losses, norm_host, norm_dev, decision, self.journal.ranks.rank, norm is not None,
+            learning_rate=runner.learning_rate,
+        )  # fmt: skip
+        emit_watched(self.journal, group, watched, step)
+        if math.isfinite(norm_host):
+            emit_bad_terms(self.journal, group, losses, step)
+        self._emit_findings(reading)
+        return self._carry_out(reading, runner, zero_is_news)
+
+    def _carry_out(self, reading: StepReading, runner: Runner, zero_is_news: bool) -> StepOutcome:
+        decision, finite = reading.decision, math.isfinite(reading.norm)
+        if runner.scaler is not None and not finite and reading.bad_loss is None and not self.policy.acts:
+            return self.containment.leave_to_scaler(reading, runner)
+        if decision.course is not StepAction.STEP and not finite:
+            return self.containment.contain(reading, runner)
+        if finite:
+            self.counter.count_norm(reading.norm)
+        if decision.course in (StepAction.CLIP, StepAction.SKIP):
+            return self._contain_spike(reading, runner)
+        self.containment.count(reading, 0, reading.group.micro_batches)
+        if decision.signal is not None:
+            return self._observe(reading, runner)
+        self.escalation.healthy()
+        self.norms.add(reading.norm)
+        self._emit_zero(reading, zero_is_news)
+        return StepOutcome(norm=reading.norm_dev)
+
+    def _observe(self, reading: StepReading, runner: Runner) -> StepOutcome:
+        """Reports what is wrong and lets the step continue: mode `observe`, a non-finite loss of this rank, a spike."""
+        norm, threshold = reading.norm, self.norms.threshold()
+        if reading.decision.signal is Signal.GRAD_SPIKE:
+            self._emit_spike(reading, Action.OBSERVED, threshold)
+        elif math.isfinite(norm):
+            self._emit_bad_loss(reading, runner)
+        else:
+            census = take_census(runner.named_gradients())
+            self.counter.count_gradients(census.bad)
+            reading = replace(reading, census=census)
+            with runner.undisturbed():
+                blamed, _ = self.redo.explain(reading, runner)
+            self.journal.write(reading.event(Action.OBSERVED, reading.describe(), blamed=blamed))
+        if math.isfinite(norm):
+            self.escalation.healthy()
+            self.norms.add(norm if threshold is None else min(norm, threshold))
+        shown = reading.finite_losses
+        keep = self.policy.acts and len(shown) < len(reading.losses)
+        return StepOutcome(norm=reading.norm_dev, redone=shown if keep else None)
+
+    def _contain_spike(self, reading: StepReading, runner: Runner) -> StepOutcome:
+        """Clips or skips a finite norm that is above the fixed threshold or that of the statistics, on every rank alike."""
+        fixed = self.policy.skip_grad_norm
+        threshold = fixed if fixed is not None and reading.norm > fixed else self.norms.threshold()
+        clips = reading.decision.course is StepAction.CLIP
+        message = self._emit_spike(reading, Action.CLIPPED if clips else Action.SKIPPED, threshold)
+        if reading.bad_loss is not None:  # known to this rank only, and lost otherwise
+            self._emit_bad_loss(reading)
+        if not clips:
+            return self.containment.skip(reading, runner, Signal.GRAD_SPIKE, message)
+        self.containment.count(reading, 0, reading.group.micro_batches)
+        self.escalation.healthy()
+        self.norms.add(reading.norm)
+        shown = reading.finite_losses
+        redone = shown if len(shown) < len(reading.losses) else None
+        return StepOutcome(norm=reading.norm_dev, redone=redone, clip_to=threshold)
+
+    # ---- events ----
+
+    def _emit_spike(self, reading: StepReading, action: Action, threshold: float | None) -> str:
+        message = f"gradient norm {reading.norm:.4g} at step {reading.step} is above the threshold of {threshold:.4g}"
+        values = {"grad_norm": reading.norm, "threshold": threshold}
+        culprit = Culprit(phase="backward")
+        self.journal.write_once(Event(reading.step, Signal.GRAD_SPIKE, action, message, values=values, culprit=culprit))
+        return message
+
+    def _emit_bad_loss(self, reading: StepReading, runner: Runner | None = None) -> None:
+        blamed = None if runner is None else self.redo.examine_loss(reading, runner)
+        message = f"{reading.describe()}; its gradients are finite"
+        self.journal.write(reading.event(Action.OBSERVED, message, Signal.LOSS_NONFINITE, blamed=blamed))
+
+    def _emit_zero(self, reading: StepReading, is_news: bool) -> None:
+        is_zero = is_news and reading.norm == 0.0 and bool(reading.losses) and not any(reading.losses)
+        if is_zero and not self.was_zero:
+            message = f"loss and gradients are exactly zero at step {reading.step}; nothing is learned from this batch"
+            values = {"loss": 0.0, "grad_norm": 0.0}
+            event = Event(reading.step, Signal.LOSS_ZERO, Action.OBSERVED, message, rank=reading.rank, values=values)
+            self.journal.write(event)
+        self.was_zero = is_zero
+
+    def _emit_findings(self, reading: StepReading) -> None:
+        """Writes the findings whose events do not depend on what becomes of the step; `Containment` writes the others."""
+        actions = {BatchAction.REPAIR: Action.REPAIRED, BatchAction.REMOVED: Action.DROPPED}
+        for micro in reading.group.micro_batches:
+            for finding in micro.findings:
+                if self._is_due(finding, math.isfinite(reading.norm)):
+                    bad = BadMicroBatch.of_finding(micro, finding, reading.step)
+                    self.journal.write(bad.event(actions.get(finding.action, Action.OBSERVED), reading))
+
+    def _is_due(self, finding: Finding, finite: bool) -> bool:
+        if finding.action in (BatchAction.DROP, BatchAction.HALT):
+            return finite  # the micro-batch could not be dropped
+        if finding.action is BatchAction.SUSPECT:
+            return finite and finding.signal not in self.journal.written  # the loss ignored it; once is enough
+        return True
+
+
+def emit_watched(journal: Journal, group: AccumulationGroup, watched: list[float], step: int) -> None:
+    """Writes an event for every watched tensor that is not finite or exceeds its bound.
+
+    Args:
+        journal (`Journal`):
+            Where events are written.
+        group (`AccumulationGroup`):
+            The group in which the tensors were watched.
+        watched (`list[float]`):
+            Their largest magnitudes, as read.
+        step (`int`):
+            The step.
+    """
+    for (name, _, bound), largest in zip(group.watched, watched, strict=True):
+        if math.isfinite(largest) and (bound is None or largest <= bound):
+            continue
+        what = f"exceeds its bound of {bound}" if math.isfinite(largest) else "is not finite"
+        message = f"{name} {what} at step {step} (largest magnitude {largest})"
+        values = {"largest": largest, "bound": bound}
+        culprit = Culprit(phase="forward", term=name)
+        rank = journal.ranks.rank
+        journal.write(Event(step, Signal.PREDICTION_NONFINITE, Action.OBSERVED, message, None, rank, values, culprit))
+
+
+def emit_bad_terms(journal: Journal, group: AccumulationGroup, losses: list[float], step: int) -> None:
+    """Writes an event for every non-finite term of a step with finite gradients, unless the event of its loss names it.
+
+    Args:
+        journal (`Journal`):
+            Where events are written.
+        group (`AccumulationGroup`):
+            The group, with its terms as read.
+        losses (`list[float]`):
+            Its losses; the event of a non-finite one names its terms.
+        step (`int`):
+            The step.
+    """
+    for micro in group.micro_batches:
+        is_named = micro.index < len(losses) and not math.isfinite(losses[micro.index])
+        for name in micro.bad_terms:
+            drops = all(term.drops for term in micro.terms if term.name == name and term.is_bad)
+            if is_named and not drops:
+                continue
+            action = Action.DROPPED if drops else Action.OBSERVED
+            rest = "the loss continues without it" if drops else "the gradients are finite"
+            message = f"{name} is {micro.term_values[name]} in micro-batch {micro.index} of step {step}; {rest}"
+            values = {"terms": micro.term_values}
+            culprit = Culprit(phase="loss", term=name, rows=micro.rows)
+            rank = journal.ranks.rank
+            journal.write(Event(step, Signal.LOSS_NONFINITE, action, message, micro.index, rank, values, culprit))

@@ -1,0 +1,244 @@
+"""Every private or undocumented name of torch that the core uses, each with the condition under which it can go."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+
+# Can go when torch exports them from a public module.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+
+# The modules of torch whose Python functions ask for a `__torch_function__` first. Can go when such a mode also sees what
+# these functions call.
+OVERRIDABLE_MODULES = (torch.nn.functional, torch.functional, torch._tensor, torch.autograd)
+
+# ---- tensors ----
+
+
+def foreach_norm(tensors: list[Tensor] | tuple[Tensor, ...], order: float) -> list[Tensor]:
+    """Returns the norm of each tensor by one fused kernel per device and dtype.
+
+    Can go when torch has a public foreach norm."""
+    return list(torch._foreach_norm(tensors, order)) if tensors else []
+
+
+def write_count(tensor: Tensor) -> int:
+    """Returns how often a tensor was written in place, as autograd counts it.
+
+    Can go when torch has a public counter of in-place writes."""
+    return tensor._version
+
+
+def storage_address(tensor: Tensor) -> int:
+    """Returns a number that identifies the storage of a plain tensor while it is alive.
+
+    Can go when `untyped_storage()` has a public identity that costs no weak reference."""
+    return tensor.untyped_storage()._cdata
+
+
+def is_zero_tensor(tensor: Tensor) -> bool:
+    """Returns whether a tensor is one of autograd's immutable zeros, which have no storage.
+
+    Can go when torch has a public name for this."""
+    return tensor._is_zerotensor()
+
+
+def sparse_values(tensor: Tensor) -> Tensor:
+    """Returns the values of a sparse tensor as they are, coalesced or not.
+
+    Can go when `values()` accepts uncoalesced tensors."""
+    return tensor._values()
+
+
+def copy_hooks(source: Tensor, target: Tensor) -> None:
+    """Lets a tensor have the backward hooks of another.
+
+    Can go when hooks of a tensor can be listed and registered again."""
+    if source._backward_hooks:
+        target._backward_hooks = source._backward_hooks
+
+
+# ---- autograd and operators ----
+
+
+def is_operator(func: Any) -> bool:
+    """Returns whether what a dispatch mode sees is a plain operator and not one of higher order, e.g. flex attention.
+
+    Can go when `OpOverload` has a public name."""
+    return isinstance(func, torch._ops.OpOverload)
+
+
+def operator_arguments(operator: Any) -> Sequence[Any]:
+    """Returns the declared arguments of an operator, with what is written in place.
+
+    Can go when operators have a public schema."""
+    return operator._schema.arguments
+
+
+def running_node() -> Any:
+    """Returns the autograd node whose backward is running, `None` in a forward.
+
+    Can go when torch has a public name for this."""
+    return torch._C._current_autograd_node()
+
+
+def is_in_backward() -> bool:
+    """Returns whether a backward pass is running, e.g. one that recomputes a checkpointed block.
+
+    Can go when torch has a public name for this."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def run_after_backward(callback: Callable[[], None]) -> None:
+    """Has a function called once the running backward has done everything that is queued before it.
+
+    Can go when torch offers a hook on the end of a backward pass.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def last_sequence_number() -> int:
+    """Returns the sequence number of the autograd node that was created last.
+
+    Can go when a tensor's node can be asked in a dispatch mode, below autograd."""
+    return torch._C._autograd._get_sequence_nr() - 1
+
+
+def sequence_number(node: Any) -> int:
+    """Returns the sequence number of an autograd node.
+
+    Can go when nodes have a public identity that their forward knows as well."""
+    return node._sequence_nr()
+
+
+# ---- modules ----
+
+
+def list_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yields each buffer with its module and its name there; a buffer that is registered twice comes twice.
+
+    Can go when `named_buffers` can also return the module."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield module, name, buffer
+
+
+def get_buffer(module: nn.Module, name: str) -> Tensor | None:
+    """Returns a buffer by its name in the module; `None` if it was deleted or set to `None`.
+
+    Can go when `nn.Module.get_buffer` accepts buffers that are `None`."""
+    return module._buffers[name]
+
+
+def set_buffer(module: nn.Module, name: str, buffer: Tensor) -> None:
+    """Replaces a buffer without the checks of `__setattr__`, which a subclass may override.
+
+    Can go when `nn.Module` has a public `set_buffer`."""
+    module._buffers[name] = buffer
+
+
+def list_tensor_slots(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Returns where modules keep parameters and buffers: dictionaries and keys, so that a tensor can be exchanged without
+    the checks of `nn.Module`. Recurrent layers keep their parameters a second time.
+
+    Can go when `torch.func.functional_call` covers tied tensors, recurrent layers and models called through hooks."""
+    modules = list(model.modules())
+    tables = [table for module in modules for table in (module._parameters, module._buffers)]
+    slots: list[tuple[dict[str, Any], str]] = [(table, key) for table in tables for key in table]
+    return slots + [(vars(module), "_flat_weights") for module in modules if isinstance(module, nn.RNNBase)]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Returns whether a module runs as a compiled graph. Its class is known by name because importing it costs an import of
+    `torch._dynamo`.
+
+    Can go when torch has a public name for this."""
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+
+
+def unwrap_compiled(model: nn.Module) -> nn.Module:
+    """Returns the module that `torch.compile` has wrapped, or the module itself.
+
+    Can go when the wrapper has a public name for it."""
+    return getattr(model, "_orig_mod", model)
+
+
+def plain_name(name: str) -> str:
+    """Returns the name of a parameter without what `torch.compile` adds to it.
+
+    Can go when compiled modules report the names of the module they wrap."""
+    return name.replace("_orig_mod.", "")
+
+
+def is_saved(module: nn.Module, name: str) -> bool:
+    """Returns whether a buffer is part of the state dict.
+
+    Can go when torch tells without building a state dict, which may copy and gather."""
+    return name not in module._non_persistent_buffers_set
+
+
+def is_norm_layer(module: nn.Module) -> bool:
+    """Returns whether a module keeps running statistics (batch and instance norm).
+
+    Can go when these layers have a public base class."""
+    return isinstance(module, _NormBase)
+
+
+# ---- loss scaler ----
+
+
+def copy_scale(scaler: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Returns copies of the loss scale and its growth counter on their device.
+
+    Can go when `GradScaler.state_dict` returns them without a host read."""
+    pair = scaler._scale, scaler._growth_tracker
+    return tuple(None if value is None else value.clone() for value in pair)  # type: ignore[return-value]
+
+
+def restore_scale(scaler: Any, scale: Tensor | None, growth: Tensor | None) -> None:
+    """Puts back what [`copy_scale`] returned.
+
+    Can go when `GradScaler.load_state_dict` accepts tensors."""
+    if scale is not None:
+        scaler._scale.copy_(scale)
+        scaler._growth_tracker.copy_(growth)
+
+
+def copy_unscaled(scaler: Any) -> dict[int, Any]:
+    """Returns which optimizers had their gradients unscaled in this step.
+
+    Can go when `GradScaler` can undo `unscale_`."""
+    return dict(scaler._per_optimizer_states)
+
+
+def restore_unscaled(scaler: Any, states: dict[int, Any]) -> None:
+    """Puts back what [`copy_unscaled`] returned; an empty dictionary lets `unscale_` run again.
+
+    Can go when `GradScaler` can undo `unscale_`."""
+    scaler._per_optimizer_states.clear()
+    scaler._per_optimizer_states.update(states)
+
+
+# ---- DistributedDataParallel ----
+
+
+def rebuild_buckets(model: nn.Module) -> None:
+    """Makes DDP rebuild its buckets now. It does so in the first forward after its first reduction, by a collective, which
+    ranks that run different numbers of passes would not reach together.
+
+    Can go when DDP rebuilds its buckets without a collective."""
+    if isinstance(model, DistributedDataParallel):
+        model.reducer._rebuild_buckets()
+
+
+def sync_buffers(model: nn.Module, active: bool) -> None:
+    """Lets DDP broadcast buffers in the next forward, or not.
+
+    Can go when `no_sync` also covers buffers."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_forward_param_sync = active

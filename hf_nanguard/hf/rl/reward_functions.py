@@ -1,0 +1,121 @@
+"""Wraps the reward functions and reward models of a TRL trainer so that what they return is checked."""
+
+import inspect
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
+from types import SimpleNamespace
+from typing import Any
+
+from accelerate.utils import DistributedType
+from torch import nn
+
+from ..compat.online_trainer import OnlineTrainer, name_reward_functions, replaced_reward_functions
+from .reward_check import RewardCheck
+
+
+@contextmanager
+def checked_rewards(
+    trainer: OnlineTrainer,
+    unusable: Collection[int] = (),
+    prompts: Sequence[Any] = (),
+    completions: Sequence[Any] = (),
+    acts: bool = True,
+) -> Iterator[RewardCheck]:
+    """Checks what the reward functions of a TRL trainer return while its `_calculate_rewards` runs inside.
+
+    Errors are caught on the rank where they are raised, which then goes on to TRL's gather as the others do. A function that
+    communicates with other ranks must fail on all of them.
+
+    Args:
+        trainer (`OnlineTrainer`):
+            A trainer with `reward_funcs`; it gets the very same list back.
+        unusable (`Collection[int]`, *optional*):
+            Completions of this rank that are unscorable whatever their rewards, without a finding.
+        prompts, completions (`Sequence`, *optional*):
+            What is scored. Functions are given both anyway; for the findings of reward models they are needed here.
+        acts (`bool`, *optional*, defaults to `True`):
+            `False`: findings only; values and errors reach TRL as they are.
+
+    Returns:
+        A context manager that gives the [`RewardCheck`].
+
+    Example:
+
+    ```python
+    with checked_rewards(self, unusable, prompts, completions) as check:
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+    rewards = mark_unscorable(rewards)
+    ```
+    """
+    check = RewardCheck(name_reward_functions(trainer), unusable, acts, prompts, completions)
+    sharded = trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    alone = not sharded or trainer.accelerator.num_processes == 1
+    wrapped = [
+        CheckedModel(function, place, check, alone)
+        if isinstance(function, nn.Module)
+        else _wrap(function, place, check)
+        for place, function in enumerate(trainer.reward_funcs)
+    ]
+    with replaced_reward_functions(trainer, wrapped):
+        yield check
+
+
+class CheckedModel(nn.Module):
+    """A reward model whose scores are checked. A module, because TRL distinguishes models from functions by that.
+
+    Args:
+        model (`nn.Module`):
+            The reward model.
+        place (`int`):
+            Its place among the reward functions.
+        check (`RewardCheck`):
+            Where findings go.
+        alone (`bool`):
+            Whether its forward runs without other ranks. If not, an error must end the run because the others wait.
+    """
+
+    def __init__(self, model: nn.Module, place: int, check: RewardCheck, alone: bool):
+        super().__init__()
+        self.model = model
+        self.place = place
+        self.check = check
+        self.alone = alone
+
+    def forward(self, **inputs: Any) -> SimpleNamespace:
+        first = next(iter(inputs.values()))
+        try:
+            scores = self.model(**inputs).logits[:, 0]
+        except Exception as error:  # a user's model may raise anything
+            self.check.note_error(self.place, error)
+            if not (self.alone and self.check.acts):
+                raise
+            return SimpleNamespace(logits=self.check.mark_scores(len(first), first.device).unsqueeze(1))
+        return SimpleNamespace(logits=self.check.check_scores(self.place, scores, len(first)).unsqueeze(1))
+
+
+def _wrap(function: Callable[..., Any], place: int, check: RewardCheck) -> Callable[..., Any]:
+    """Returns the function with its result checked; async if the function is."""
+    inner: Any = function
+    while isinstance(inner, partial):
+        inner = inner.func
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        check.set_texts(**kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except Exception as error:  # a user's function may raise anything
+            return check.fail(place, error)
+        return check.check_result(place, result)
+
+    @wraps(function)
+    async def call_async(*args: Any, **kwargs: Any) -> Any:
+        check.set_texts(**kwargs)
+        try:
+            result = await function(*args, **kwargs)
+        except Exception as error:  # a user's function may raise anything
+            return check.fail(place, error)
+        return check.check_result(place, result)
+
+    return call_async if inspect.iscoroutinefunction(inner) or inspect.iscoroutinefunction(inner.__call__) else call

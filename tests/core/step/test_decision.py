@@ -1,0 +1,83 @@
+"""The table of decisions, and the count of bad steps in a row."""
+
+import pytest
+
+from hf_nanguard.core.robust_window import RobustWindow
+from hf_nanguard.core.settings import Policy
+from hf_nanguard.core.step.decision import HEALTHY, Decision, Escalation, StepAction, decide
+from hf_nanguard.core.vocabulary import Signal
+from hf_nanguard.testing import INF, NAN
+
+
+def seen(value=1.0, count=60):
+    window = RobustWindow()
+    for _ in range(count):
+        window.add(value)
+    return window
+
+
+STEP, REDO, SKIP, CLIP = StepAction.STEP, StepAction.REDO, StepAction.SKIP, StepAction.CLIP
+GRAD, LOSS, SPIKE = Signal.GRAD_NONFINITE, Signal.LOSS_NONFINITE, Signal.GRAD_SPIKE
+
+
+@pytest.mark.parametrize(
+    ("losses", "norm", "settings", "course", "signal"),
+    [
+        ([1.0], 1.0, {}, STEP, None),
+        ([], 1.0, {}, STEP, None),
+        ([0.0], 0.0, {}, STEP, None),
+        ([1.0], NAN, {}, REDO, GRAD),
+        ([1.0], INF, {}, REDO, GRAD),
+        ([], NAN, {}, REDO, GRAD),
+        ([NAN], NAN, {}, REDO, LOSS),
+        ([1.0, INF], INF, {}, REDO, LOSS),
+        ([NAN], NAN, {"on_nonfinite": "floor"}, REDO, LOSS),
+        ([NAN], NAN, {"on_nonfinite": "skip"}, SKIP, LOSS),
+        ([1.0], NAN, {"on_nonfinite": "repair"}, StepAction.REPAIR, GRAD),
+        ([1.0], NAN, {"on_nonfinite": "halt"}, StepAction.HALT, GRAD),
+        ([NAN], NAN, {"mode": "observe"}, STEP, LOSS),
+        ([1.0], NAN, {"mode": "observe", "on_nonfinite": "halt"}, STEP, GRAD),
+        # news of one rank only: never more than observed
+        ([NAN], 1.0, {}, STEP, LOSS),
+        ([NAN], 1.0, {"on_nonfinite": "halt"}, STEP, LOSS),
+        # and never less than what the norm, which all ranks share, says
+        ([NAN], 1e6, {"skip_grad_norm": 2.0}, SKIP, SPIKE),
+        ([NAN], 99.0, {"on_spike": "clip"}, CLIP, SPIKE),
+        ([NAN], 99.0, {"on_spike": "skip"}, SKIP, SPIKE),
+        ([1.0], 2.0, {"skip_grad_norm": 2.0}, STEP, None),
+        ([1.0], 2.1, {"skip_grad_norm": 2.0}, SKIP, SPIKE),
+        ([1.0], NAN, {"skip_grad_norm": 2.0}, REDO, GRAD),
+        ([1.0], 99.0, {}, STEP, SPIKE),
+        ([1.0], 99.0, {"on_spike": "clip"}, CLIP, SPIKE),
+        ([1.0], 99.0, {"on_spike": "skip"}, SKIP, SPIKE),
+        ([1.0], 99.0, {"on_spike": "skip", "mode": "observe"}, STEP, SPIKE),
+        ([1.0], 99.0, {"on_spike": "clip", "skip_grad_norm": 50.0}, SKIP, SPIKE),
+        ([1.0], 4.0, {"on_spike": "skip"}, STEP, None),
+    ],
+)  # fmt: skip
+def test_the_decision_table(losses, norm, settings, course, signal):
+    assert decide(losses, norm, Policy(**settings), seen()) == Decision(course, signal)
+
+
+def test_healthy_is_step_without_a_signal():
+    assert Decision(StepAction.STEP, None) == HEALTHY
+
+
+def test_nothing_but_step_depends_on_this_rank_s_losses():
+    """Ranks see different losses and the same norm: they must take the same course."""
+    for norm in (0.0, 1.0, 99.0, NAN, INF):
+        for settings in ({}, {"on_nonfinite": "skip"}, {"on_spike": "skip"}, {"skip_grad_norm": 0.5}):
+            seen_here = ([1.0], [NAN], [INF, 1.0])
+            courses = {decide(losses, norm, Policy(**settings), seen()).course for losses in seen_here}
+            assert len(courses) == 1, (norm, settings, courses)
+
+
+def test_the_ladder_counts_only_bad_steps_in_a_row():
+    escalation = Escalation(3)
+    assert [escalation.bad(), escalation.bad()] == [False, False]
+    escalation.healthy()
+    assert [escalation.bad(), escalation.bad(), escalation.bad()] == [False, False, True]
+
+
+def test_a_ladder_of_one_halts_at_once():
+    assert Escalation(1).bad()

@@ -1,0 +1,65 @@
+"""Every benchmark runs, with tiny sizes: its table is printed and its figures are there."""
+
+import re
+import sys
+
+import pytest
+import torch
+
+from benchmarks import autopsy, logits, losses, monitor, overhead, peers
+
+
+def run(module, monkeypatch, capsys, *words: str) -> list[str]:
+    """Runs a benchmark in this process and returns the lines it prints."""
+    monkeypatch.setattr(sys, "argv", [module.__file__, *words])
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)  # it would outlast this test
+    module.main()
+    return capsys.readouterr().out.splitlines()
+
+
+def test_overhead(monkeypatch, capsys):
+    lines = run(overhead, monkeypatch, capsys, "--size", "tiny", "--steps", "1", "--rounds", "1")
+    assert [line.split()[0] for line in lines] == ["step", "stock", "guarded"]
+    reads, ops = map(float, lines[2].split()[-2:])
+    assert reads <= 0
+    assert 0 <= ops <= 8
+
+
+def test_monitor(monkeypatch, capsys):
+    lines = run(monitor, monkeypatch, capsys, "--size", "tiny", "--steps", "1", "--rounds", "1")
+    rows = {line[:18].strip(): list(map(float, line[18:].split())) for line in lines[1:]}
+    assert [*rows] == ["stock", *monitor.MONITORS]
+    assert all(row[-1] > rows["no monitor"][-1] for name, row in rows.items() if name not in ("stock", "no monitor"))
+
+
+def test_logits(monkeypatch, capsys):
+    monkeypatch.setattr(logits, "SHAPES", ((2, 50),))
+    lines = run(logits, monkeypatch, capsys, "--repeats", "2")
+    assert lines[0] == "[2, 50]"
+    assert len(lines) == 5
+    assert all(re.search(r"[\d.]+ ms +[\d.]+ x torch.sum$", line) for line in lines[1:])
+
+
+@pytest.mark.parametrize("contender", losses.CONTENDERS)
+def test_losses(contender, monkeypatch, capsys):
+    words = ["--tokens", "4", "--vocabulary", "50", "--repeats", "1", "--contender", contender]
+    [line] = run(losses, monkeypatch, capsys, *words)
+    seconds, megabytes = map(float, line.split())
+    assert seconds > 0
+    assert megabytes >= 0
+
+
+@pytest.mark.parametrize("kind", autopsy.KINDS)
+def test_autopsy(kind, monkeypatch, capsys):
+    [line] = run(autopsy, monkeypatch, capsys, "--size", "tiny", "--steps", "1", "--only", kind)
+    seconds, peak = map(float, line.split())
+    assert seconds > 0
+    assert peak > 0
+
+
+def test_peers():
+    """The whole table is compared with the README in `make slow`."""
+    stock, ours = peers.CONTENDERS[0], peers.CONTENDERS[-1]
+    assert peers.play(stock, "loss") == "runs on, weights NaN, reported: nothing"
+    assert peers.play(ours, "loss") == "runs on, weights finite, reported: place, parameters, data"
+    assert peers.count(ours)[0] <= peers.count(stock)[0]
