@@ -1,5 +1,6 @@
 """The guarded `Trainer`, and how any other trainer class or instance becomes guarded."""
 
+import logging
 from functools import cache
 from typing import Any
 
@@ -10,6 +11,8 @@ from .rl.rl_mixin import ReinforcementMixin
 from .trainer.arguments import GuardArguments
 from .trainer.guarded_class import MADE_HERE
 from .trainer.mixin import GuardedTrainerMixin
+
+logger = logging.getLogger("hf_nanguard")
 
 
 class GuardedTrainer(GuardedTrainerMixin, Trainer):
@@ -66,6 +69,9 @@ def attach(trainer: Trainer, guard: GuardArguments | None = None) -> Trainer:
         )
     if isinstance(trainer, GuardedTrainerMixin):
         if guard is not None:
+            logger.warning(
+                "hf_nanguard: this trainer is guarded already; its settings are replaced by those given now."
+            )
             trainer.begin_guarding(guard)
         return trainer
     original: Any = type(trainer)

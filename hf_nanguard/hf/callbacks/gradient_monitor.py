@@ -7,7 +7,7 @@ from statistics import fmean
 
 from accelerate.optimizer import AcceleratedOptimizer
 from tqdm import tqdm
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ...core.event import Culprit, Event
 from ...core.finite import local, read_host
@@ -16,7 +16,7 @@ from ...core.step.bad_gradients import Census, describe, format_bad_gradients, t
 from ...core.vocabulary import Action, Cause, Signal
 from ...errors import ArgumentError
 from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
-from ..compat.accelerate import hold_schedule
+from ..compat.accelerate import bypass_optimizer, resume_optimizer
 from .gradient_tap import NOT_TAPPED, GradientTap
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class GradientMonitorCallback(TrainerCallback):
         self.num_nan = 0
         self.num_inf = 0
         self.norms: list[float] = []
-        self.is_schedule_held = False
+        self.is_skipping = False
         self.has_failed = False
         self.tap: GradientTap | None = None
         self.writer: JsonlWriter | None = None
@@ -94,17 +94,27 @@ class GradientMonitorCallback(TrainerCallback):
         self.num_inf += kinds.count("inf")
         if args.process_index == 0:
             tqdm.write(format_bad_gradients(state.global_step, norm, census, self.num_nan, self.num_inf))
-        self._emit_nonfinite(args, state, norm, census)
-        if self.halt_on_nan:
-            clear_gradients(tap.model.parameters())
-            hold_schedule(optimizer, True)
-            self.is_schedule_held = True
-            control.should_training_stop = True
+        self._emit_nonfinite(args, state, norm, census, self.contain(optimizer, control))
+
+    def contain(self, optimizer: AcceleratedOptimizer | None, control: TrainerControl) -> Action:
+        """Does what is to be done about a step with a non-finite gradient, and returns it."""
+        if not self.halt_on_nan:
+            return Action.OBSERVED
+        self.skip_step(optimizer)
+        control.should_training_stop = True
+        return Action.HALTED
+
+    def skip_step(self, optimizer: AcceleratedOptimizer | None) -> None:
+        """Keeps the optimizer and the schedule from stepping, until the step has passed."""
+        if self.tap is not None:
+            clear_gradients(self.tap.model.parameters())
+        bypass_optimizer(optimizer)
+        self.is_skipping = True
 
     def on_step_end(self, args, state, control, optimizer=None, **kwargs):
-        if self.is_schedule_held:
-            hold_schedule(optimizer, False)
-            self.is_schedule_held = False
+        if self.is_skipping:
+            resume_optimizer(optimizer)
+            self.is_skipping = False
         if state.global_step % self.log_every_n_steps:
             return
         if self.norms and args.process_index == 0:
@@ -122,12 +132,14 @@ class GradientMonitorCallback(TrainerCallback):
             self._write(Event(state.global_step, Signal.GUARD_FAILED, Action.OBSERVED, NOT_TAPPED, rank=rank))
         self.has_failed = True
 
-    def _emit_nonfinite(self, args: TrainingArguments, state: TrainerState, norm: float, census: Census) -> None:
+    def _emit_nonfinite(
+        self, args: TrainingArguments, state: TrainerState, norm: float, census: Census, action: Action
+    ) -> None:
         self._write(
             Event(
                 state.global_step,
                 Signal.GRAD_NONFINITE,
-                Action.HALTED if self.halt_on_nan else Action.OBSERVED,
+                action,
                 f"{describe(census)} at step {state.global_step}",
                 rank=args.process_index,
                 values={"grad_norm": norm, **census.as_values()},

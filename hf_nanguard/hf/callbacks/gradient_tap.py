@@ -2,12 +2,10 @@
 
 When the trainer calls a callback, clipping has already spread one NaN over every gradient. So the tap hooks the outputs of the
 model's forward; when the backward reaches them, it queues a measurement behind everything the autograd engine still has to
-do, including the reductions of DDP and FSDP. That takes two fused reductions a step, which stay on the device. The arguments
-of the forward are held by reference until the step is decided, so that a bad step can be run again.
+do, including the reductions of DDP and FSDP. That takes two fused reductions a step, which stay on the device.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,19 +15,9 @@ from torch import Tensor, nn
 from ...core.finite import magnitudes
 from ...core.rerun.nested_inputs import find_tensors
 from ...core.rerun.runner import same_on_all_ranks
-from ...core.rng import RngState
 from ...core.torch_private import run_after_backward
 
 NOT_TAPPED = "The gradients could not be measured: no output of the model's forward led to the backward pass."
-
-
-@dataclass(frozen=True)
-class Call:
-    """One training forward of the model: its arguments, and the random state right before."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    rng: RngState
 
 
 class GradientTap:
@@ -38,42 +26,30 @@ class GradientTap:
     Args:
         model (`nn.Module`):
             The model, without DDP wrapper.
-        holds_calls (`bool`, *optional*, defaults to `False`):
-            Whether to hold the arguments of the forward.
     """
 
-    def __init__(self, model: nn.Module, holds_calls: bool = False):
+    def __init__(self, model: nn.Module):
         self.model = model
-        self.calls: list[Call] = []
         self.armed = False
         self.queued = False
         self.names: list[str] = []
         self.largest: list[Tensor] = []
         self.norm: Tensor | None = None
         self.losses: list[Tensor] = []
-        self.handles = [model.register_forward_hook(self._on_forward)]
-        if holds_calls:
-            self.handles.append(model.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+        self.handle = model.register_forward_hook(self._on_forward)
 
     def remove(self) -> None:
-        """Removes the hooks from the model."""
-        for handle in self.handles:
-            handle.remove()
-        self.calls = []
+        """Removes the hook from the model."""
+        self.handle.remove()
 
     def arm(self) -> None:
         """Requests a measurement of the next accumulation group."""
         self.armed, self.queued, self.norm = True, False, None
-        self.names, self.largest, self.losses, self.calls = [], [], [], []
+        self.names, self.largest, self.losses = [], [], []
 
     def disarm(self) -> None:
         """Ends the measurement; what was measured stays until the next [`GradientTap.arm`]."""
         self.armed = False
-
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if self.armed and torch.is_grad_enabled():
-            device = next(module.parameters()).device
-            self.calls.append(Call(args, dict(kwargs), RngState.capture(device.type)))
 
     def _on_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if not (self.armed and torch.is_grad_enabled()):

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import AcceleratorState, PartialState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from .host_trainer import HostTrainer
 
@@ -152,27 +152,22 @@ class Exchange:
         return self.counted(self.forwards, self.calls)
 
 
-def bypass_optimizer(trainer: HostTrainer) -> None:
+def bypass_optimizer(optimizer: Any) -> None:
     """Makes the step that is about to come a no-op for the optimizer, the loss scaler and the schedule alike.
 
     Can go when a Trainer can be told not to step.
     """
-    trainer.accelerator.gradient_state._set_sync_gradients(False)
-    hold_schedule(trainer.optimizer, True)
+    GradientState()._set_sync_gradients(False)
+    optimizer._is_overflow = True  # the Trainer asks `step_was_skipped` before it steps the schedule
 
 
-def resume_optimizer(trainer: HostTrainer) -> None:
-    """Undoes [`bypass_optimizer`] once the step has passed by."""
-    trainer.accelerator.gradient_state._set_sync_gradients(True)
-    hold_schedule(trainer.optimizer, False)
+def resume_optimizer(optimizer: Any) -> None:
+    """Undoes [`bypass_optimizer`] once the step has passed.
 
-
-def hold_schedule(optimizer: Any, held: bool) -> None:
-    """Tells the Trainer whether the optimizer step was skipped, so that the learning rate schedule is held.
-
-    Can go when `AcceleratedOptimizer.step_was_skipped` has a setter.
+    Can go together with it.
     """
-    optimizer._is_overflow = held
+    GradientState()._set_sync_gradients(True)
+    optimizer._is_overflow = False
 
 
 def bare_optimizer(optimizer: Any) -> Any:
@@ -192,6 +187,20 @@ def dispatches_batches(trainer: HostTrainer) -> bool:
     streamed = isinstance(trainer.train_dataset, IterableDataset)
     asked = accelerator.dispatch_batches
     return accelerator.num_processes > 1 and (streamed if asked is None else bool(asked))
+
+
+@contextmanager
+def replaced_collator(dataloader: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Replaces the collate function of a prepared dataloader for the iterators that are made inside the block.
+
+    A dataloader without batches of its own making is left as it is. Can go when a DataLoader has a hook on its batches.
+    """
+    base = vars(dataloader).get("base_dataloader", dataloader) if isinstance(dataloader, DataLoader) else None
+    if base is None or (base.batch_size is None and base.batch_sampler is None):
+        yield
+        return
+    with replaced_method(base, "collate_fn", wrap):
+        yield
 
 
 def record_batches(dataloader: Any, record: list) -> bool:

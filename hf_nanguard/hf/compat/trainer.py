@@ -1,6 +1,7 @@
 """Every private name of the transformers Trainer that we touch, each with the condition under which it can go."""
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -154,23 +155,22 @@ def log_filter(trainer: HostTrainer, active: bool) -> Iterator[None]:
         trainer.args.logging_nan_inf_filter = before
 
 
-@contextmanager
-def replaced_collator(trainer: HostTrainer, collator: Callable[[list[Any]], Any]) -> Iterator[None]:
-    """Replaces the data collator inside the block, in which a dataloader is built.
-
-    Can go when `get_train_dataloader` takes a collator.
-    """
-    before = trainer.data_collator
-    trainer.data_collator = collator
-    try:
-        yield
-    finally:
-        trainer.data_collator = before
-
-
 def set_accumulation_steps(trainer: HostTrainer, steps: float) -> None:
     """Sets what the Trainer divides the loss of a micro-batch by: a fraction where ranks run different numbers of them.
 
     Can go when `training_step` takes it as an argument.
     """
     trainer.current_gradient_accumulation_steps = steps
+
+
+def find_trainer() -> Trainer | None:
+    """Returns the trainer that has called a callback, for use inside that callback: the nearest frame whose `self` is one.
+
+    Can go when transformers passes the trainer to its callbacks.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if "self" in frame.f_code.co_varnames and isinstance(owner := frame.f_locals.get("self"), Trainer):
+            return owner
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

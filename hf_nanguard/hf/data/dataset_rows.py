@@ -26,20 +26,30 @@ class RowRecord:
         self.position = 0
         self.known = False
         self.stream_batch_size: int | None = None
+        self._followed: Any = None
 
-    def follow(self, dataloader: object, num_processes: int) -> None:
-        """Begins to record a prepared training dataloader."""
+    def begin_epoch(self, dataloader: Any, num_processes: int, position: int = 0) -> None:
+        """Begins to record an epoch.
+
+        Args:
+            dataloader (`DataLoader`):
+                The prepared training dataloader. Any other iterable of batches has no rows.
+            num_processes (`int`):
+                How many processes share it.
+            position (`int`, *optional*, defaults to `0`):
+                The first batch; not 0 after a resume in mid-epoch.
+        """
+        self.position = position
+        if dataloader is self._followed:
+            return
+        self._followed = dataloader
         self.known, self.stream_batch_size = False, None
-        if not isinstance(dataloader, DataLoader):  # the host accepts any iterable of batches
+        if not isinstance(dataloader, DataLoader):
             return
         streamed = isinstance(dataloader.dataset, IterableDataset)  # its batch sampler yields None for rows
         self.known = not streamed and record_batches(dataloader, self.batches)
         counted = streamed and num_processes == 1 and dataloader.num_workers == 0
         self.stream_batch_size = dataloader.batch_size if counted else None
-
-    def begin_epoch(self, position: int) -> None:
-        """Starts at a batch of the epoch; not 0 after a resume in mid-epoch."""
-        self.position = position
 
     def next(self, batch: Any, num_samples: int | None = None) -> list[int] | None:
         """Returns the rows of the next batch, `None` if they cannot be known.

@@ -3,8 +3,9 @@
 One `train()`, in the order in which transformers calls us (`guard` is `self.nanguard`, a `TrainerGuard`):
 
     train()
-        get_train_dataloader()              collate in a CheckedCollator; record which rows each batch is made of
-        for each epoch:                     _run_epoch: the host's log filter is off
+        for each epoch:
+            _run_epoch()                    guard.epoch: batches are checked where they are collated, and which rows each
+                                            is made of is recorded; the host's log filter is off
             for each optimizer step:
                 get_batch_samples()         recorder.begin_group: findings and rows of the group's batches
                 for each micro-batch:
@@ -18,6 +19,7 @@ One `train()`, in the order in which transformers calls us (`guard` is `self.nan
                     log()                   the guard's metrics join the row
                     evaluate()              a non-finite loss is an event and never "best"
                     _save_checkpoint()      refused if weights or optimizer state are not finite
+        _finalize_training()                a run without one good step has no mean loss
 
 A micro-batch that runs again (redo, autopsy) comes through `training_step` too, and passes through to the host.
 """
@@ -27,12 +29,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ..compat.host_trainer import HostTrainer
 from .arguments import GuardArguments, find_guard_arguments
 from .guarded_class import HostMethods, Stealth, entered_once
-from .run_record import load_guard, save_guard
+from .run_record import save_guard
 from .trainer_guard import TrainerGuard
 
 if TYPE_CHECKING:
@@ -74,7 +76,7 @@ class GuardedTrainerMixin(Stealth, _Host):
     def __init__(self, *args: Any, guard: GuardArguments | None = None, **kwargs: Any):
         self.given_guard = guard
         super().__init__(*args, **kwargs)
-        self.begin_guarding(guard)
+        self.begin_guarding(self.given_guard)
 
     @cached_property
     def nanguard(self) -> TrainerGuard:
@@ -84,32 +86,27 @@ class GuardedTrainerMixin(Stealth, _Host):
 
     def begin_guarding(self, guard: GuardArguments | None) -> None:
         """Sets up the guard on a trainer that is already built."""
+        self.given_guard = guard
         host = HostMethods(self, GuardedTrainerMixin)
         self.nanguard = TrainerGuard(cast(HostTrainer, self), find_guard_arguments(guard, self.args), host)
 
     def train(self, *args, **kwargs):
-        with self.nanguard.training(), self.nanguard.guarded_generation():
-            output = super().train(*args, **kwargs)
-        no_mean = isinstance(output, TrainOutput) and self.nanguard.has_no_mean
-        return output._replace(training_loss=math.nan) if no_mean else output
-
-    # ---- data ----
-
-    @entered_once
-    def get_train_dataloader(self):
-        if not self.nanguard.watches:  # somebody counts the batches or inspects them: nothing may travel with them
-            return super().get_train_dataloader()
-        with self.nanguard.checked_collator():
-            dataloader = super().get_train_dataloader()
-        self.nanguard.recorder.rows.follow(dataloader, self.accelerator.num_processes)
-        return dataloader
+        with self.nanguard.training():
+            return super().train(*args, **kwargs)
 
     def _run_epoch(self, *args, **kwargs):
-        resumed = kwargs.get("resume_from_checkpoint") is not None and kwargs["epoch"] == kwargs["epochs_trained"]
-        skipped = resumed and not self.args.ignore_data_skip
-        self.nanguard.recorder.rows.begin_epoch(kwargs["steps_trained_in_current_epoch"] if skipped else 0)
-        with self.nanguard.unfiltered_loss():
+        resumed = kwargs.get("resume_from_checkpoint") if kwargs["epoch"] == kwargs["epochs_trained"] else None
+        skipped = resumed is not None and not self.args.ignore_data_skip
+        position = kwargs["steps_trained_in_current_epoch"] if skipped else 0
+        with self.nanguard.epoch(kwargs["train_dataloader"], position, resumed):
             return super()._run_epoch(*args, **kwargs)
+
+    def _finalize_training(self, *args, **kwargs):
+        with self.nanguard.finalizing():
+            output = super()._finalize_training(*args, **kwargs)
+            return output._replace(training_loss=math.nan) if self.nanguard.has_no_mean else output
+
+    # ---- data ----
 
     @entered_once
     def get_batch_samples(self, *args, **kwargs):
@@ -202,8 +199,3 @@ class GuardedTrainerMixin(Stealth, _Host):
         self.nanguard.halting.note_saved(folder)
         if self.nanguard.on and self.args.should_save:
             save_guard(self.nanguard.guard, folder)
-
-    def _load_optimizer_and_scheduler(self, checkpoint):
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if self.nanguard.on and checkpoint is not None:
-            load_guard(self.nanguard.guard, Path(checkpoint))

@@ -3,8 +3,9 @@
 import logging
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +33,7 @@ from .evaluation import Evaluation
 from .guarded_class import HostMethods
 from .halting import Halting
 from .held_inputs import LossWeight
-from .run_record import RunRecord
+from .run_record import RunRecord, load_guard
 from .step_recorder import Phase, StepRecord, StepRecorder
 from .trainer_runner import TrainerRunner
 
@@ -93,6 +94,7 @@ class TrainerGuard:
         self.runner: TrainerRunner | None = None
         self._optimizer: Any = None  # the one the monitors watch; a second run may have another
         self._given_filter = trainer.args.logging_nan_inf_filter
+        self._joined = ExitStack()  # of a train() that had begun before the guard
         self._is_guarding_generation = False
         self._has_left_out_steps = False  # in this run, from the mean of its losses
         self._abandons_step = False  # the run halts within the step that is being recorded
@@ -121,6 +123,9 @@ class TrainerGuard:
     @contextmanager
     def training(self) -> Iterator[None]:
         """Surrounds `train()`: steps are guarded inside the block only."""
+        if self.recorder.phase is not Phase.OUTSIDE:  # begun already, or a train() inside another
+            yield
+            return
         self.recorder.begin_run()
         self._abandons_step = self._has_left_out_steps = False
         self.halting.begin_run()
@@ -128,20 +133,54 @@ class TrainerGuard:
         if self.on and self.guard.ranks.rank == 0:
             self._log_limits()
         try:
-            with self._guarded_own_step():
+            with self._guarded_own_step(), self.guarded_generation():
                 yield
         finally:
             self.end_step()  # an error may have come between a skipped step and its end
             self.recorder.end_run()
             self.guard.monitor_set.close()
 
-    def unfiltered_loss(self) -> AbstractContextManager[None]:
-        """Returns a context in which the host's log filter is off, which hides NaN and reads every loss twice."""
+    def join_run(self) -> None:
+        """Begins to guard a `train()` that is running already, until it ends or fails."""
+        self._joined.enter_context(self.training())
+
+    @contextmanager
+    def epoch(self, dataloader: Any, position: int, resumed: str | None) -> Iterator[None]:
+        """Surrounds one epoch.
+
+        Args:
+            dataloader (`DataLoader`):
+                The prepared training dataloader.
+            position (`int`):
+                Its first batch; not 0 after a resume in mid-epoch.
+            resumed (`str`, *optional*):
+                The checkpoint that the run continues from, given with its first epoch.
+        """
+        if not self.watches:
+            yield
+            return
+        if resumed is not None:
+            load_guard(self.guard, Path(resumed))
+        self.recorder.rows.begin_epoch(dataloader, self.trainer.accelerator.num_processes, position)
         self._given_filter = self.trainer.args.logging_nan_inf_filter
-        return compat.log_filter(self.trainer, False) if self.acts else nullcontext()
+        try:
+            with (
+                self._checked_batches(dataloader),
+                compat.log_filter(self.trainer, False) if self.acts else nullcontext(),  # it hides NaN, by two reads
+            ):
+                yield
+        except BaseException:
+            self._joined.close()
+            raise
+
+    @contextmanager
+    def finalizing(self) -> Iterator[None]:
+        """Surrounds what comes after the last epoch."""
+        with self._joined:
+            yield
 
     def given_filter(self) -> AbstractContextManager[None]:
-        """Returns a context, inside [`unfiltered_loss`], in which arguments are shown and saved as they were given."""
+        """Returns a context, inside an epoch, in which arguments are shown and saved as they were given."""
         return compat.log_filter(self.trainer, self._given_filter) if self.acts else nullcontext()
 
     def _guarded_own_step(self) -> AbstractContextManager[None]:
@@ -195,15 +234,15 @@ class TrainerGuard:
                       self.guard.ranks.rank, values, Culprit(phase="sampling"))
             )  # fmt: skip
 
-    def checked_collator(self) -> AbstractContextManager[None]:
-        """Returns a context in which the data collator is a checked one, for building the training dataloader."""
+    def _checked_batches(self, dataloader: Any) -> AbstractContextManager[None]:
+        """Returns a context in which the dataloader's batches are checked where they are collated."""
         trainer = self.trainer
         if compat_accelerate.dispatches_batches(trainer):
             return nullcontext()
         limits = find_limits(trainer.model, compat.loss_shifts_labels(trainer), compat.has_own_loss(trainer))
         verdict = self.policy.on_bad_input if self.acts else "repair" if self.deepspeed else "observe"
-        return compat.replaced_collator(
-            trainer, CheckedCollator(trainer.data_collator, limits, verdict, can_drop=self.acts)
+        return compat_accelerate.replaced_collator(
+            dataloader, lambda collator: CheckedCollator(collator, limits, verdict, can_drop=self.acts)
         )
 
     # ---- a step, in the order of its calls ----
@@ -301,7 +340,7 @@ class TrainerGuard:
 
     def _skip_optimizer(self) -> None:
         self.recorder.skip()
-        compat_accelerate.bypass_optimizer(self.trainer)
+        compat_accelerate.bypass_optimizer(self.trainer.optimizer)
 
     def _report_unguarded(self) -> None:
         """Reports, once, a step that passed by the guard: its `training_step` was replaced in the middle of a run."""
@@ -358,7 +397,7 @@ class TrainerGuard:
     def end_step(self) -> None:
         """Lets the optimizer step again, once a skipped step has passed."""
         if self.recorder.phase is Phase.SKIPPED:
-            compat_accelerate.resume_optimizer(self.trainer)
+            compat_accelerate.resume_optimizer(self.trainer.optimizer)
         self.recorder.end_step()
 
     def after_update(self) -> None:

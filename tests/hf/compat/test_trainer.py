@@ -12,7 +12,7 @@ from datasets import Dataset
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import BatchSampler, DataLoader
-from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig, Trainer
+from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig, Trainer, TrainerCallback
 from transformers.generation.continuous_batching.requests import create_warmup_future_states
 
 from hf_nanguard.hf.compat import accelerate as compat_accelerate
@@ -171,7 +171,7 @@ def test_a_bypassed_step_moves_neither_weights_nor_schedule(tmp_path):
     def bypass(trainer):
         seen["before"] = tensors_of(trainer)
         seen["epoch"] = trainer.lr_scheduler.last_epoch
-        compat_accelerate.bypass_optimizer(trainer)
+        compat_accelerate.bypass_optimizer(trainer.optimizer)
 
     class Watched(Trainer):
         def _clip_grad_norm(self, model):
@@ -184,7 +184,7 @@ def test_a_bypassed_step_moves_neither_weights_nor_schedule(tmp_path):
             if self.state.global_step == 2:
                 seen["after"] = tensors_of(self)
                 seen["epoch after"] = self.lr_scheduler.last_epoch
-                compat_accelerate.resume_optimizer(self)
+                compat_accelerate.resume_optimizer(self.optimizer)
             return super()._maybe_log_save_evaluate(*args, **kwargs)
 
     trainer = build("plain", tmp_path, Watched, guard=False, max_steps=3)
@@ -196,14 +196,6 @@ def test_a_bypassed_step_moves_neither_weights_nor_schedule(tmp_path):
     assert not torch.equal(last["model.lm_head.weight"], seen["after"]["model.lm_head.weight"])
     assert trainer.lr_scheduler.last_epoch == 2
     assert trainer.accelerator.gradient_state.sync_gradients
-
-
-def test_a_held_schedule_does_not_move(tmp_path):
-    trainer = _at_a_step(tmp_path, lambda trainer: compat_accelerate.hold_schedule(trainer.optimizer, True))
-    assert trainer.lr_scheduler.last_epoch == 1  # nothing has let it go
-    assert trainer.accelerator.optimizer_step_was_skipped
-    compat_accelerate.hold_schedule(trainer.optimizer, False)
-    assert not trainer.accelerator.optimizer_step_was_skipped
 
 
 def test_a_plain_trainer_clips_in_one_piece(trainer):
@@ -733,13 +725,30 @@ def test_a_replaced_method_comes_back_also_after_an_error(trainer):
 
 
 def test_the_log_filter_and_the_collator_come_back(trainer):
-    collator, given = trainer.data_collator, trainer.args.logging_nan_inf_filter
-    with compat.log_filter(trainer, not given), compat.replaced_collator(trainer, list):
+    given = trainer.args.logging_nan_inf_filter
+    loader = trainer.accelerator.prepare(DataLoader(range(4), batch_size=2, collate_fn=list))
+    with compat.log_filter(trainer, not given), compat_accelerate.replaced_collator(loader, lambda collate: tuple):
         assert trainer.args.logging_nan_inf_filter is not given
-        assert trainer.data_collator is list
-        assert not compat.has_own_method(trainer, "log")
+        assert [type(batch) for batch in loader] == [tuple, tuple]
     assert trainer.args.logging_nan_inf_filter is given
-    assert trainer.data_collator is collator
+    assert [type(batch) for batch in loader] == [list, list]
+    with compat_accelerate.replaced_collator(iter([1]), lambda collate: tuple):  # the host takes any iterable
+        pass
+
+
+def test_a_callback_finds_its_trainer(tmp_path):
+    found = []
+
+    class Finder(TrainerCallback):
+        def on_init_end(self, args, state, control, **kwargs):
+            found.append(compat.find_trainer())
+
+        on_step_end = on_init_end
+
+    trainer = build("sft", tmp_path, guard=False, extra={"callbacks": [Finder()]}, max_steps=1)
+    trainer.train()
+    assert found == [trainer, trainer]
+    assert compat.find_trainer() is None
 
 
 def test_the_loss_is_divided_by_the_accumulation_steps(tmp_path):

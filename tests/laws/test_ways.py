@@ -1,0 +1,167 @@
+"""One guard, whichever way a user comes: the same run, the same events, the same cost."""
+
+import json
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from hf_nanguard import GuardArguments
+from hf_nanguard.testing import INF, NAN, Fault, OperationCounter, plant
+from tests.reference import assert_same, losses_of, tensors_of, without
+from tests.trainers import build, events_of, stock_class
+
+from .ways import WAYS, build_guarded
+
+KINDS = ("plain", "sft", "grpo")
+LAYER = "model.layers.0.mlp.down_proj.weight"
+FAULTS = {
+    "a loss": Fault("loss", step=1, micro_step=1),
+    "one gradient": Fault("gradient", step=2, micro_step=0, parameter=LAYER, value=INF),
+    "all labels masked": Fault("label", step=1, micro_step=2, value=None),
+    "a label out of range": Fault("label", step=2, micro_step=1, value=9999),
+}
+
+
+def _told(trainer):
+    """Returns the events of a run without what differs by time and place."""
+    events = json.loads(json.dumps(events_of(trainer)))
+    for event in events:
+        for name in ("time", "bundle"):
+            event.pop(name)
+        event["values"].get("autopsy", {}).pop("seconds", None)
+    return events
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_healthy_run_is_the_stock_run(way, kind, tmp_path):
+    stock = build(kind, tmp_path / "stock", guard=False)
+    stock.train()
+    expected = tensors_of(stock)
+    ours = build_guarded(way, kind, tmp_path / "ours")
+    output = ours.train()
+    assert_same(tensors_of(ours), expected)
+    assert losses_of(ours) == losses_of(stock)
+    assert ours.nanguard.guard.counter.seen == 12
+    assert events_of(ours) == []
+    assert output.training_loss == stock.state.log_history[-1]["train_loss"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [(k, f) for k in KINDS for f in FAULTS if k != "grpo" or "label" not in f],  # completions have none
+)
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "class"])
+def test_every_way_contains_and_reports_the_same(way, kind, fault, tmp_path):
+    runs = {}
+    for name in ("class", way):
+        trainer = build_guarded(name, kind, tmp_path / name)
+        planted = plant(trainer, FAULTS[fault])
+        trainer.train()
+        assert len(planted.triggered) == 1
+        runs[name] = (tensors_of(trainer), _told(trainer), losses_of(trainer))
+    assert_same(runs[way][0], runs["class"][0])
+    assert runs[way][1] == runs["class"][1]
+    assert runs[way][2] == runs["class"][2]
+    assert [event["action"] for event in runs[way][1]] == ["dropped"]
+    assert runs[way][1][0]["culprit"]["rows"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_one_bad_micro_batch_costs_that_micro_batch(way, tmp_path):
+    reference = build("plain", tmp_path / "reference", without(stock_class("plain"), (1, 1)), guard=False)
+    reference.train()
+    expected = tensors_of(reference)
+    ours = build_guarded(way, "plain", tmp_path / "ours")
+    plant(ours, Fault("loss", step=1, micro_step=1, value=NAN))
+    ours.train()
+    assert_same(tensors_of(ours), expected)
+
+
+class _CountSteps(TrainerCallback):
+    """Counts from the end of step 2 to the end of step 4, after the guard has learned which buffers training writes."""
+
+    def __init__(self):
+        self.context = OperationCounter()
+        self.count = None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            self.count = self.context.__enter__()
+        if state.global_step == 4:
+            self.context.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_way_costs_the_same(kind, tmp_path):
+    counts = {}
+    for name in ("stock", *WAYS):
+        counter = _CountSteps()
+        settings = {"max_steps": 5, "logging_steps": 100, "extra": {"callbacks": [counter]}}
+        guarded = name != "stock"
+        trainer = (
+            build_guarded(name, kind, tmp_path / name, **settings)
+            if guarded
+            else build(kind, tmp_path / name, guard=False, **settings)
+        )
+        trainer.train()
+        counts[name] = (counter.count.num_reads, counter.count.num_ops)
+    assert len({counts[way] for way in WAYS}) == 1, counts
+    assert counts["class"][0] <= counts["stock"][0]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_skipped_step_never_calls_the_optimizer(way, tmp_path):
+    """An optimizer may count its calls, or know parameters that the model does not have."""
+    calls = []
+
+    class Counting(torch.optim.SGD):
+        def step(self, closure=None):
+            calls.append(1)
+            return super().step(closure)
+
+    def make(model_folder):
+        trainer = build_guarded(way, "plain", model_folder, GuardArguments(nanguard_on_nonfinite="skip"))
+        trainer.optimizer = Counting(trainer.model.parameters(), lr=0.1)
+        return trainer
+
+    trainer = make(tmp_path)
+    plant(trainer, Fault("loss", step=1, micro_step=0))
+    trainer.train()
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", ["epoch", "end"])
+def test_nothing_stays_after_an_error(way, place, tmp_path):
+    class Failing(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if place == "epoch" and state.global_step == 2:
+                raise ZeroDivisionError
+
+        def on_train_end(self, args, state, control, **kwargs):
+            if place == "end":
+                raise ZeroDivisionError
+
+    guard = GuardArguments(nanguard_activation_steps=1)
+    trainer = build_guarded(way, "plain", tmp_path, guard, {"callbacks": [Failing()]})
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    assert not any(module._forward_hooks for module in trainer.model.modules())
+    assert not trainer.nanguard.watches
+    assert trainer.nanguard.guard.group.micro_batches == []
+    assert trainer.args.logging_nan_inf_filter
+    assert trainer.data_collator.__module__.startswith("transformers.")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_counts_and_statistics_survive_a_resume(way, tmp_path):
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    first = build_guarded(way, "plain", tmp_path, **settings)
+    plant(first, Fault("loss", step=1, micro_step=0))
+    first.train()
+    second = build_guarded(way, "plain", tmp_path, **{**settings, "max_steps": 4})
+    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert second.nanguard.guard.counter.seen == 12
+    assert second.nanguard.guard.counter.dropped == 1
