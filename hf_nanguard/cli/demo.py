@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..errors import ArgumentError
-from .live_output import between, build_console, guard_log, print_plain, progress
+from .command_parser import Subparsers, between, import_example
+from .live_output import build_console, guard_log, print_plain, progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +29,7 @@ Exit codes: 0, 2 for bad arguments, 130 for Ctrl-C.
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Adds the command to the command line."""
     parser = subparsers.add_parser(
         "demo",
@@ -56,11 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..examples.output_folder import make_folder
 
     folder = make_folder("--output-dir", arguments.output_dir)
-    try:
-        from ..examples.demo.scenarios import SCENARIOS
-    except ModuleNotFoundError as error:
-        raise ArgumentError(f"nanguard demo needs {error.name}. Run pip install 'hf-nanguard[trl]'.") from error
-
+    scenarios = import_example("demo", "demo.scenarios").SCENARIOS
     import torch
 
     from ..examples.compare import quiet_hosts
@@ -70,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = build_console()
     shown = []
     with quiet_hosts(), guard_log(console):
-        for number, run_scenario in enumerate(SCENARIOS[:1] if arguments.quick else SCENARIOS, 1):
+        for number, run_scenario in enumerate(scenarios[:1] if arguments.quick else scenarios, 1):
 
             def announce(description: str, number: int = number) -> None:
                 console.print(f"{number}. {description}", markup=False, highlight=False)

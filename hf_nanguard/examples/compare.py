@@ -15,6 +15,7 @@ from accelerate import PartialState
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from torch import nn
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 from transformers.utils import logging
 
@@ -27,37 +28,19 @@ FAILURES = (ArithmeticError, IndexError, RuntimeError, ValueError)
 
 Figures = dict[str, float | str]  # measurements of a run by name
 EventRow = dict[str, Any]  # a line of events.jsonl
+Options = dict[str, Any]  # keyword arguments of a class of transformers or TRL
 
 
 @dataclass
 class Outcome:
-    """The result of one run, measured from outside the trainer.
-
-    Args:
-        name (`str`):
-            Name of the run, e.g. `"stock"`.
-        folder (`Path`):
-            Its output folder.
-        error (`str`, *optional*):
-            The error that ended it early, in one line.
-        steps (`int`):
-            Number of optimizer steps.
-        losses (`list[float]`):
-            The logged losses.
-        bad_weights (`dict[str, str]`), num_weights (`int`):
-            Weight tensors that contain NaN or inf, by name, and the number of all weight tensors.
-        figures (`dict[str, float | str]`):
-            Other measurements.
-        events (`list[dict]`):
-            Events of the guard, as in `events.jsonl`.
-    """
+    """The result of one run, measured from outside the trainer."""
 
     name: str
     folder: Path
-    error: str | None = None
+    error: str | None = None  # that ended it early, in one line
     steps: int = 0
-    losses: list[float] = field(default_factory=list)
-    bad_weights: dict[str, str] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)  # as logged
+    bad_weights: dict[str, str] = field(default_factory=dict)  # tensors that contain NaN or inf
     num_weights: int = 0
     figures: Figures = field(default_factory=dict)
     events: list[EventRow] = field(default_factory=list)
@@ -75,20 +58,7 @@ class Outcome:
 def watch_run(name: str, trainer: Trainer, measure: Callable[[Any], Figures] = lambda trainer: {}) -> Outcome:
     """Trains and returns the outcome, which includes an error caused by non-finite numbers.
 
-    Args:
-        name (`str`):
-            Name of the run.
-        trainer (`Trainer`):
-            The trainer, stock or guarded.
-        measure (`Callable`, *optional*):
-            Called with the trained trainer; returns figures by name, e.g. an accuracy.
-
-    Example:
-
-    ```python
-    outcomes = [watch_run("stock", stock_trainer), watch_run("guarded", guarded_trainer)]
-    print_comparison(outcomes)
-    ```
+    `measure` is called with the trained trainer and returns figures by name, e.g. an accuracy.
     """
     folder = Path(str(trainer.args.output_dir))
     tail = Tail(events_path(folder / GUARD_FOLDER, trainer.args.process_index))
@@ -98,10 +68,16 @@ def watch_run(name: str, trainer: Trainer, measure: Callable[[Any], Figures] = l
         figures = measure(trainer)
     except FAILURES as raised:
         error = format_error(raised)
-    weights = dict(trainer.model.named_parameters())  # type: ignore[union-attr]
+    weights = find_weights(trainer)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     bad_weights, steps = find_nonfinite(weights.items()), trainer.state.global_step
     return Outcome(name, folder, error, steps, losses, bad_weights, len(weights), figures, tail.read())
+
+
+def find_weights(trainer: Trainer) -> dict[str, nn.Parameter]:
+    """Returns the weights of a trainer's model by name."""
+    assert trainer.model is not None
+    return dict(trainer.model.named_parameters())
 
 
 def compare_runs(
@@ -113,20 +89,10 @@ def compare_runs(
 ) -> list[Outcome]:
     """Runs stock and guarded with the same planted failure, below `args.output_dir`, and prints both outcomes.
 
-    Args:
-        build_trainer (`Callable`):
-            Called with the arguments and whether to guard; must build model and data anew each time.
-        args (`TrainingArguments`):
-            Arguments of both runs. They may have settings of the guard, which the stock trainer ignores.
-        planted (`str`):
-            One sentence about the planted failure.
-        measure (`Callable`, *optional*):
-            As in [`watch_run`].
-        compare (`bool`, *optional*, defaults to `True`):
-            If `False`, only the guarded run is made, in `args.output_dir` itself and with all its output.
-
-    Returns:
-        `list[Outcome]`: the guarded run is the last.
+    `build_trainer` is called with the arguments and whether to guard; it must build model and data anew each time. The
+    arguments may have settings of the guard, which the stock trainer ignores. `planted` is a sentence about the failure. If
+    `compare` is false, only the guarded run is made, in `args.output_dir` itself and with all its output. The guarded run
+    is the last of the outcomes.
     """
     console = build_console()
     console.print(f"{escape(planted)}\n", highlight=False, soft_wrap=True)
@@ -224,16 +190,8 @@ def describe(outcome: Outcome) -> dict[str, str]:
     }
 
 
-def print_comparison(outcomes: Sequence[Outcome], console: Console | None = None) -> None:
-    """Prints runs as a table on a terminal or one after the other elsewhere, and the paths of their events.
-
-    Args:
-        outcomes (`Sequence[Outcome]`):
-            The runs.
-        console (`Console`, *optional*):
-            Where to print; by default standard output, on the main process only.
-    """
-    console = build_console() if console is None else console
+def print_comparison(outcomes: Sequence[Outcome], console: Console) -> None:
+    """Prints runs as a table on a terminal or one after the other elsewhere, and the paths of their events."""
     answers = [describe(outcome) for outcome in outcomes]
     topics = list(dict.fromkeys(topic for answer in answers for topic in answer))
     console.print()

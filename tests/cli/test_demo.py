@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_nanguard.examples.demo.scenarios import SAMPLING_STEPS
-from hf_nanguard.examples.demo.small_sft import BATCH_SIZE, HIGHEST, WORDS, build_rows, build_tokenizer, cut_off
-from hf_nanguard.examples.planted_failures import MASKED
+from hf_nanguard.examples.demo.scenarios import BATCH_SIZE, SAMPLING_STEPS, UNUSED
+from hf_nanguard.examples.tasks.sums import VOCABULARY, build_examples, build_tokenizer
 from hf_nanguard.report.run_files import read_jsonl
 
 ROOT = Path(__file__).parent.parent.parent
@@ -66,9 +65,9 @@ def test_the_planted_batch_and_no_other_is_blamed(finished):
     [event] = events_of(finished[2], "guarded")
     bad_step = STEPS // 3
     assert (event["step"], event["signal"], event["action"]) == (bad_step, "loss_nonfinite", "skipped")
-    assert event["culprit"]["rows"] == [bad_step * BATCH_SIZE + 2]
+    assert event["culprit"]["rows"] == [bad_step * BATCH_SIZE]
     assert event["cause"] == "div_by_zero"
-    assert f"row {bad_step * BATCH_SIZE + 2}" in cells(finished[0], 1)[1]
+    assert f"row {bad_step * BATCH_SIZE}" in cells(finished[0], 1)[1]
 
 
 def test_stock_grpo_ends_and_the_guarded_one_learns_on(finished):
@@ -92,13 +91,13 @@ def test_the_silent_nan_is_saved_by_the_stock_run_only(finished):
     [event] = events_of(finished[2], "silent-guarded")
     assert (event["action"], event["cause"]) == ("halted", "optimizer_state")
     assert event["culprit"]["parameter"] == "model.embed_tokens.weight"
-    assert event["values"]["rows"] == [WORDS.index(str(HIGHEST - 1))]
-    assert f"row {WORDS.index(str(HIGHEST - 1))}" in guarded
+    assert event["values"]["rows"] == [VOCABULARY.index(UNUSED)]
+    assert f"row {VOCABULARY.index(UNUSED)}" in guarded
 
 
-def test_no_batch_of_the_demo_uses_the_word_of_the_silent_nan():
-    rows = build_rows(build_tokenizer(), 2000, seed=0)
-    assert WORDS.index(str(HIGHEST - 1)) not in {token for row in rows for token in row["input_ids"]}
+def test_no_batch_of_the_demo_uses_the_token_of_the_silent_nan():
+    texts = [row["prompt"] + row["completion"] for row in build_examples(2000, seed=0)]
+    assert VOCABULARY.index(UNUSED) not in {token for ids in build_tokenizer()(texts)["input_ids"] for token in ids}
 
 
 def test_the_overflow_is_announced_before_it_comes(finished):
@@ -127,14 +126,6 @@ def test_a_pipe_gets_plain_text(finished):
     assert "\x1b" not in output
     assert errors == ""
     assert f"step   {STEPS}/{STEPS}" in output
-
-
-def test_a_row_cut_off_has_no_labels():
-    row = build_rows(build_tokenizer(), 1, seed=0)[0]
-    cut = cut_off(row)
-    assert set(cut["labels"]) == {MASKED}
-    assert cut["input_ids"] == row["input_ids"][: len(cut["labels"])]
-    assert any(label != MASKED for label in row["labels"])
 
 
 def press_ctrl_c(process):

@@ -4,15 +4,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import torch
 from safetensors.torch import load_file
-from transformers import PrinterCallback, Trainer
+from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from ...core.finite import find_nonfinite
 from ...errors import NonFiniteError
-from ..compare import EventRow, Outcome, find_evidence, watch_run
-from .small_sft import StepReporter
+from ..compare import EventRow, Figures, Outcome, find_evidence, format_number, watch_run
 
 CLOCK = 2.0  # seconds by which the clock of a file system may be coarse
 
@@ -20,11 +19,32 @@ CLOCK = 2.0  # seconds by which the clock of a file system may be coarse
 Report = Callable[[int, str, bool], None]
 
 
+class StepReporter(TrainerCallback):
+    """Counts the steps without progress of the weights, and reports a logged figure at every step."""
+
+    def __init__(self, report: Report, figure: str):
+        self.report = report
+        self.figure = figure
+        self.num_lost = 0
+        self.before = torch.empty(0)
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        self.before = model.lm_head.weight.detach().clone()
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        now = model.lm_head.weight.detach()
+        self.num_lost += not bool(torch.isfinite(now).all()) or torch.equal(now, self.before)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            self.report(state.global_step, f"logged {self.figure} {format_number(logs.get(self.figure))}", False)
+
+
 @dataclass(frozen=True)
 class Run:
     """A run that has ended: its trainer, its outcome, its reporter and when it began."""
 
-    trainer: Any
+    trainer: Trainer
     outcome: Outcome
     reporter: StepReporter
     started: float
@@ -91,13 +111,22 @@ class ScenarioRunner:
     announce: Callable[[str], None]
     begin: Callable[[str, int], Report]
 
-    def run(self, name: str, folder: str, steps: int, build: Callable[..., Trainer], figure: str = "loss") -> Run:
-        """Builds a trainer by `build(folder, reporter)` and runs it."""
-        report = self.begin(name, steps)
-        reporter, started = StepReporter(report, figure), time.time()
-        trainer = build(self.folder / folder, reporter)
+    def run(
+        self,
+        name: str,
+        folder: str,
+        steps: int,
+        build: Callable[[Path], Trainer],
+        measure: Callable[[Trainer], Figures] = lambda trainer: {},
+        figure: str = "loss",
+    ) -> Run:
+        """Builds a trainer for a folder, runs it and reports the progress of a logged figure."""
+        report, started = self.begin(name, steps), time.time()
+        reporter = StepReporter(report, figure)
+        trainer = build(self.folder / folder)
+        trainer.add_callback(reporter)
         trainer.remove_callback(PrinterCallback)
-        run = Run(trainer, watch_run(name, trainer), reporter, started)
+        run = Run(trainer, watch_run(name, trainer, measure), reporter, started)
         if run.outcome.error is not None:
             text = "halted by the guard" if run.is_halted else f"ENDED by {run.outcome.error}"
             report(run.outcome.steps, text, True)

@@ -1,34 +1,54 @@
-"""The scenarios of `nanguard demo`: each plants one failure and runs a stock and a guarded trainer."""
+"""The scenarios of `nanguard demo`: each plants one failure and runs a stock and a guarded trainer on sums."""
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from datasets import Dataset, concatenate_datasets
+from torch import nn
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer, SFTConfig
 
 from ...hf.guarded_trainer import guarded
 from ...hf.trainer.arguments import GuardArguments
-from ..compare import EventRow, format_number
-from ..planted_failures import AnswerTrainer, blank_scores
-from ..tasks import sums as arithmetic
+from ..compare import EventRow, Figures, Options, find_weights, format_number
+from ..planted_failures import AnswerTrainer, CutOffAnswer, blank_scores
+from ..tasks import sums
 from .scenario_runner import Run, Scenario, ScenarioRunner
-from .small_sft import (
-    BATCH_SIZE,
-    HIGHEST,
-    WORDS,
-    StepReporter,
-    build_rows,
-    build_tokenizer,
-    build_trainer,
-    cut_off,
-    measure_loss,
-)
 
+BATCH_SIZE = 4
 SAMPLING_STEPS, GROUP = 45, 16
-SILENT_STEPS, SAVE_STEPS = 40, 10
+SILENT_STEPS, SAVE_STEPS, UNUSED = 40, 10, "z"
 GROWING_STEPS, DOUBLING_STEPS = 90, 6
+COMMON: Options = {
+    "lr_scheduler_type": "constant", "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+    "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "dataloader_pin_memory": False,
+}  # fmt: skip
+
+
+def build_trainer(
+    rows: Dataset,
+    seed: int,
+    guard: GuardArguments | None,
+    folder: Path,
+    trainer_class: type = AnswerTrainer,
+    dtype: torch.dtype = torch.float32,
+    **options: object,
+) -> Trainer:
+    """Returns a trainer, stock if `guard` is `None`, for one epoch over `rows` in their order."""
+    own: Options = {"num_train_epochs": 1, "learning_rate": 5e-3, "train_sampling_strategy": "sequential", "seed": seed}
+    args = SFTConfig(str(folder), per_device_train_batch_size=BATCH_SIZE, **{**COMMON, **own, **options})
+    model: nn.Module = sums.build_model(seed, dropout=0.1)
+    parts = {
+        "model": model.to(dtype), "args": args, "train_dataset": rows, "eval_dataset": sums.build_examples(64, seed + 1),
+        "processing_class": sums.build_tokenizer(),
+    }  # fmt: skip
+    return trainer_class(**parts) if guard is None else guarded(trainer_class)(guard=guard, **parts)
+
+
+def measure_loss(trainer: Trainer) -> Figures:
+    """Returns the loss on sums that the model was not trained on."""
+    return {"held-out loss": trainer.evaluate()["eval_loss"]}
 
 
 def _format_culprit(event: EventRow | None, *names: str) -> list[str]:
@@ -44,38 +64,43 @@ def run_bad_row(runner: ScenarioRunner) -> Scenario:
     """One row without an answer makes a mean of 0 / 0. A run without that batch shows what the guarded run should equal."""
     steps, seed = runner.steps, runner.seed
     bad_step = steps // 3
-    bad_row = bad_step * BATCH_SIZE + 2
-    healthy = build_rows(build_tokenizer(), steps * BATCH_SIZE, seed)
-    poisoned = [cut_off(row) if i == bad_row else row for i, row in enumerate(healthy)]
-    without = healthy[: bad_step * BATCH_SIZE] + healthy[(bad_step + 1) * BATCH_SIZE :]
+    bad_row = bad_step * BATCH_SIZE
+    rows = sums.build_examples(steps * BATCH_SIZE, seed)
+    without = concatenate_datasets([rows.select(range(bad_row)), rows.select(range(bad_row + BATCH_SIZE, len(rows)))])
     runner.announce(
-        f"One bad row. Row {bad_row} of {len(poisoned)} was cut off before its answer. All its labels are masked, so its "
+        f"One bad row. Row {bad_row} of {len(rows)} was cut off before its answer. All its labels are masked, so its "
         f"mean loss is 0/0. It is in the batch of step {bad_step} of {steps}."
     )
 
-    def run(title: str, name: str, rows: list, guard: GuardArguments | None = None) -> Run:
-        return runner.run(title, name, len(rows) // BATCH_SIZE, partial(build_trainer, rows, seed, guard))
+    def run(title: str, name: str, rows: Dataset, plant: bool, guard: GuardArguments | None = None) -> Run:
+        def build(folder: Path) -> Trainer:
+            trainer = build_trainer(rows, seed, guard, folder)
+            if plant:
+                trainer.data_collator = CutOffAnswer(trainer.data_collator, bad_step)
+            return trainer
 
-    fine = run("stock, healthy data", "healthy", healthy)
-    stock = run("stock, one bad row", "poisoned", poisoned)
-    guarded_run = run("guarded, one bad row", "guarded", poisoned, GuardArguments())
-    control = run("stock, without that batch", "without", without)
-    expected = dict(control.trainer.model.named_parameters())
-    same = [torch.equal(p, expected[name]) for name, p in guarded_run.trainer.model.named_parameters()]
+        return runner.run(title, name, len(rows) // BATCH_SIZE, build, measure_loss)
+
+    fine = run("stock, healthy data", "healthy", rows, False)
+    stock = run("stock, one bad row", "poisoned", rows, True)
+    guarded_run = run("guarded, one bad row", "guarded", rows, True, GuardArguments())
+    control = run("stock, without that batch", "without", without, False)
+    expected = find_weights(control.trainer)
+    same = [torch.equal(p, expected[name]) for name, p in find_weights(guarded_run.trainer).items()]
     losses, event = stock.outcome.losses, guarded_run.find_event("loss_nonfinite")
+    held_out = [format_number(run.outcome.figures["held-out loss"]) for run in (stock, guarded_run, fine)]
     return Scenario(
-        f"one bad row in {len(poisoned)}",
+        f"one bad row in {len(rows)}",
         [
             stock.weights,
             stock.lost,
             f"logged loss: {' '.join([format_number(losses[0]), '...', *map(format_number, losses[-2:])])}",
-            f"held-out loss: {format_number(measure_loss(stock.trainer, seed))}",
+            f"held-out loss: {held_out[0]}",
         ],
         [
             guarded_run.weights,
             guarded_run.lost,
-            f"held-out loss: {format_number(measure_loss(guarded_run.trainer, seed))} (on healthy data: "
-            f"{format_number(measure_loss(fine.trainer, seed))})",
+            f"held-out loss: {held_out[1]} (on healthy data: {held_out[2]})",
             f"bit-identical to a run without that batch: {sum(same)} of {len(same)} weight tensors",
             *_format_culprit(event, "cause", "source", "rows"),
         ],
@@ -91,22 +116,21 @@ def run_bad_sampling(runner: ScenarioRunner) -> Scenario:
         "scores of one completion are NaN when its tokens are sampled."
     )
 
-    def build(guard: bool, folder: Path, reporter: StepReporter) -> Any:
+    def build(trainer_class: type[GRPOTrainer], folder: Path) -> GRPOTrainer:
         args = GRPOConfig(
-            output_dir=str(folder), max_steps=SAMPLING_STEPS, per_device_train_batch_size=8 * GROUP, num_generations=GROUP,
-            gradient_accumulation_steps=1, max_completion_length=3, learning_rate=3e-3, lr_scheduler_type="constant",
-            logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, bf16=False,
-            gradient_checkpointing=False, dataloader_pin_memory=False, seed=runner.seed,
+            str(folder), max_steps=SAMPLING_STEPS, per_device_train_batch_size=8 * GROUP, num_generations=GROUP,
+            gradient_accumulation_steps=1, max_completion_length=3, learning_rate=3e-3, seed=runner.seed, **COMMON,
         )  # fmt: skip
-        trainer = (guarded(GRPOTrainer) if guard else GRPOTrainer)(
-            arithmetic.build_beginner(runner.seed), reward_funcs=arithmetic.reward_sum, args=args, callbacks=[reporter],
-            train_dataset=arithmetic.build_prompts(512, runner.seed), processing_class=arithmetic.build_tokenizer(),
+        trainer = trainer_class(
+            sums.build_beginner(runner.seed), reward_funcs=sums.reward_sum, args=args,
+            train_dataset=sums.build_prompts(512, runner.seed), processing_class=sums.build_tokenizer(),
         )  # fmt: skip
         blank_scores(trainer.model, bad_step)
         return trainer
 
-    stock = runner.run("stock GRPO", "grpo-stock", SAMPLING_STEPS, partial(build, False), "reward")
-    guarded_run = runner.run("guarded GRPO", "grpo-guarded", SAMPLING_STEPS, partial(build, True), "reward")
+    stock = runner.run("stock GRPO", "grpo-stock", SAMPLING_STEPS, partial(build, GRPOTrainer), figure="reward")
+    build_guarded = partial(build, guarded(GRPOTrainer))
+    guarded_run = runner.run("guarded GRPO", "grpo-guarded", SAMPLING_STEPS, build_guarded, figure="reward")
     rewards = [row["reward"] for row in guarded_run.trainer.state.log_history if row.get("reward") is not None]
     events = [event for event in guarded_run.outcome.events if event["signal"] == "logits_nonfinite"][:1]
     return Scenario(
@@ -121,29 +145,29 @@ def run_bad_sampling(runner: ScenarioRunner) -> Scenario:
 
 
 class SpoilMoment(TrainerCallback):
-    """Writes a NaN into Adam's exp_avg of one word after a step, as a damaged optimizer file would."""
+    """Writes a NaN into Adam's exp_avg of one token after a step, as a damaged optimizer file would."""
 
-    def __init__(self, word: int, step: int):
-        self.word, self.step = word, step
+    def __init__(self, token: int, step: int):
+        self.token, self.step = token, step
 
     def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
         if state.global_step == self.step:
-            optimizer.optimizer.state[model.get_input_embeddings().weight]["exp_avg"][self.word, 0] = torch.nan
+            optimizer.optimizer.state[model.get_input_embeddings().weight]["exp_avg"][self.token, 0] = torch.nan
 
 
 def run_silent_nan(runner: ScenarioRunner) -> Scenario:
     """A NaN that never shows in loss or gradients: the stock run saves it, the guarded run does not."""
-    word, bad_step = WORDS.index(str(HIGHEST - 1)), SILENT_STEPS // 2 + SAVE_STEPS // 2
+    token, bad_step = sums.VOCABULARY.index(UNUSED), SILENT_STEPS // 2 + SAVE_STEPS // 2
     runner.announce(
-        f'A silent NaN. After step {bad_step} of {SILENT_STEPS}, Adam\'s exp_avg of the word "{WORDS[word]}" contains a NaN. No '
-        f"batch uses that word, so loss and gradients stay finite. A checkpoint is saved every {SAVE_STEPS} steps."
+        f'A silent NaN. After step {bad_step} of {SILENT_STEPS}, Adam\'s exp_avg of the token "{UNUSED}" contains a NaN. No '
+        f"batch uses that token, so loss and gradients stay finite. A checkpoint is saved every {SAVE_STEPS} steps."
     )
-    rows = build_rows(build_tokenizer(), SILENT_STEPS * BATCH_SIZE, runner.seed)
+    rows = sums.build_examples(SILENT_STEPS * BATCH_SIZE, runner.seed)
 
-    def build(guard: GuardArguments | None, folder: Path, reporter: StepReporter) -> Any:
-        options: dict[str, Any] = {"save_strategy": "steps", "save_steps": SAVE_STEPS, "save_only_model": True}
-        trainer = build_trainer(rows, runner.seed, guard, folder, reporter, **options)
-        trainer.add_callback(SpoilMoment(word, bad_step))
+    def build(guard: GuardArguments | None, folder: Path) -> Trainer:
+        saving: Options = {"save_strategy": "steps", "save_steps": SAVE_STEPS, "save_only_model": True}
+        trainer = build_trainer(rows, runner.seed, guard, folder, **saving)
+        trainer.add_callback(SpoilMoment(token, bad_step))
         return trainer
 
     stock = runner.run("stock", "silent-stock", SILENT_STEPS, partial(build, None))
@@ -169,7 +193,8 @@ class GrowingTrainer(AnswerTrainer):
     """A trainer whose last MLP doubles its output every few steps."""
 
     def training_step(self, *args, **kwargs):
-        model: Any = self.model
+        model = self.model
+        assert isinstance(model, LlamaForCausalLM)
         mlp = model.model.layers[-1].mlp
         with torch.no_grad():
             if self.state.global_step == 0:
@@ -184,11 +209,13 @@ def run_overflow(runner: ScenarioRunner) -> Scenario:
         f"A float16 overflow. The last MLP of a float16 model doubles its output every {DOUBLING_STEPS} steps; the largest "
         "float16 number is 65,504."
     )
-    rows = build_rows(build_tokenizer(), GROWING_STEPS * BATCH_SIZE, runner.seed)
+    rows = sums.build_examples(GROWING_STEPS * BATCH_SIZE, runner.seed)
 
     def run(name: str, guard: GuardArguments | None) -> Run:
-        options: dict[str, Any] = {"dtype": torch.float16, "optim": "sgd", "learning_rate": 1e-2}
-        build = partial(build_trainer, rows, runner.seed, guard, trainer_class=GrowingTrainer, **options)
+        build = partial(
+            build_trainer, rows, runner.seed, guard, trainer_class=GrowingTrainer, dtype=torch.float16, optim="sgd",
+            learning_rate=1e-2,
+        )  # fmt: skip
         return runner.run(f"{name} float16", f"overflow-{name}", GROWING_STEPS, build)
 
     stock = run("stock", None)

@@ -38,24 +38,13 @@ class RecipeFlags:
 
 @dataclass(frozen=True)
 class RecipeKind:
-    """A kind of training.
-
-    Args:
-        name (`str`):
-            Name of its command and its presets.
-        script (`type`), training (`type`):
-            Dataclasses of the arguments of its script and its trainer.
-        embedded (`Mapping`):
-            Defaults when neither a model nor data is given, for the small built-in model.
-        task (`Mapping`):
-            Defaults when a model is given, but no data.
-    """
+    """A kind of training: the name of its command and presets, and the dataclasses of its arguments."""
 
     name: str
     script: type
     training: type
-    embedded: Mapping[str, Any]
-    task: Mapping[str, Any]
+    embedded: Mapping[str, object]  # defaults when neither a model nor data is given, for the small built-in model
+    task: Mapping[str, object]  # defaults when a model is given, but no data
 
 
 @dataclass
@@ -79,11 +68,7 @@ def build_parser(kind: RecipeKind) -> RecipeParser:
 
 
 def parse(words: Sequence[str], kind: RecipeKind) -> RecipeArguments:
-    """Returns the arguments of a command line.
-
-    Raises:
-        `ArgumentError`: an unknown flag, name in a file or preset, or a bad value.
-    """
+    """Returns the arguments of a command line."""
     parser = build_parser(kind)
     given, config = parser.read_config(words)
     chosen = {*config, *(word.split("=")[0].lstrip("-").replace("-", "_") for word in words if word.startswith("--"))}
@@ -114,7 +99,7 @@ def parse(words: Sequence[str], kind: RecipeKind) -> RecipeArguments:
     return RecipeArguments(flags, script, training, model, mixture, no_model, no_data, notes)
 
 
-def find_precision() -> tuple[dict[str, Any], list[str]]:
+def find_precision() -> tuple[dict[str, bool], list[str]]:
     """Returns arguments for devices without bfloat16, which TRL and the presets use by default, and notes about them."""
     if not torch.accelerator.is_available():
         return {"use_cpu": True}, []  # without it the host refuses bfloat16 on a CPU
