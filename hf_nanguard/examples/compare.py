@@ -50,12 +50,12 @@ class Outcome:
         """Whether the run finished with finite weights."""
         return self.error is None and not self.bad_weights
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Returns the outcome as plain values, for JSON."""
         return {**asdict(self), "folder": str(self.folder), "is_sound": self.is_sound}
 
 
-def watch_run(name: str, trainer: Trainer, measure: Callable[[Any], Figures] = lambda trainer: {}) -> Outcome:
+def watch_run(name: str, trainer: Trainer, measure: Callable[[Trainer], Figures] = lambda trainer: {}) -> Outcome:
     """Trains and returns the outcome, which includes an error caused by non-finite numbers.
 
     `measure` is called with the trained trainer and returns figures by name, e.g. an accuracy.
@@ -81,10 +81,10 @@ def find_weights(trainer: Trainer) -> dict[str, nn.Parameter]:
 
 
 def compare_runs(
-    build_trainer: Callable[[Any, bool], Trainer],
+    build_trainer: Callable[[TrainingArguments, bool], Trainer],
     args: TrainingArguments,
     planted: str,
-    measure: Callable[[Any], Figures] = lambda trainer: {},
+    measure: Callable[[Trainer], Figures] = lambda trainer: {},
     compare: bool = True,
 ) -> list[Outcome]:
     """Runs stock and guarded with the same planted failure, below `args.output_dir`, and prints both outcomes.
