@@ -22,25 +22,20 @@ UNREADABLE = (DatasetNotFoundError, DatasetGenerationError, LookupError, OSError
 
 def check_model(arguments: RecipeArguments) -> None:
     """Checks that the model exists before anything is built."""
-    name = str(arguments.model.model_name_or_path)
-    try:
-        AutoConfig.from_pretrained(name, **_name_source(arguments))
-    except (OSError, ValueError) as error:
-        raise ArgumentError(
-            f"--model_name_or_path must be a folder with a model or the name of one on the hub, got {name!r} "
-            f"({first_line(error)})."
-        ) from error
+    _load(AutoConfig, arguments, "be a folder with a model or the name of one on the hub")
 
 
 def load_tokenizer(arguments: RecipeArguments) -> PreTrainedTokenizerBase:
     """Returns the tokenizer of the model."""
+    return _load(AutoTokenizer, arguments, "come with a tokenizer")
+
+
+def _load(auto_class: type[AutoConfig] | type[AutoTokenizer], arguments: RecipeArguments, must: str):
     name = arguments.model.model_name_or_path
     try:
-        return AutoTokenizer.from_pretrained(name, **_name_source(arguments))
+        return auto_class.from_pretrained(name, **_name_source(arguments))
     except (OSError, ValueError) as error:
-        raise ArgumentError(
-            f"--model_name_or_path must come with a tokenizer, got {name!r} ({first_line(error)})."
-        ) from error
+        raise ArgumentError(f"--model_name_or_path must {must}, got {name!r} ({first_line(error)}).") from error
 
 
 def _name_source(arguments: RecipeArguments) -> Options:

@@ -11,15 +11,10 @@ import torch
 from datasets import Dataset
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ...errors import ArgumentError
+from .small_llama import build_llama, train_briefly
 
 PAD, EOS = "<pad>", "<eos>"
 ROLES = ("<system>", "<user>", "<assistant>", "<tool>")
@@ -31,7 +26,6 @@ CHAT_TEMPLATE = (
     "{% else %}{{ message['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-MASKED = -100
 FORMS = ("plain", "conversational")
 NEAR = 0.5
 
@@ -49,17 +43,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def build_model(seed: int = 0, hidden_size: int = 32, num_layers: int = 2, dropout: float = 0.0) -> LlamaForCausalLM:
+def build_model(seed: int = 0, dropout: float = 0.0) -> LlamaForCausalLM:
     """Returns an untrained Llama of about 40,000 parameters."""
-    config = LlamaConfig(
-        vocab_size=len(VOCABULARY), hidden_size=hidden_size, intermediate_size=2 * hidden_size,
-        num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64,
-        pad_token_id=VOCABULARY.index(PAD), bos_token_id=None, eos_token_id=VOCABULARY.index(EOS),
-        tie_word_embeddings=False, attention_dropout=dropout,
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
+    return build_llama(build_tokenizer(), seed, 32, dropout)
 
 
 def build_beginner(seed: int = 0, form: str = "plain", num_steps: int = 20) -> LlamaForCausalLM:
@@ -69,35 +55,28 @@ def build_beginner(seed: int = 0, form: str = "plain", num_steps: int = 20) -> L
     of 32 examples; `form` is that of [`build_prompts`].
     """
     model, tokenizer = build_model(seed), build_tokenizer()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    for batch in build_prompts(32 * num_steps, seed, form=form).iter(32):
-        questions = [format_prompt(tokenizer, prompt) for prompt in batch["prompt"]]
-        texts = [f"{question}{answer}{EOS}" for question, answer in zip(questions, batch["answer"], strict=True)]
-        ids = tokenizer(texts, return_tensors="pt")["input_ids"]
-        labels = ids.clone()
-        labels[:, :-2] = MASKED  # an answer is a digit and the end token
-        model(input_ids=ids, labels=labels).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    rows = build_prompts(32 * num_steps, seed, form)
+    texts = [f"{format_prompt(tokenizer, row['prompt'])}{row['answer']}{EOS}" for row in rows]
+    train_briefly(model, tokenizer, texts, num_steps, num_learned=2)  # an answer is a digit and the end token
     return model
 
 
-def build_prompts(num_rows: int, seed: int = 0, largest: int = 9, form: str = "plain") -> Dataset:
+def build_prompts(num_rows: int, seed: int = 0, form: str = "plain") -> Dataset:
     """Returns questions, drawn with repetition, in the columns `prompt` and `answer`, for training with rewards.
 
-    `largest` is the largest sum. A prompt is a text if `form` is `"plain"`, and messages if it is `"conversational"`.
+    Sums are at most 9, a single digit. A prompt is a text if `form` is `"plain"`, and messages if it is `"conversational"`.
     """
     if form not in FORMS:
         raise ArgumentError(f"form must be one of {', '.join(FORMS)}, got {form!r}. Use 'plain' for texts.")
     draw = random.Random(seed)
-    pairs = [(a, b) for a in range(largest + 1) for b in range(largest + 1 - a)]
+    pairs = [(a, b) for a in range(10) for b in range(10 - a)]
     drawn = [draw.choice(pairs) for _ in range(num_rows)]
     return Dataset.from_list([{"prompt": _write("user", f"{a}+{b}=", form), "answer": str(a + b)} for a, b in drawn])
 
 
-def build_examples(num_rows: int, seed: int = 0, largest: int = 9, form: str = "plain") -> Dataset:
+def build_examples(num_rows: int, seed: int = 0, form: str = "plain") -> Dataset:
     """Returns questions and answers as `prompt` and `completion`, for supervised training; else as [`build_prompts`]."""
-    rows = build_prompts(num_rows, seed, largest, form)
+    rows = build_prompts(num_rows, seed, form)
     completions = [_write("assistant", answer, form) for answer in rows["answer"]]
     return rows.remove_columns("answer").add_column("completion", completions)
 
