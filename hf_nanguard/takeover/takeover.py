@@ -40,14 +40,9 @@ class _StandIn:
 class Takeover:
     """Context manager that guards every Trainer built inside it.
 
-    Args:
-        settings (`Mapping[str, object]`):
-            Fields of `GuardArguments`; they take precedence over the script's own.
-        say (`Callable[[str], None]`):
-            Called with a sentence, on the first rank only: which trainer is guarded or cannot be, and at the end how
-            many events there are.
-        on_build (`Callable[[], None]`, *optional*):
-            Called on every rank when a trainer was built.
+    `settings` are fields of `GuardArguments` and take precedence over the script's own. `say` is called with a sentence, on
+    the first rank only: which trainer is guarded or cannot be, and at the end how many events there are. `on_build` is
+    called on every rank when a trainer was built.
 
     Example:
 

@@ -94,22 +94,13 @@ class Run:
 
 @dataclass(frozen=True)
 class ScenarioRunner:
-    """Runs the trainers of a scenario.
-
-    Args:
-        folder (`Path`), seed (`int`), steps (`int`):
-            Folder and seed of the runs, and the number of steps in the first scenario.
-        announce (`Callable`):
-            Called with a description of the scenario before it begins.
-        begin (`Callable`):
-            Called with the name of a run and its number of steps; returns the function that reports its progress.
-    """
+    """Runs the trainers of a scenario."""
 
     folder: Path
     seed: int
-    steps: int
-    announce: Callable[[str], None]
-    begin: Callable[[str, int], Report]
+    steps: int  # of the first scenario
+    announce: Callable[[str], None]  # prints a description of the scenario before it begins
+    begin: Callable[[str, int], Report]  # given the name of a run and its number of steps
 
     def run(
         self,

@@ -160,14 +160,11 @@ def parse_arguments(
         parser.add_argument("--preset", help=f"Arguments that work: {', '.join(list_presets(kind))}.")
     words = list(sys.argv[1:] if argv is None else argv)
     given, config = parser.read_config(words)
-    parser.set_layer(defaults, "defaults")
-    if kind is not None:
-        values = read_preset(kind, given.preset)
-        kept = [name for name in find_kept(given) if values.pop(name, None) is not None]
-        if kept and is_local_first():
-            print(f"The preset is for pretrained models; the model built here keeps its own {', '.join(kept)}.")
-        parser.set_layer(values, f"--preset {given.preset}")
-    parser.set_layer(config, f"--config {given.config}")
+    preset = {} if kind is None else read_preset(kind, given.preset)
+    kept = [name for name in find_kept(given) if preset.pop(name, None) is not None]
+    if kept and is_local_first():
+        print(f"The preset is for pretrained models; the model built here keeps its own {', '.join(kept)}.")
+    parser.set_layer({**defaults, **preset, **config}, "defaults and --preset")
     parsed = parser.parse_all(words)
     check_output(parsed[-1])
     return parsed

@@ -17,7 +17,6 @@ from ...errors import ArgumentError
 from .command_line import RecipeParser
 from .presets import read_preset
 
-KEPT = ("learning_rate",)  # arguments of the built-in model that a preset does not change
 PRECISIONS = ("bf16", "fp16")
 
 
@@ -85,16 +84,15 @@ def parse(words: Sequence[str], kind: RecipeKind) -> RecipeArguments:
         preset = {name: value for name, value in preset.items() if name not in PRECISIONS}
         notes = []
     base = kind.embedded if no_model else kind.task if no_data else {}
-    kept = {name: base[name] for name in KEPT if no_model}
-    notes += [
-        f"the built-in model is untrained, so it keeps its {name} of {value}; the preset's {preset[name]} is for "
-        f"pretrained models. Set another with --{name}."
-        for name, value in kept.items()
-        if name in preset and name not in chosen
-    ]
+    rate = preset.pop("learning_rate", None) if no_model else None
+    if rate is not None and "learning_rate" not in chosen:
+        notes.append(
+            f"the built-in model is untrained, so it keeps its learning_rate of {base['learning_rate']}; the preset's {rate} "
+            "is for pretrained models. Set another with --learning_rate."
+        )
     if given.datasets and given.dataset_name is not None:
         notes.append(f"--dataset_name {given.dataset_name} is ignored because datasets is given.")
-    parser.set_layer({**base, **preset, **kept, **config}, f"--preset {given.preset}")
+    parser.set_layer({**base, **preset, **config}, f"--preset {given.preset}")
     flags, script, training, model, mixture = parser.parse_all(words)
     return RecipeArguments(flags, script, training, model, mixture, no_model, no_data, notes)
 

@@ -31,7 +31,7 @@ def load_tokenizer(arguments: RecipeArguments) -> PreTrainedTokenizerBase:
 
 
 def _load(auto_class: type[AutoConfig] | type[AutoTokenizer], arguments: RecipeArguments, must: str):
-    name = arguments.model.model_name_or_path
+    name = str(arguments.model.model_name_or_path)
     try:
         return auto_class.from_pretrained(name, **_name_source(arguments))
     except (OSError, ValueError) as error:
