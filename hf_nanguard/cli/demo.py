@@ -83,13 +83,16 @@ def show(console: Console, scenarios: Sequence[Scenario]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from ..examples.compare import describe, find_evidence
+
     table = Table(title="the same failure, stock and guarded", show_lines=True, width=min(console.width, 120))
     for title, ratio in (("planted", 4), ("stock", 7), ("guarded", 9)):
         table.add_column(title, ratio=ratio)
     for number, scenario in enumerate(scenarios, 1):
-        cells = (f"{number}. {scenario.title}", "\n".join(scenario.stock), "\n".join(scenario.guarded))
-        table.add_row(*map(escape, cells))
+        found = [describe(outcome).items() for outcome in (scenario.stock, scenario.guarded)]
+        cells = ["\n".join(f"{topic}: {text}" for topic, text in topics) for topics in found]
+        table.add_row(escape(f"{number}. {scenario.title}"), *map(escape, cells))
     console.print(table)
     for number, scenario in enumerate(scenarios, 1):
-        for kind, path in scenario.evidence.items():
+        for kind, path in find_evidence(scenario.guarded).items():
             print_plain(console, f"{kind} of failure {number}: {path}")

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -20,6 +20,7 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArg
 from transformers.utils import logging
 
 from ..core.finite import find_nonfinite
+from ..errors import NonFiniteError
 from ..plain_text import format_error
 from ..report.run_files import GUARD_FOLDER, Tail, events_path
 
@@ -49,6 +50,22 @@ class Outcome:
     def is_sound(self) -> bool:
         """Whether the run finished with finite weights."""
         return self.error is None and not self.bad_weights
+
+    @property
+    def end(self) -> str:
+        """How the run ended early, as text; empty if it finished."""
+        if self.error is None:
+            return ""
+        is_halted = self.error.startswith(NonFiniteError.__name__)
+        return "halted by the guard" if is_halted else f"ENDED by {shorten(self.error, 160)}"
+
+    def with_figures(self, figures: Figures) -> "Outcome":
+        """Returns the same outcome with more figures."""
+        return replace(self, figures={**self.figures, **figures})
+
+    def find_event(self, *signals: str) -> EventRow | None:
+        """Returns the first event with one of these signals."""
+        return next((event for event in self.events if event["signal"] in signals), None)
 
     def as_dict(self) -> dict[str, object]:
         """Returns the outcome as plain values, for JSON."""
@@ -179,9 +196,8 @@ def format_counts(counts: Counter[str]) -> str:
 def describe(outcome: Outcome) -> dict[str, str]:
     """Returns the outcome of a run as texts by topic."""
     bad = outcome.bad_weights
-    ended = "" if outcome.error is None else f", ENDED by {shorten(outcome.error, 160)}"
     return {
-        "run": f"{outcome.steps} steps{ended}",
+        "run": f"{outcome.steps} steps{outcome.end and ', '}{outcome.end}",
         "weights": f"NOT FINITE: {len(bad)} of {outcome.num_weights} tensors" if bad else "all finite",
         "logged losses": format_losses(outcome.losses),
         **{name: format_number(value) for name, value in outcome.figures.items()},

@@ -46,13 +46,13 @@ def events_of(folder: Path, name: str) -> list[dict]:
 
 def test_only_the_poisoned_stock_run_is_lost(finished):
     stock, guarded = cells(finished[0], 1)
-    assert "weights: 21 of 21 tensors NaN" in stock
+    assert "weights: NOT FINITE: 21 of 21 tensors" in stock
     assert f"steps lost: {STEPS - STEPS // 3} of {STEPS}" in stock
     assert "held-out loss: nan" in stock
-    assert stock.count(" 0") == 2  # the log shows that as a loss
-    assert "weights: finite" in guarded
+    assert re.search(r"logged losses: .* 0 0 0 ", stock)  # the log shows that as a loss
+    assert "weights: all finite" in guarded
     assert f"steps lost: 1 of {STEPS}" in guarded
-    learned, healthy = re.search(r"held-out loss: ([\d.]+) \(on healthy data: ([\d.]+)\)", guarded).groups()
+    learned, healthy = re.search(r"held-out loss: ([\d.]+) .*held-out loss on healthy data: ([\d.]+)", guarded).groups()
     assert float(learned) == pytest.approx(float(healthy), rel=0.1)
 
 
@@ -67,15 +67,17 @@ def test_the_planted_batch_and_no_other_is_blamed(finished):
     assert (event["step"], event["signal"], event["action"]) == (bad_step, "loss_nonfinite", "skipped")
     assert event["culprit"]["rows"] == [bad_step * BATCH_SIZE]
     assert event["cause"] == "div_by_zero"
-    assert f"row {bad_step * BATCH_SIZE}" in cells(finished[0], 1)[1]
+    assert f"rows [{bad_step * BATCH_SIZE}]" in cells(finished[0], 1)[1]
 
 
 def test_stock_grpo_ends_and_the_guarded_one_learns_on(finished):
     bad_step = SAMPLING_STEPS // 3
     stock, guarded = cells(finished[0], 2)
-    assert stock.startswith(f"ended at step {bad_step}: RuntimeError: probability tensor")
+    assert stock.startswith(f"run: {bad_step} steps, ENDED by RuntimeError: probability tensor")
     assert f"step {bad_step:>4}/{SAMPLING_STEPS}  ENDED by RuntimeError" in finished[0]
-    first, last = map(float, re.search(r"finished, mean reward ([\d.]+) -> ([\d.]+)", guarded).groups())
+    first, last = map(
+        float, re.search(rf"run: {SAMPLING_STEPS} steps .*mean reward: ([\d.]+) -> ([\d.]+)", guarded).groups()
+    )
     assert last > first + 0.05
     [event] = events_of(finished[2], "grpo-guarded")
     assert (event["step"], event["signal"], event["action"]) == (bad_step, "logits_nonfinite", "dropped")
@@ -83,16 +85,17 @@ def test_stock_grpo_ends_and_the_guarded_one_learns_on(finished):
 
 def test_the_silent_nan_is_saved_by_the_stock_run_only(finished):
     stock, guarded = cells(finished[0], 3)
-    assert stock.startswith("finished, last logged loss ")
-    assert float(re.search(r"last logged loss ([\d.]+)", stock)[1]) > 0
-    assert "weights: 1 of 21 tensors NaN" in stock
-    assert "checkpoints saved: 4, of them with NaN: 2" in stock
-    assert "checkpoints saved: 2, of them with NaN: 0" in guarded
+    assert stock.startswith("run: 40 steps weights: NOT FINITE: 1 of 21 tensors")
+    losses = re.search(r"logged losses: ([\d. ]+) checkpoints", stock)[1].replace("...", "").split()
+    assert all(float(loss) > 0 for loss in losses)  # which looks healthy
+    assert "checkpoints: 4 saved, 2 with NaN" in stock
+    assert guarded.startswith("run: 30 steps, halted by the guard")
+    assert "checkpoints: 2 saved, 0 with NaN" in guarded
     [event] = events_of(finished[2], "silent-guarded")
     assert (event["action"], event["cause"]) == ("halted", "optimizer_state")
     assert event["culprit"]["parameter"] == "model.embed_tokens.weight"
     assert event["values"]["rows"] == [VOCABULARY.index(UNUSED)]
-    assert f"row {VOCABULARY.index(UNUSED)}" in guarded
+    assert "model.embed_tokens.weight" in guarded
 
 
 def test_no_batch_of_the_demo_uses_the_token_of_the_silent_nan():
@@ -102,10 +105,10 @@ def test_no_batch_of_the_demo_uses_the_token_of_the_silent_nan():
 
 def test_the_overflow_is_announced_before_it_comes(finished):
     stock, guarded = cells(finished[0], 4)
-    assert "weights: 21 of 21 tensors NaN" in stock
-    assert "weights: finite" in guarded
+    assert "weights: NOT FINITE: 21 of 21 tensors" in stock
+    assert "weights: all finite" in guarded
     told, foretold, came = map(
-        int, re.search(r"predicted at step (\d+) for step (\d+), .* it happened at step (\d+)", guarded).groups()
+        int, re.search(r"predicted: at step (\d+) for step (\d+), .* it happened at step (\d+)", guarded).groups()
     )
     assert told + 10 <= came
     assert abs(foretold - came) <= (came - told) / 2

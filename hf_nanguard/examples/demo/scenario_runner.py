@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from ...core.finite import find_nonfinite
-from ...errors import NonFiniteError
-from ..compare import EventRow, Figures, Outcome, find_evidence, format_number, watch_run
+from ..compare import Figures, Outcome, format_number, watch_run
 
 CLOCK = 2.0  # seconds by which the clock of a file system may be coarse
 
@@ -41,58 +40,6 @@ class StepReporter(TrainerCallback):
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run that has ended: its trainer, its outcome, its reporter and when it began."""
-
-    trainer: Trainer
-    outcome: Outcome
-    reporter: StepReporter
-    started: float
-
-    @property
-    def is_halted(self) -> bool:
-        """Whether the guard ended it."""
-        return (self.outcome.error or "").startswith(NonFiniteError.__name__)
-
-    @property
-    def weights(self) -> str:
-        """The state of the weights, as text."""
-        bad = self.outcome.bad_weights
-        return f"weights: {len(bad)} of {self.outcome.num_weights} tensors NaN" if bad else "weights: finite"
-
-    @property
-    def lost(self) -> str:
-        """The number of steps without progress, as text."""
-        return f"steps lost: {self.reporter.num_lost} of {self.outcome.steps}"
-
-    @property
-    def end(self) -> str:
-        """How it ended, as text."""
-        if self.outcome.error is None:
-            return "finished"
-        if self.is_halted:
-            return f"halted by the guard at step {self.outcome.steps}"
-        return f"ended at step {self.outcome.steps}: {self.outcome.error}"
-
-    @property
-    def saved(self) -> str:
-        """The checkpoints that it wrote, as text."""
-        files = self.outcome.folder.glob("checkpoint-*/model.safetensors")
-        own = [file for file in files if file.stat().st_mtime >= self.started - CLOCK]  # others are of an earlier demo
-        num_bad = sum(bool(find_nonfinite(load_file(file).items())) for file in own)
-        return f"checkpoints saved: {len(own)}, of them with NaN: {num_bad}"
-
-    @property
-    def evidence(self) -> dict[str, Path]:
-        """Its event file and autopsy folder."""
-        return find_evidence(self.outcome)
-
-    def find_event(self, *signals: str) -> EventRow | None:
-        """Returns the first event with one of these signals."""
-        return next((event for event in self.outcome.events if event["signal"] in signals), None)
-
-
-@dataclass(frozen=True)
 class ScenarioRunner:
     """Runs the trainers of a scenario."""
 
@@ -110,25 +57,32 @@ class ScenarioRunner:
         build: Callable[[Path], Trainer],
         measure: Callable[[Trainer], Figures] = lambda trainer: {},
         figure: str = "loss",
-    ) -> Run:
+    ) -> Outcome:
         """Builds a trainer for a folder, runs it and reports the progress of a logged figure."""
         report, started = self.begin(name, steps), time.time()
         reporter = StepReporter(report, figure)
         trainer = build(self.folder / folder)
         trainer.add_callback(reporter)
         trainer.remove_callback(PrinterCallback)
-        run = Run(trainer, watch_run(name, trainer, measure), reporter, started)
-        if run.outcome.error is not None:
-            text = "halted by the guard" if run.is_halted else f"ENDED by {run.outcome.error}"
-            report(run.outcome.steps, text, True)
-        return run
+        outcome = watch_run(name, trainer, measure)
+        if outcome.error is not None:
+            report(outcome.steps, outcome.end, True)
+        lost = {"steps lost": f"{reporter.num_lost} of {outcome.steps}"} if reporter.num_lost else {}
+        return outcome.with_figures({**lost, **_count_checkpoints(outcome.folder, started)})
+
+
+def _count_checkpoints(folder: Path, started: float) -> Figures:
+    """Returns how many checkpoints a run has saved, and how many of them contain NaN or inf; nothing if it saved none."""
+    files = folder.glob("checkpoint-*/model.safetensors")
+    own = [file for file in files if file.stat().st_mtime >= started - CLOCK]  # others are of an earlier demo
+    num_bad = sum(bool(find_nonfinite(load_file(file).items())) for file in own)
+    return {"checkpoints": f"{len(own)} saved, {num_bad} with NaN"} if own else {}
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """The result of a scenario: lines about the stock and the guarded run, and the paths of the guard's evidence."""
+    """The result of a scenario: the same failure in a stock and in a guarded run."""
 
     title: str
-    stock: list[str]
-    guarded: list[str]
-    evidence: dict[str, Path]
+    stock: Outcome
+    guarded: Outcome

@@ -5,16 +5,16 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset, concatenate_datasets
-from torch import nn
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig
 
 from ...hf.guarded_trainer import guarded
 from ...hf.trainer.arguments import GuardArguments
-from ..compare import EventRow, Figures, Options, find_weights, format_number
+from ..compare import Figures, Options, Outcome, find_weights
 from ..planted_failures import AnswerTrainer, CutOffAnswer, blank_scores
 from ..tasks import sums
-from .scenario_runner import Run, Scenario, ScenarioRunner
+from .scenario_runner import Scenario, ScenarioRunner
 
 BATCH_SIZE = 4
 SAMPLING_STEPS, GROUP = 45, 16
@@ -46,18 +46,10 @@ def build_trainer(
     return trainer_class(**parts) if guard is None else guarded(trainer_class)(guard=guard, **parts)
 
 
-def measure_loss(trainer: Trainer) -> Figures:
-    """Returns the loss on sums that the model was not trained on."""
-    return {"held-out loss": trainer.evaluate()["eval_loss"]}
-
-
-def _format_culprit(event: EventRow | None, *names: str) -> list[str]:
-    """Returns a line with these fields of an event, its values and its culprit; no line without an event."""
-    if event is None:
-        return []
-    known = {**event["values"], **{name: value for name, value in {**event, **event["culprit"]}.items() if value}}
-    rows = {"rows": f"row {', '.join(map(str, known.get('rows', [])))}"}
-    return [f"culprit: {', '.join({**known, **rows}[name] for name in names if name in known)}"]
+def measure_reward(trainer: Trainer) -> Figures:
+    """Returns the mean reward of the first and of the last steps."""
+    rewards = [row["reward"] for row in trainer.state.log_history if row.get("reward") is not None]
+    return {"mean reward": f"{sum(rewards[:5]) / 5:.2f} -> {sum(rewards[-5:]) / 5:.2f}"}
 
 
 def run_bad_row(runner: ScenarioRunner) -> Scenario:
@@ -72,40 +64,31 @@ def run_bad_row(runner: ScenarioRunner) -> Scenario:
         f"mean loss is 0/0. It is in the batch of step {bad_step} of {steps}."
     )
 
-    def run(title: str, name: str, rows: Dataset, plant: bool, guard: GuardArguments | None = None) -> Run:
+    weights: dict[str, list[Tensor]] = {}
+
+    def run(title: str, name: str, rows: Dataset, plant: bool, guard: GuardArguments | None = None) -> Outcome:
         def build(folder: Path) -> Trainer:
             trainer = build_trainer(rows, seed, guard, folder)
             if plant:
                 trainer.data_collator = CutOffAnswer(trainer.data_collator, bad_step)
             return trainer
 
-        return runner.run(title, name, len(rows) // BATCH_SIZE, build, measure_loss)
+        def measure(trainer: Trainer) -> Figures:
+            weights[name] = list(find_weights(trainer).values())
+            return {"held-out loss": trainer.evaluate()["eval_loss"]}
+
+        return runner.run(title, name, len(rows) // BATCH_SIZE, build, measure)
 
     fine = run("stock, healthy data", "healthy", rows, False)
     stock = run("stock, one bad row", "poisoned", rows, True)
     guarded_run = run("guarded, one bad row", "guarded", rows, True, GuardArguments())
-    control = run("stock, without that batch", "without", without, False)
-    expected = find_weights(control.trainer)
-    same = [torch.equal(p, expected[name]) for name, p in find_weights(guarded_run.trainer).items()]
-    losses, event = stock.outcome.losses, guarded_run.find_event("loss_nonfinite")
-    held_out = [format_number(run.outcome.figures["held-out loss"]) for run in (stock, guarded_run, fine)]
-    return Scenario(
-        f"one bad row in {len(rows)}",
-        [
-            stock.weights,
-            stock.lost,
-            f"logged loss: {' '.join([format_number(losses[0]), '...', *map(format_number, losses[-2:])])}",
-            f"held-out loss: {held_out[0]}",
-        ],
-        [
-            guarded_run.weights,
-            guarded_run.lost,
-            f"held-out loss: {held_out[1]} (on healthy data: {held_out[2]})",
-            f"bit-identical to a run without that batch: {sum(same)} of {len(same)} weight tensors",
-            *_format_culprit(event, "cause", "source", "rows"),
-        ],
-        guarded_run.evidence,
-    )
+    run("stock, without that batch", "without", without, False)
+    same = [torch.equal(*pair) for pair in zip(weights["guarded"], weights["without"], strict=True)]
+    compared: Figures = {
+        "held-out loss on healthy data": fine.figures["held-out loss"],
+        "bit-identical to a run without that batch": f"{sum(same)} of {len(same)} weight tensors",
+    }
+    return Scenario(f"one bad row in {len(rows)}", stock, guarded_run.with_figures(compared))
 
 
 def run_bad_sampling(runner: ScenarioRunner) -> Scenario:
@@ -116,7 +99,7 @@ def run_bad_sampling(runner: ScenarioRunner) -> Scenario:
         "scores of one completion are NaN when its tokens are sampled."
     )
 
-    def build(trainer_class: type[GRPOTrainer], folder: Path) -> GRPOTrainer:
+    def build(trainer_class: type, folder: Path) -> Trainer:
         args = GRPOConfig(
             str(folder), max_steps=SAMPLING_STEPS, per_device_train_batch_size=8 * GROUP, num_generations=GROUP,
             gradient_accumulation_steps=1, max_completion_length=3, learning_rate=3e-3, seed=runner.seed, **COMMON,
@@ -128,20 +111,11 @@ def run_bad_sampling(runner: ScenarioRunner) -> Scenario:
         blank_scores(trainer.model, bad_step)
         return trainer
 
-    stock = runner.run("stock GRPO", "grpo-stock", SAMPLING_STEPS, partial(build, GRPOTrainer), figure="reward")
-    build_guarded = partial(build, guarded(GRPOTrainer))
-    guarded_run = runner.run("guarded GRPO", "grpo-guarded", SAMPLING_STEPS, build_guarded, figure="reward")
-    rewards = [row["reward"] for row in guarded_run.trainer.state.log_history if row.get("reward") is not None]
-    events = [event for event in guarded_run.outcome.events if event["signal"] == "logits_nonfinite"][:1]
-    return Scenario(
-        "GRPO that samples from NaN",
-        [stock.end],
-        [
-            f"{guarded_run.end}, mean reward {sum(rewards[:5]) / 5:.2f} -> {sum(rewards[-5:]) / 5:.2f}",
-            *(f"event: {event['signal']}, {event['action']}; that completion is not trained on" for event in events),
-        ],
-        guarded_run.evidence,
-    )
+    def run(name: str, trainer_class: type) -> Outcome:
+        build_one = partial(build, trainer_class)
+        return runner.run(f"{name} GRPO", f"grpo-{name}", SAMPLING_STEPS, build_one, measure_reward, "reward")
+
+    return Scenario("GRPO that samples from NaN", run("stock", GRPOTrainer), run("guarded", guarded(GRPOTrainer)))
 
 
 class SpoilMoment(TrainerCallback):
@@ -172,21 +146,7 @@ def run_silent_nan(runner: ScenarioRunner) -> Scenario:
 
     stock = runner.run("stock", "silent-stock", SILENT_STEPS, partial(build, None))
     guarded_run = runner.run("guarded", "silent-guarded", SILENT_STEPS, partial(build, GuardArguments()))
-    event = guarded_run.find_event("param_nonfinite", "optimizer_nonfinite")
-    return Scenario(
-        "a silent NaN in Adam",
-        [
-            f"{stock.end}, last logged loss {format_number(stock.outcome.losses[-1])}, which looks healthy",
-            stock.weights,
-            stock.saved,
-        ],
-        [
-            guarded_run.end,
-            *_format_culprit(event, "cause", "parameter", "rows"),
-            guarded_run.saved,
-        ],
-        guarded_run.evidence,
-    )
+    return Scenario("a silent NaN in Adam", stock, guarded_run)
 
 
 class GrowingTrainer(AnswerTrainer):
@@ -211,7 +171,7 @@ def run_overflow(runner: ScenarioRunner) -> Scenario:
     )
     rows = sums.build_examples(GROWING_STEPS * BATCH_SIZE, runner.seed)
 
-    def run(name: str, guard: GuardArguments | None) -> Run:
+    def run(name: str, guard: GuardArguments | None) -> Outcome:
         build = partial(
             build_trainer, rows, runner.seed, guard, trainer_class=GrowingTrainer, dtype=torch.float16, optim="sgd",
             learning_rate=1e-2,
@@ -222,23 +182,11 @@ def run_overflow(runner: ScenarioRunner) -> Scenario:
     guarded_run = run("guarded", GuardArguments(nanguard_activation_steps=2, nanguard_max_bad_steps=3))
     forecast = guarded_run.find_event("activation_headroom")
     broken = guarded_run.find_event("loss_nonfinite", "grad_nonfinite")
-    prediction = []
     if forecast is not None and broken is not None:
         module, step = forecast["culprit"]["module"], forecast["values"]["overflow_step"]
-        prediction = [
-            f"predicted at step {forecast['step']} for step {step}, in {module}; it happened at step {broken['step']}"
-        ]
-    return Scenario(
-        "a float16 overflow",
-        [stock.weights, f"logged loss: {' '.join(['...', *map(format_number, stock.outcome.losses[-2:])])}"],
-        [
-            guarded_run.weights,
-            *prediction,
-            *_format_culprit(broken, "cause", "module"),
-            f"{guarded_run.end}; {guarded_run.saved}",
-        ],
-        guarded_run.evidence,
-    )
+        text = f"at step {forecast['step']} for step {step}, in {module}; it happened at step {broken['step']}"
+        guarded_run = guarded_run.with_figures({"predicted": text})
+    return Scenario("a float16 overflow", stock, guarded_run)
 
 
 SCENARIOS = (run_bad_row, run_bad_sampling, run_silent_nan, run_overflow)
