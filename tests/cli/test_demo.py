@@ -44,6 +44,11 @@ def events_of(folder: Path, name: str) -> list[dict]:
     return list(read_jsonl(folder / name / "nanguard" / "events.jsonl"))
 
 
+def acts_of(folder: Path, name: str) -> list[dict]:
+    """The events in which the guard acted; a spike that it only observed depends on the CPU's kernels."""
+    return [event for event in events_of(folder, name) if event["action"] != "observed"]
+
+
 def test_only_the_poisoned_stock_run_is_lost(finished):
     stock, guarded = cells(finished[0], 1)
     assert "weights: NOT FINITE: 21 of 21 tensors" in stock
@@ -62,7 +67,7 @@ def test_the_guarded_run_is_bit_identical_to_one_without_that_batch(finished):
 
 
 def test_the_planted_batch_and_no_other_is_blamed(finished):
-    [event] = events_of(finished[2], "guarded")
+    [event] = acts_of(finished[2], "guarded")
     bad_step = STEPS // 3
     assert (event["step"], event["signal"], event["action"]) == (bad_step, "loss_nonfinite", "skipped")
     assert event["culprit"]["rows"] == [bad_step * BATCH_SIZE]
@@ -79,7 +84,7 @@ def test_stock_grpo_ends_and_the_guarded_one_learns_on(finished):
         float, re.search(rf"run: {SAMPLING_STEPS} steps .*mean reward: ([\d.]+) -> ([\d.]+)", guarded).groups()
     )
     assert last > first + 0.05
-    [event] = events_of(finished[2], "grpo-guarded")
+    [event] = acts_of(finished[2], "grpo-guarded")
     assert (event["step"], event["signal"], event["action"]) == (bad_step, "logits_nonfinite", "dropped")
 
 
@@ -91,7 +96,7 @@ def test_the_silent_nan_is_saved_by_the_stock_run_only(finished):
     assert "checkpoints: 4 saved, 2 with NaN" in stock
     assert guarded.startswith("run: 30 steps, halted by the guard")
     assert "checkpoints: 2 saved, 0 with NaN" in guarded
-    [event] = events_of(finished[2], "silent-guarded")
+    [event] = acts_of(finished[2], "silent-guarded")
     assert (event["action"], event["cause"]) == ("halted", "optimizer_state")
     assert event["culprit"]["parameter"] == "model.embed_tokens.weight"
     assert event["values"]["rows"] == [VOCABULARY.index(UNUSED)]

@@ -36,7 +36,7 @@ def build_trainer(
     **options: object,
 ) -> Trainer:
     """Returns a trainer, stock if `guard` is `None`, for one epoch over `rows` in their order."""
-    own: Options = {"num_train_epochs": 1, "learning_rate": 5e-3, "train_sampling_strategy": "sequential", "seed": seed}
+    own: Options = {"num_train_epochs": 1, "learning_rate": 2e-3, "train_sampling_strategy": "sequential", "seed": seed}
     args = SFTConfig(str(folder), per_device_train_batch_size=BATCH_SIZE, **{**COMMON, **own, **options})
     model: nn.Module = sums.build_model(seed, dropout=0.1)
     parts = {
