@@ -168,8 +168,7 @@ def measure(trainer: Trainer) -> Figures:
 
 def run(argv: Sequence[str] | None = None) -> list[Outcome]:
     """Runs the recipe and returns the outcomes of its runs, the guarded one last."""
-    types = [ScriptArguments, GuardedTrainingArguments]
-    script, args = parse_arguments(types, argv, DEFAULTS, __doc__)
+    script, args = parse_arguments([ScriptArguments, GuardedTrainingArguments], argv, DEFAULTS, __doc__)
 
     def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
         torch.manual_seed(args.seed)

@@ -12,12 +12,12 @@ from typing import NoReturn
 
 from .. import __version__
 from ..errors import ArgumentError
-from . import completion, demo, grpo, replay, run, sft, verify
+from . import completion, demo, grpo, recipe_command, replay, run, sft, verify
 
 # Each has `add_parser(subparsers)`, which sets `run`, a function that takes the parsed arguments and returns an exit code.
 COMMANDS: tuple[ModuleType, ...] = (run, sft, grpo, verify, demo, replay, completion)
 # Commands that parse only some of their arguments here: the others belong to the user's script or to TRL.
-SPLITS = {"run": run.split, "sft": sft.split, "grpo": grpo.split}
+SPLITS = {"run": run.split, "sft": recipe_command.split, "grpo": recipe_command.split}
 
 EPILOG = """examples:
   nanguard demo

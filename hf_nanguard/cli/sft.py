@@ -1,9 +1,7 @@
 """`nanguard sft`: supervised fine-tuning with the guard and the flags of TRL's script."""
 
 from .command_parser import Subparsers
-from .recipe_command import add_recipe, run, split
-
-__all__ = ["add_parser", "run", "split"]
+from .recipe_command import add_recipe
 
 EXAMPLES = """  nanguard sft
   nanguard sft --compare --max_steps 90

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from trl import SFTTrainer
 
-MASKED = -100
+from .tasks.small_llama import MASKED
 
 
 def find_third(num: int) -> int:
