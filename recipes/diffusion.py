@@ -17,7 +17,7 @@ With `--max_weight 100` the weights are clamped in both cases, and noise level 0
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from torch.utils.data import default_collate
 from transformers import Trainer, TrainingArguments
 
 from hf_nanguard import GuardedTrainingArguments, clamp_weight, guarded
-from hf_nanguard.examples.compare import Outcome, compare_runs
+from hf_nanguard.examples.compare import Figures, Outcome, compare_runs
 from hf_nanguard.examples.recipe.command_line import parse_arguments
 from hf_nanguard.examples.recipe.field_report_case import COMMON, CaseArguments, check_rows, exit_code
 from hf_nanguard.hf.named_terms import watch_tensor, weigh_term
@@ -110,11 +110,7 @@ class NoisyCollator:
     """Stacks rows and draws a noise level for each.
 
     A level drawn inside the loss would come from the random state that a skipped step restores, so the next step would
-    draw the same bad level again.
-
-    Args:
-        lowest (`int`), num_levels (`int`):
-            Levels are drawn from `lowest / num_levels` to below 1. Level 0 has no noise, so the ratio is not defined there.
+    draw the same bad level again. Levels are drawn from `lowest / num_levels` to below 1.
     """
 
     def __init__(self, lowest: int, num_levels: int):
@@ -140,7 +136,7 @@ def weigh(level: Tensor) -> Tensor:
 class DenoisingTrainer(Trainer):
     """A plain `Trainer` with a denoising loss. If guarded, its loss weights, predictions and terms are checked by name."""
 
-    def __init__(self, *args: Any, script: ScriptArguments, **kwargs: Any):
+    def __init__(self, *args, script: ScriptArguments, **kwargs):
         super().__init__(*args, **kwargs)
         self.script = script
 
@@ -159,25 +155,25 @@ class DenoisingTrainer(Trainer):
         return (loss, {"signal": predicted, "noise": predicted_noise}) if return_outputs else loss
 
 
-def measure(trainer: Any) -> dict[str, float | str]:
+def measure(trainer: Trainer) -> Figures:
     """Returns the error of the signal at noise level 0.5 on held-out maps, relative to that of predicting zero."""
     batch = {name: tensor.to(trainer.args.device) for name, tensor in default_collate(build_rows(64, seed=2)).items()}
     signal, level = batch["signal"], torch.full((64,), 0.5, device=trainer.args.device)
     noise = torch.randn(signal.shape, generator=torch.Generator().manual_seed(3)).to(signal.device)
+    model = trainer.accelerator.unwrap_model(trainer.model).eval()
     with torch.no_grad():
-        predicted, _ = trainer.model.eval()(add_noise(signal, noise, level), batch["place"], level)
+        predicted, _ = model(add_noise(signal, noise, level), batch["place"], level)
     return {"held-out signal error": (F.mse_loss(predicted, signal) / signal.square().mean()).item()}
 
 
 def run(argv: Sequence[str] | None = None) -> list[Outcome]:
     """Runs the recipe and returns the outcomes of its runs, the guarded one last."""
-    types = [ScriptArguments, GuardedTrainingArguments]
-    script, args = parse_arguments(types, argv, DEFAULTS, __doc__)
+    script, args = parse_arguments([ScriptArguments, GuardedTrainingArguments], argv, DEFAULTS, __doc__)
 
     def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
         torch.manual_seed(args.seed)
-        trainer_class: Any = guarded(DenoisingTrainer) if guard else DenoisingTrainer
-        rows: Any = build_rows(script.num_rows, seed=1, plant=script.plant)
+        trainer_class: type = guarded(DenoisingTrainer) if guard else DenoisingTrainer
+        rows = build_rows(script.num_rows, seed=1, plant=script.plant)
         collator = NoisyCollator(0 if script.plant == "snr_weight" else 1, script.num_levels)
         return trainer_class(Denoiser(), args, data_collator=collator, train_dataset=rows, script=script)
 

@@ -21,17 +21,19 @@ cause. The recipe's default is a fused AdamW, which computes in float32, with an
 
 import math
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BatchEncoding,
     PreTrainedTokenizerBase,
     Trainer,
     TrainerCallback,
@@ -48,7 +50,7 @@ from hf_nanguard import (
     masked_cross_entropy,
     soft_cap,
 )
-from hf_nanguard.examples.compare import Outcome, compare_runs
+from hf_nanguard.examples.compare import Figures, Outcome, compare_runs
 from hf_nanguard.examples.recipe.command_line import parse_arguments
 from hf_nanguard.examples.recipe.field_report_case import COMMON, CaseArguments, exit_code
 from hf_nanguard.examples.tasks.calendar_words import (
@@ -187,21 +189,14 @@ def load_material(student: str, teacher: str, train_file: str) -> Material:
 
 
 class PairCollator:
-    """Tokenizes texts with both tokenizers and aligns the positions.
-
-    Args:
-        student (`PreTrainedTokenizerBase`), teacher (`PreTrainedTokenizerBase`):
-            The tokenizers.
-        max_length (`int`):
-            Longer texts are truncated to this number of tokens.
-    """
+    """Tokenizes texts with both tokenizers, truncated to `max_length` tokens, and aligns the positions."""
 
     def __init__(self, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, max_length: int):
         self.student = student
         self.teacher = teacher
         self.max_length = max_length
 
-    def _encode(self, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> Any:
+    def _encode(self, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> BatchEncoding:
         return tokenizer(
             texts, return_tensors="pt", padding=True, padding_side="right", truncation=True, max_length=self.max_length,
             return_offsets_mapping=True,
@@ -224,9 +219,7 @@ class PairCollator:
 class DistillationTrainer(Trainer):
     """A plain `Trainer` with ce and kd. If guarded, they are checked by name, and a non-finite kd is dropped."""
 
-    def __init__(
-        self, *args: Any, script: ScriptArguments, teacher: nn.Module, shared: tuple[Tensor, Tensor], **kwargs: Any
-    ):
+    def __init__(self, *args, script: ScriptArguments, teacher: nn.Module, shared: tuple[Tensor, Tensor], **kwargs):
         super().__init__(*args, **kwargs)
         self.script = script
         self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
@@ -290,7 +283,7 @@ class EpochLine(TrainerCallback):
     def on_evaluate(self, args, state, control, metrics=None, **kwargs):
         if not state.is_world_process_zero:
             return
-        last: dict[str, Any] = next((row for row in reversed(state.log_history) if "loss" in row), {})
+        last: dict[str, float] = next((row for row in reversed(state.log_history) if "loss" in row), {})
         terms = [f"{name}={last[key]:.4f}" for name in ("kd", "ce") if (key := f"nanguard/term/{name}") in last]
         rate = f" ({', '.join(terms)}) success_rate={last['nanguard/success_rate']:.0%}" if terms else ""
         score = perplexity(metrics["eval_loss"])
@@ -301,7 +294,7 @@ class EpochLine(TrainerCallback):
         )
 
 
-def measure(trainer: Any) -> dict[str, float | str]:
+def measure(trainer: Trainer) -> Figures:
     """Returns averages of the run and its best validation perplexity; only the guard knows the terms."""
     names = {"loss": "loss", "kd": "nanguard/term/kd", "ce": "nanguard/term/ce"}
     logged = {name: [row[key] for row in trainer.state.log_history if key in row] for name, key in names.items()}
@@ -318,7 +311,7 @@ def measure(trainer: Any) -> dict[str, float | str]:
     }
 
 
-def find_kept(given: Any) -> tuple[str, ...]:
+def find_kept(given: Namespace) -> tuple[str, ...]:
     """Returns arguments that a preset must not change: an untrained model has larger gradients and needs larger rates."""
     return () if given.model_name_or_path else ("student_lr", "router_lr", "nanguard_skip_grad_norm")
 
@@ -338,7 +331,7 @@ def run(argv: Sequence[str] | None = None) -> list[Outcome]:
         raise ArgumentError("Student and teacher share no tokens, so they cannot be compared. Choose another teacher.")
 
     def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
-        trainer_class: Any = guarded(DistillationTrainer) if guard else DistillationTrainer
+        trainer_class: type = guarded(DistillationTrainer) if guard else DistillationTrainer
         train, test = ([{"text": text} for text in texts] for texts in (material.texts, material.validation))
         return trainer_class(
             material.build_student().to(getattr(torch, script.model_dtype)), args, train_dataset=train, eval_dataset=test,

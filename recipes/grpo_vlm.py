@@ -15,10 +15,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from datasets import Dataset
+from transformers import Trainer, TrainingArguments
 from trl import GRPOTrainer
 
 from hf_nanguard import ArgumentError, GuardedGRPOConfig, GuardedGRPOTrainer
@@ -63,7 +64,7 @@ class ScriptArguments(CaseArguments):
         check_rows(self.num_rows, BAD_ROW)
 
 
-def build_data(script: ScriptArguments, seed: int) -> Any:
+def build_data(script: ScriptArguments, seed: int) -> Dataset:
     """Returns pictures with questions, one of them with a NaN pixel if that is to be planted."""
     rows = picture.build_rows(script.num_rows, seed).to_list()
     if script.plant == "picture":
@@ -74,23 +75,22 @@ def build_data(script: ScriptArguments, seed: int) -> Any:
 def run(argv: Sequence[str] | None = None) -> list[Outcome]:
     """Runs the recipe and returns the outcomes of its runs, the guarded one last."""
     script, args = parse_arguments([ScriptArguments, GuardedGRPOConfig], argv, DEFAULTS, __doc__, "grpo")
-    if (
-        script.compare and script.plant != "none" and args.world_size > 1
-    ):  # the other processes would wait for the one that fails
+    # The other processes would wait for the one that fails.
+    if script.compare and script.plant != "none" and args.world_size > 1:
         raise ArgumentError(
             f"--compare must be false on several processes, got {args.world_size}: the stock run fails on one of them only."
         )
 
-    measure = partial(measure_rewards, prefix="reward, ")
-
-    def build_trainer(args: Any, guard: bool) -> Any:
-        trainer_class: Any = GuardedGRPOTrainer if guard else GRPOTrainer
+    def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
+        trainer_class: type = GuardedGRPOTrainer if guard else GRPOTrainer
         return trainer_class(
             picture.build_model(args.seed), reward_funcs=picture.reward_answer, args=args,
             train_dataset=build_data(script, args.seed), processing_class=picture.build_processor(),
         )  # fmt: skip
 
-    return compare_runs(build_trainer, args, PLANTED[script.plant], measure, script.compare)
+    return compare_runs(
+        build_trainer, args, PLANTED[script.plant], partial(measure_rewards, prefix="reward, "), script.compare
+    )
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ the whole text. Model and data are built in code; nothing is downloaded. Planted
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch.utils.data import default_collate
 from transformers import BertConfig, BertModel, Trainer, TrainingArguments
 
 from hf_nanguard import GuardedTrainingArguments, guarded, masked_cross_entropy, normalized_mse
-from hf_nanguard.examples.compare import Outcome, compare_runs
+from hf_nanguard.examples.compare import Figures, Outcome, compare_runs
 from hf_nanguard.examples.recipe.command_line import parse_arguments
 from hf_nanguard.examples.recipe.field_report_case import COMMON, CaseArguments, check_rows, exit_code
 from hf_nanguard.hf.named_terms import weigh_term
@@ -128,7 +128,7 @@ def plain_latent_loss(prediction: Tensor, target: Tensor) -> Tensor:
 class LatentTrainer(Trainer):
     """A plain `Trainer` with a loss of two terms. If guarded, they are checked by name."""
 
-    def __init__(self, *args: Any, script: ScriptArguments, **kwargs: Any):
+    def __init__(self, *args, script: ScriptArguments, **kwargs):
         super().__init__(*args, **kwargs)
         self.script = script
 
@@ -143,12 +143,13 @@ class LatentTrainer(Trainer):
         return (loss, {"logits": logits, "latents": latents}) if return_outputs else loss
 
 
-def measure(trainer: Any) -> dict[str, float | str]:
+def measure(trainer: Trainer) -> Figures:
     """Returns text loss and latent similarity on held-out rows, and the last logged terms."""
     batch = {name: tensor.to(trainer.args.device) for name, tensor in default_collate(build_rows(64, seed=2)).items()}
+    model = trainer.accelerator.unwrap_model(trainer.model).eval()
     with torch.no_grad():
-        logits, latents = trainer.model.eval()(batch["input_ids"])
-    last: dict[str, Any] = next((row for row in reversed(trainer.state.log_history) if "loss" in row), {})
+        logits, latents = model(batch["input_ids"])
+    last: dict[str, float] = next((row for row in reversed(trainer.state.log_history) if "loss" in row), {})
     terms = {name.removeprefix("nanguard/term/"): value for name, value in last.items() if "/term/" in name}
     return {
         "held-out text loss": masked_cross_entropy(logits, batch["labels"]).item(),
@@ -159,13 +160,12 @@ def measure(trainer: Any) -> dict[str, float | str]:
 
 def run(argv: Sequence[str] | None = None) -> list[Outcome]:
     """Runs the recipe and returns the outcomes of its runs, the guarded one last."""
-    types = [ScriptArguments, GuardedTrainingArguments]
-    script, args = parse_arguments(types, argv, DEFAULTS, __doc__)
+    script, args = parse_arguments([ScriptArguments, GuardedTrainingArguments], argv, DEFAULTS, __doc__)
 
     def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
         torch.manual_seed(args.seed)
-        trainer_class: Any = guarded(LatentTrainer) if guard else LatentTrainer
-        rows: Any = build_rows(script.num_rows, seed=1, plant=script.plant)
+        trainer_class: type = guarded(LatentTrainer) if guard else LatentTrainer
+        rows = build_rows(script.num_rows, seed=1, plant=script.plant)
         return trainer_class(TextLatentModel(), args, data_collator=default_collate, train_dataset=rows, script=script)
 
     return compare_runs(build_trainer, args, PLANTED[script.plant], measure, script.compare)

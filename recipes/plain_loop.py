@@ -8,7 +8,6 @@ drops the micro-batch with that sample and finishes the step with the others.
 """
 
 import argparse
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +34,11 @@ def build_model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 32), nn.GELU(), nn.Dropout(0.1), nn.Linear(32, 1), nn.Flatten(0))
 
 
-def train(groups: list[list[Batch]], guarded: bool) -> tuple[nn.Module, list[dict[str, Any]]]:
+def train(groups: list[list[Batch]], guarded: bool) -> tuple[nn.Module, list[dict]]:
     """Trains with or without the guard and returns the model and the events."""
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    events: list[dict[str, Any]] = []
+    events: list[dict] = []
 
     def relative_error(batch: Batch) -> Tensor:
         features, prices = batch

@@ -4,9 +4,10 @@ The script is complete in itself. The shell does not start Python when it comple
 """
 
 import argparse
-from typing import Any
 
 import shtab
+
+from .command_parser import Subparsers
 
 EPILOG = """examples:
   source <(nanguard completion bash)                                         # or in ~/.bashrc
@@ -26,7 +27,7 @@ PATHS = {
 }
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Adds the command to the command line."""
     parser = subparsers.add_parser(
         "completion",

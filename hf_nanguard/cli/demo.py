@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..errors import ArgumentError
-from .live_output import between, build_console, guard_log, print_plain, progress
+from .command_parser import Subparsers, between, import_example
+from .live_output import build_console, guard_log, print_plain, progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +29,7 @@ Exit codes: 0, 2 for bad arguments, 130 for Ctrl-C.
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Adds the command to the command line."""
     parser = subparsers.add_parser(
         "demo",
@@ -56,11 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..examples.output_folder import make_folder
 
     folder = make_folder("--output-dir", arguments.output_dir)
-    try:
-        from ..examples.demo.scenarios import SCENARIOS
-    except ModuleNotFoundError as error:
-        raise ArgumentError(f"nanguard demo needs {error.name}. Run pip install 'hf-nanguard[trl]'.") from error
-
+    scenarios = import_example("demo", "demo.scenarios").SCENARIOS
     import torch
 
     from ..examples.compare import quiet_hosts
@@ -70,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = build_console()
     shown = []
     with quiet_hosts(), guard_log(console):
-        for number, run_scenario in enumerate(SCENARIOS[:1] if arguments.quick else SCENARIOS, 1):
+        for number, run_scenario in enumerate(scenarios[:1] if arguments.quick else scenarios, 1):
 
             def announce(description: str, number: int = number) -> None:
                 console.print(f"{number}. {description}", markup=False, highlight=False)
@@ -87,13 +83,16 @@ def show(console: Console, scenarios: Sequence[Scenario]) -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    from ..examples.compare import describe, find_evidence
+
     table = Table(title="the same failure, stock and guarded", show_lines=True, width=min(console.width, 120))
     for title, ratio in (("planted", 4), ("stock", 7), ("guarded", 9)):
         table.add_column(title, ratio=ratio)
     for number, scenario in enumerate(scenarios, 1):
-        cells = (f"{number}. {scenario.title}", "\n".join(scenario.stock), "\n".join(scenario.guarded))
-        table.add_row(*map(escape, cells))
+        found = [describe(outcome).items() for outcome in (scenario.stock, scenario.guarded)]
+        cells = ["\n".join(f"{topic}: {text}" for topic, text in topics) for topics in found]
+        table.add_row(escape(f"{number}. {scenario.title}"), *map(escape, cells))
     console.print(table)
     for number, scenario in enumerate(scenarios, 1):
-        for kind, path in scenario.evidence.items():
+        for kind, path in find_evidence(scenario.guarded).items():
             print_plain(console, f"{kind} of failure {number}: {path}")

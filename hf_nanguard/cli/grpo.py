@@ -1,10 +1,7 @@
 """`nanguard grpo`: reinforcement learning (GRPO) with the guard and the flags of TRL's script."""
 
-from typing import Any
-
-from .recipe_command import add_recipe, run, split
-
-__all__ = ["add_parser", "run", "split"]
+from .command_parser import Subparsers
+from .recipe_command import add_recipe
 
 EXAMPLES = """  nanguard grpo
   nanguard grpo --compare --max_steps 30
@@ -14,7 +11,7 @@ EXAMPLES = """  nanguard grpo
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Adds the command to the command line."""
     add_recipe(
         subparsers,

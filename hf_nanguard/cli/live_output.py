@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,17 +16,6 @@ PLAIN_LINES = 3  # progress lines per run in such output
 
 # Called with the number of steps done, a short text about them, and whether these are the last.
 Report = Callable[[int, str, bool], None]
-
-
-def between(lowest: int, highest: int) -> Callable[[str], int]:
-    """Returns an argparse type: an integer in a range."""
-
-    def integer(text: str) -> int:
-        if not (text.isascii() and text.isdigit() and lowest <= int(text) <= highest):
-            raise argparse.ArgumentTypeError(f"must be an integer from {lowest} to {highest}, got {text!r}")
-        return int(text)
-
-    return integer
 
 
 def build_console(stderr: bool = False) -> Console:

@@ -12,12 +12,12 @@ from typing import NoReturn
 
 from .. import __version__
 from ..errors import ArgumentError
-from . import completion, demo, grpo, replay, run, sft, verify
+from . import completion, demo, grpo, recipe_command, replay, run, sft, verify
 
 # Each has `add_parser(subparsers)`, which sets `run`, a function that takes the parsed arguments and returns an exit code.
 COMMANDS: tuple[ModuleType, ...] = (run, sft, grpo, verify, demo, replay, completion)
 # Commands that parse only some of their arguments here: the others belong to the user's script or to TRL.
-SPLITS = {"run": run.split, "sft": sft.split, "grpo": grpo.split, "verify": verify.split}
+SPLITS = {"run": run.split, "sft": recipe_command.split, "grpo": recipe_command.split}
 
 EPILOG = """examples:
   nanguard demo
@@ -62,10 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parser = build_parser()
         arguments, unknown = parser.parse_known_args(words)
-        if unknown:
+        if unknown and arguments.command != "verify":  # which passes them to a recipe
             help_command = f"nanguard {arguments.command} --help"
             raise ArgumentError(f"unrecognized arguments: {' '.join(unknown)}. Run `{help_command}` for its options.")
-        arguments.parser, arguments.words = parser, others
+        arguments.parser, arguments.words = parser, others or unknown
         return arguments.run(arguments)
     except ArgumentError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the other ranks of a launcher have the same error

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from importlib import import_module
-from typing import Any
 
-from ..errors import ArgumentError
+from .command_parser import Subparsers, import_example
 from .setting_flags import add_flags
 
 PRESETS = ("balanced", "ultra_conservative")
@@ -35,18 +33,14 @@ HELP = ("-h", "--help")
 
 
 def add_recipe(
-    subparsers: Any, name: str, summary: str, description: str, examples: str, common: dict[str, tuple[str | None, str]]
+    subparsers: Subparsers,
+    name: str,
+    summary: str,
+    description: str,
+    examples: str,
+    common: dict[str, tuple[str | None, str]],
 ) -> None:
-    """Adds the command of a recipe to the command line.
-
-    Args:
-        subparsers (`argparse._SubParsersAction`):
-            Subparsers of the whole command line.
-        name (`str`), summary (`str`), description (`str`), examples (`str`):
-            The command and its help.
-        common (`dict`):
-            More flags to show in the help.
-    """
+    """Adds the command of a recipe to the command line; its help shows the flags `common` besides those of all recipes."""
     parser = subparsers.add_parser(
         name,
         help=summary,
@@ -87,10 +81,7 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the recipe and returns its exit code."""
     name = arguments.recipe
-    try:
-        recipe = import_module(f"..examples.recipe.{name}_recipe", __package__).RECIPE
-    except ModuleNotFoundError as error:
-        raise ArgumentError(f"nanguard {name} needs {error.name}. Run pip install 'hf-nanguard[trl]'.") from error
+    recipe = import_example(name, f"recipe.{name}_recipe").RECIPE
     if "--help_all" in arguments.words:
         from ..examples.recipe.recipe_parser import build_parser
 

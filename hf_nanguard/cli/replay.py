@@ -9,9 +9,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
+from ..plain_text import printable
+from .command_parser import Subparsers
 
 if TYPE_CHECKING:
     from ..core.autopsy.bundle.reader import Bundle
@@ -33,7 +35,7 @@ exit codes: 0 the same verdict, 1 another one or none, 2 bad arguments or a bad 
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Adds the command to the command line."""
     parser = subparsers.add_parser(
         "replay",
@@ -69,7 +71,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(as_json(bundle, verdict, differences), allow_nan=False))
     else:
-        print(printable(format_replay(bundle, verdict, differences, arguments.remedies)))
+        text = format_replay(bundle, verdict, differences, arguments.remedies)
+        print(printable(text, keep_newlines=True))  # a bundle could manipulate a terminal
     return 1 if differences else 0
 
 
@@ -109,11 +112,6 @@ def progress(stage: str) -> Iterator[Callable[[str], None]]:
         thread.join()
 
 
-def printable(text: str) -> str:
-    """Returns a text without control characters, by which a bundle could manipulate a terminal."""
-    return "".join(char if char.isprintable() or char == "\n" else " " for char in text)
-
-
 # ---- comparison with the recorded verdict ----
 
 
@@ -151,7 +149,7 @@ def compare_versions(bundle: Bundle) -> list[str]:
     return [f"{name} was {there[name]}, is {here[name]}" for name in here if there.get(name, here[name]) != here[name]]
 
 
-def as_dict(value: Any) -> dict[str, Any]:
+def as_dict(value: object) -> dict:
     """Returns a mapping of a bundle, empty if it is anything else."""
     return value if isinstance(value, dict) else {}
 
@@ -181,7 +179,7 @@ def format_replay(bundle: Bundle, verdict: Verdict, differences: list[str], trie
     return "\n".join(lines)
 
 
-def as_json(bundle: Bundle, verdict: Verdict, differences: list[str]) -> dict[str, Any]:
+def as_json(bundle: Bundle, verdict: Verdict, differences: list[str]) -> dict[str, object]:
     """Returns the outcome as strict JSON values."""
     return {
         "schema": 1,
@@ -196,7 +194,7 @@ def as_json(bundle: Bundle, verdict: Verdict, differences: list[str]) -> dict[st
     }
 
 
-def recorded_data(blame: dict[str, Any]) -> dict[str, Any]:
+def recorded_data(blame: dict) -> dict:
     """Returns dataset rows and texts of the culprit samples, which only the run could know."""
     rows = blame.get("rows")
     texts = as_dict(blame.get("texts")).items()
@@ -205,7 +203,7 @@ def recorded_data(blame: dict[str, Any]) -> dict[str, Any]:
     return {"texts": texts_by_sample} | ({"rows": rows} if known else {})
 
 
-def recorded_remedies(verdict: dict[str, Any]) -> tuple[Remedy, ...]:
+def recorded_remedies(verdict: dict) -> tuple[Remedy, ...]:
     """Returns the remedies that were tried in the run."""
     from ..core.event import Remedy
 

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from ..takeover.child_processes import guard_children, mark_built, say
 from ..takeover.script_target import find_target
 from ..takeover.takeover import Takeover
+from .command_parser import Subparsers
 from .setting_flags import CONFIG_VARIABLE, add_flags, as_environment, gather
 
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
@@ -37,7 +37,7 @@ exit codes: those of the script; 2 for bad arguments, before it starts; 130 for 
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Adds the command to the command line."""
     parser = subparsers.add_parser(
         "run",

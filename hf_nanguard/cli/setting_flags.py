@@ -7,8 +7,6 @@ before transformers is imported.
 import argparse
 import difflib
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 from ..core.settings import PREFIX, SETTINGS, Setting, check_settings
 from ..errors import ArgumentError
@@ -27,24 +25,19 @@ def add_flags(parser: argparse._ArgumentGroup) -> None:
         parser.add_argument(flag, default=argparse.SUPPRESS, choices=choices, metavar=metavar, help=text)
 
 
-def gather(flags: Mapping[str, Any], environment: Mapping[str, str], config: str | None = None) -> dict[str, Any]:
+def gather(flags: Mapping[str, object], environment: Mapping[str, str], config: str | None = None) -> dict[str, object]:
     """Returns the settings that were given. A flag takes precedence over the environment, and the environment over YAML.
 
-    Args:
-        flags (`Mapping[str, Any]`):
-            The parsed command line; other names in it are ignored.
-        environment (`Mapping[str, str]`):
-            The environment variables.
-        config (`str`, *optional*):
-            A YAML file. Defaults to the one that `NANGUARD_CONFIG` names.
-
-    Raises:
-        `ArgumentError`: an unknown name or a bad value.
+    `flags` is the parsed command line; other names in it are ignored. `config` is a YAML file, by default the one that
+    `NANGUARD_CONFIG` names.
     """
+    from ..examples.recipe.presets import read_yaml
+
     source = CONFIG_VARIABLE if config is None else "--config"
     config = environment.get(CONFIG_VARIABLE) if config is None else config
     found = {}
-    for name, value in ({} if config is None else _read_yaml(config, source)).items():
+    given = {} if config is None else read_yaml(config, source, "nanguard_mode: observe")
+    for name, value in given.items():
         setting = _find_setting(name, name, f"in {config}")
         found[setting.name] = setting.read(value, f"{config}: {name}")
     for name, text in environment.items():
@@ -59,7 +52,7 @@ def gather(flags: Mapping[str, Any], environment: Mapping[str, str], config: str
     return {f"{PREFIX}{name}": value for name, value in found.items()}
 
 
-def as_environment(settings: Mapping[str, Any]) -> dict[str, str]:
+def as_environment(settings: Mapping[str, object]) -> dict[str, str]:
     """Returns settings as environment variables, which [`gather`] reads back as they are."""
     return {name.upper(): str(value) for name, value in settings.items()}
 
@@ -71,21 +64,3 @@ def _find_setting(name: str, spelling: str, place: str) -> Setting:
     near = difflib.get_close_matches(name, known, 1)
     hint = f" Did you mean {near[0].upper() if spelling.isupper() else near[0]}?" if near else ""
     raise ArgumentError(f"{spelling} {place} is not a setting of the guard.{hint} `nanguard run --help` lists them.")
-
-
-def _read_yaml(path: str, source: str) -> dict[str, Any]:
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ArgumentError(f"{source} must be a readable YAML file, got {path!r} ({reason}).") from error
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise ArgumentError(f"{source} must be a YAML file, got {path!r} ({reason}).") from error
-    if not isinstance(content, dict):
-        raise ArgumentError(
-            f"{source} must be a YAML file of names and values, got {path!r}. For example nanguard_mode: observe."
-        )
-    return {str(name): value for name, value in content.items()}

@@ -1,10 +1,7 @@
 """`nanguard sft`: supervised fine-tuning with the guard and the flags of TRL's script."""
 
-from typing import Any
-
-from .recipe_command import add_recipe, run, split
-
-__all__ = ["add_parser", "run", "split"]
+from .command_parser import Subparsers
+from .recipe_command import add_recipe
 
 EXAMPLES = """  nanguard sft
   nanguard sft --compare --max_steps 90
@@ -15,7 +12,7 @@ EXAMPLES = """  nanguard sft
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Adds the command to the command line."""
     add_recipe(
         subparsers,

@@ -8,15 +8,15 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
 from ..report.run_files import GUARD_FOLDER, events_path
-from .live_output import between, build_console, guard_log, print_plain, progress
+from .command_parser import Subparsers, between, import_example
+from .live_output import build_console, guard_log, print_plain, progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from ..verification.grade import Verification
 
 TASKS = ("sft", "grpo")
-WITH_VALUE = ("--task", "--steps", "--memory_limit", "--memory-limit", "--output_dir", "--output-dir")
-ALONE = ("--json",)
-HELP = ("-h", "--help")
 STYLES = {"best": "green", "acceptable": "yellow", "failed": "bold red", "not measured": "dim", "measured": ""}
 
 EPILOG = """checks and verdicts:
@@ -54,7 +51,7 @@ exit codes: 0 for best and acceptable, 1 for failed, 2 for bad arguments, 130 fo
 """
 
 
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: Subparsers) -> None:
     """Adds the command to the command line."""
     parser = subparsers.add_parser(
         "verify",
@@ -96,36 +93,20 @@ def _gigabytes(text: str) -> int:
     return int(number * 1e9)
 
 
-def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits a command line that begins with `verify` into our own words and those of the configuration."""
-    if any(word in HELP for word in words):
-        return [words[0], HELP[1]], []
-    own, others = [words[0]], list[str]()
-    place = 1
-    while place < len(words):
-        name = words[place].partition("=")[0]
-        length = 2 if name in WITH_VALUE and name == words[place] else 1
-        (own if name in WITH_VALUE or name in ALONE else others).extend(words[place : place + length])
-        place += length
-    return own, others
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Runs the verification and returns the exit code."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ArgumentError(
             f"nanguard verify must run in one process, got WORLD_SIZE={os.environ['WORLD_SIZE']}. Start it without a launcher."
         )
-    try:
-        recipe = import_module(f"..examples.recipe.{arguments.task}_recipe", __package__).RECIPE
-    except ModuleNotFoundError as error:
-        raise ArgumentError(f"nanguard verify needs {error.name}. Run pip install 'hf-nanguard[trl]'.") from error
+    recipe = import_example("verify", f"recipe.{arguments.task}_recipe").RECIPE
     from ..examples.compare import quiet_hosts
     from ..examples.recipe.recipe_parser import parse
     from ..examples.recipe.run_and_save import build, stdout_aside
     from ..verification.measured_run import verify
 
-    parsed = parse(arguments.words, recipe.kind)
+    config = [] if arguments.config is None else ["--config", arguments.config]
+    parsed = parse([*arguments.words, *config], recipe.kind)
     if parsed.flags.compare:
         raise ArgumentError(f"--compare must not be given here. Run `nanguard {arguments.task} --compare`.")
     console = build_console(stderr=arguments.json)

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -15,10 +15,12 @@ from accelerate import PartialState
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from torch import nn
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
 from transformers.utils import logging
 
 from ..core.finite import find_nonfinite
+from ..errors import NonFiniteError
 from ..plain_text import format_error
 from ..report.run_files import GUARD_FOLDER, Tail, events_path
 
@@ -27,37 +29,19 @@ FAILURES = (ArithmeticError, IndexError, RuntimeError, ValueError)
 
 Figures = dict[str, float | str]  # measurements of a run by name
 EventRow = dict[str, Any]  # a line of events.jsonl
+Options = dict[str, Any]  # keyword arguments of a class of transformers or TRL
 
 
 @dataclass
 class Outcome:
-    """The result of one run, measured from outside the trainer.
-
-    Args:
-        name (`str`):
-            Name of the run, e.g. `"stock"`.
-        folder (`Path`):
-            Its output folder.
-        error (`str`, *optional*):
-            The error that ended it early, in one line.
-        steps (`int`):
-            Number of optimizer steps.
-        losses (`list[float]`):
-            The logged losses.
-        bad_weights (`dict[str, str]`), num_weights (`int`):
-            Weight tensors that contain NaN or inf, by name, and the number of all weight tensors.
-        figures (`dict[str, float | str]`):
-            Other measurements.
-        events (`list[dict]`):
-            Events of the guard, as in `events.jsonl`.
-    """
+    """The result of one run, measured from outside the trainer."""
 
     name: str
     folder: Path
-    error: str | None = None
+    error: str | None = None  # that ended it early, in one line
     steps: int = 0
-    losses: list[float] = field(default_factory=list)
-    bad_weights: dict[str, str] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)  # as logged
+    bad_weights: dict[str, str] = field(default_factory=dict)  # tensors that contain NaN or inf
     num_weights: int = 0
     figures: Figures = field(default_factory=dict)
     events: list[EventRow] = field(default_factory=list)
@@ -67,28 +51,31 @@ class Outcome:
         """Whether the run finished with finite weights."""
         return self.error is None and not self.bad_weights
 
-    def as_dict(self) -> dict[str, Any]:
+    @property
+    def end(self) -> str:
+        """How the run ended early, as text; empty if it finished."""
+        if self.error is None:
+            return ""
+        is_halted = self.error.startswith(NonFiniteError.__name__)
+        return "halted by the guard" if is_halted else f"ENDED by {shorten(self.error, 160)}"
+
+    def with_figures(self, figures: Figures) -> "Outcome":
+        """Returns the same outcome with more figures."""
+        return replace(self, figures={**self.figures, **figures})
+
+    def find_event(self, *signals: str) -> EventRow | None:
+        """Returns the first event with one of these signals."""
+        return next((event for event in self.events if event["signal"] in signals), None)
+
+    def as_dict(self) -> dict[str, object]:
         """Returns the outcome as plain values, for JSON."""
         return {**asdict(self), "folder": str(self.folder), "is_sound": self.is_sound}
 
 
-def watch_run(name: str, trainer: Trainer, measure: Callable[[Any], Figures] = lambda trainer: {}) -> Outcome:
+def watch_run(name: str, trainer: Trainer, measure: Callable[[Trainer], Figures] = lambda trainer: {}) -> Outcome:
     """Trains and returns the outcome, which includes an error caused by non-finite numbers.
 
-    Args:
-        name (`str`):
-            Name of the run.
-        trainer (`Trainer`):
-            The trainer, stock or guarded.
-        measure (`Callable`, *optional*):
-            Called with the trained trainer; returns figures by name, e.g. an accuracy.
-
-    Example:
-
-    ```python
-    outcomes = [watch_run("stock", stock_trainer), watch_run("guarded", guarded_trainer)]
-    print_comparison(outcomes)
-    ```
+    `measure` is called with the trained trainer and returns figures by name, e.g. an accuracy.
     """
     folder = Path(str(trainer.args.output_dir))
     tail = Tail(events_path(folder / GUARD_FOLDER, trainer.args.process_index))
@@ -98,35 +85,31 @@ def watch_run(name: str, trainer: Trainer, measure: Callable[[Any], Figures] = l
         figures = measure(trainer)
     except FAILURES as raised:
         error = format_error(raised)
-    weights = dict(trainer.model.named_parameters())  # type: ignore[union-attr]
+    weights = find_weights(trainer)
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     bad_weights, steps = find_nonfinite(weights.items()), trainer.state.global_step
     return Outcome(name, folder, error, steps, losses, bad_weights, len(weights), figures, tail.read())
 
 
+def find_weights(trainer: Trainer) -> dict[str, nn.Parameter]:
+    """Returns the weights of a trainer's model by name."""
+    assert trainer.model is not None
+    return dict(trainer.model.named_parameters())
+
+
 def compare_runs(
-    build_trainer: Callable[[Any, bool], Trainer],
+    build_trainer: Callable[[TrainingArguments, bool], Trainer],
     args: TrainingArguments,
     planted: str,
-    measure: Callable[[Any], Figures] = lambda trainer: {},
+    measure: Callable[[Trainer], Figures] = lambda trainer: {},
     compare: bool = True,
 ) -> list[Outcome]:
     """Runs stock and guarded with the same planted failure, below `args.output_dir`, and prints both outcomes.
 
-    Args:
-        build_trainer (`Callable`):
-            Called with the arguments and whether to guard; must build model and data anew each time.
-        args (`TrainingArguments`):
-            Arguments of both runs. They may have settings of the guard, which the stock trainer ignores.
-        planted (`str`):
-            One sentence about the planted failure.
-        measure (`Callable`, *optional*):
-            As in [`watch_run`].
-        compare (`bool`, *optional*, defaults to `True`):
-            If `False`, only the guarded run is made, in `args.output_dir` itself and with all its output.
-
-    Returns:
-        `list[Outcome]`: the guarded run is the last.
+    `build_trainer` is called with the arguments and whether to guard; it must build model and data anew each time. The
+    arguments may have settings of the guard, which the stock trainer ignores. `planted` is a sentence about the failure. If
+    `compare` is false, only the guarded run is made, in `args.output_dir` itself and with all its output. The guarded run
+    is the last of the outcomes.
     """
     console = build_console()
     console.print(f"{escape(planted)}\n", highlight=False, soft_wrap=True)
@@ -213,9 +196,8 @@ def format_counts(counts: Counter[str]) -> str:
 def describe(outcome: Outcome) -> dict[str, str]:
     """Returns the outcome of a run as texts by topic."""
     bad = outcome.bad_weights
-    ended = "" if outcome.error is None else f", ENDED by {shorten(outcome.error, 160)}"
     return {
-        "run": f"{outcome.steps} steps{ended}",
+        "run": f"{outcome.steps} steps{outcome.end and ', '}{outcome.end}",
         "weights": f"NOT FINITE: {len(bad)} of {outcome.num_weights} tensors" if bad else "all finite",
         "logged losses": format_losses(outcome.losses),
         **{name: format_number(value) for name, value in outcome.figures.items()},
@@ -224,16 +206,8 @@ def describe(outcome: Outcome) -> dict[str, str]:
     }
 
 
-def print_comparison(outcomes: Sequence[Outcome], console: Console | None = None) -> None:
-    """Prints runs as a table on a terminal or one after the other elsewhere, and the paths of their events.
-
-    Args:
-        outcomes (`Sequence[Outcome]`):
-            The runs.
-        console (`Console`, *optional*):
-            Where to print; by default standard output, on the main process only.
-    """
-    console = build_console() if console is None else console
+def print_comparison(outcomes: Sequence[Outcome], console: Console) -> None:
+    """Prints runs as a table on a terminal or one after the other elsewhere, and the paths of their events."""
     answers = [describe(outcome) for outcome in outcomes]
     topics = list(dict.fromkeys(topic for answer in answers for topic in answer))
     console.print()

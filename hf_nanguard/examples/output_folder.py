@@ -8,11 +8,7 @@ from ..errors import ArgumentError
 
 
 def make_folder(flag: str, path: str) -> Path:
-    """Makes the folder that a flag names.
-
-    Raises:
-        `ArgumentError`: the folder cannot be made or written.
-    """
+    """Makes the folder that a flag names, or raises an `ArgumentError` if it cannot be made or written."""
     try:
         if not path:
             raise FileNotFoundError(errno.ENOENT, "no name")

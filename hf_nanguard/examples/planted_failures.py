@@ -5,10 +5,10 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from trl import SFTTrainer
 
-MASKED = -100
+from .tasks.small_llama import MASKED
 
 
 def find_third(num: int) -> int:
@@ -34,21 +34,14 @@ class AnswerTrainer(SFTTrainer):
 
 
 class CutOffAnswer:
-    """A collator that masks all labels of one sample in one batch, as if the sample was cut off before its answer.
+    """A collator that masks the labels of the first sample in one batch, as if it was cut off before its answer."""
 
-    Args:
-        collator (`Callable`):
-            The trainer's own collator.
-        batch (`int`):
-            Which batch, counted from 0.
-    """
-
-    def __init__(self, collator: Callable[[list], Any], batch: int):
+    def __init__(self, collator: Callable[[list], dict[str, Tensor]], batch: int):
         self.collator = collator
         self.batch = batch
         self.num_made = 0
 
-    def __call__(self, examples: list) -> Any:
+    def __call__(self, examples: list) -> dict[str, Tensor]:
         made = self.collator(examples)
         if self.num_made == self.batch:
             made["labels"][0] = MASKED
@@ -57,22 +50,15 @@ class CutOffAnswer:
 
 
 def blank_scores(model: Any, generation: int) -> None:
-    """Makes the scores of one sequence NaN in one generation of a model.
-
-    Args:
-        model (`PreTrainedModel`):
-            The model that generates; also one with adapters.
-        generation (`int`):
-            Which call of `generate`, counted from 0.
-    """
+    """Makes the scores of one sequence NaN in one call of `generate` of a model, which may have adapters."""
     generate, calls = model.generate, count()
 
-    def blank(module: Any, args: Any, scores: Tensor) -> Tensor:
+    def blank(module: nn.Module, args: tuple, scores: Tensor) -> Tensor:
         scores = scores.clone()
         scores[0] = torch.nan
         return scores
 
-    def generate_blanked(*args: Any, **kwargs: Any) -> Any:
+    def generate_blanked(*args: object, **kwargs: object) -> object:
         if next(calls) != generation:
             return generate(*args, **kwargs)
         handle = model.get_output_embeddings().register_forward_hook(blank)

@@ -13,14 +13,12 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from .takeover import Takeover
 
 STARTUP = str(Path(__file__).parent / "startup")
-VARIABLE = (
-    "HF_NANGUARD_RUN"  # JSON: the settings, and the folders in which a process that builds a trainer makes a file
-)
+# JSON: the settings, and the folders in which a process that builds a trainer makes a file.
+VARIABLE = "HF_NANGUARD_RUN"
 
 
 def say(sentence: str) -> None:
@@ -29,17 +27,11 @@ def say(sentence: str) -> None:
 
 
 @contextmanager
-def guard_children(settings: Mapping[str, Any], variables: Mapping[str, str | None]) -> Iterator[list[str]]:
-    """Guards Python processes that are started inside the context.
+def guard_children(settings: Mapping[str, object], variables: Mapping[str, str | None]) -> Iterator[list[str]]:
+    """Guards Python processes that are started inside the context, with these settings and environment variables.
 
-    Args:
-        settings (`Mapping[str, Any]`):
-            Settings of the guard, for the children.
-        variables (`Mapping[str, str | None]`):
-            Other environment variables for the children; `None` removes one.
-
-    Yields:
-        `list[str]`: folders for [`mark_built`]. The first belongs to this run, the others to runs that it is part of.
+    A variable that is `None` is removed. Yields the folders for [`mark_built`]: the first belongs to this run, the others to
+    runs that it is part of.
     """
     before, process = dict(os.environ), os.getpid()
     folder = tempfile.mkdtemp(prefix="nanguard-run-")

@@ -8,14 +8,7 @@ from types import ModuleType
 
 
 class ImportHook(importlib.abc.MetaPathFinder):
-    """Finder in `sys.meta_path` that calls `then` with a module once it is imported, before the importer gets it.
-
-    Args:
-        name (`str`):
-            The module, found by Python's own path finder.
-        then (`Callable`):
-            Called with the module, once.
-    """
+    """Finder in `sys.meta_path` that calls `then` once with the module `name`, before the importer gets it."""
 
     def __init__(self, name: str, then: Callable[[ModuleType], None]):
         self.name = name

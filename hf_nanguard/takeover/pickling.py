@@ -3,18 +3,13 @@
 import copyreg
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, SupportsIndex
 
 
-def reduce_as(original: Any) -> Callable[[Any, Any], Any]:
-    """Returns a `__reduce_ex__` that reduces an instance of a guarded class as one of its original class.
+def reduce_as(original: Any) -> Callable[[object, SupportsIndex], str | tuple]:
+    """Returns a `__reduce_ex__` that reduces an instance of a guarded class as one of its original class."""
 
-    Args:
-        original (`type`):
-            The original class, which a pickle can name.
-    """
-
-    def __reduce_ex__(trainer: Any, protocol: Any) -> Any:  # noqa: N807 - it becomes the method of that name
+    def __reduce_ex__(trainer: object, protocol: SupportsIndex) -> str | tuple:  # noqa: N807 - it becomes the method of that name
         reduced = original.__reduce_ex__(trainer, protocol)
         if isinstance(reduced, str):
             return reduced
@@ -29,7 +24,7 @@ def reduce_as(original: Any) -> Callable[[Any, Any], Any]:
     return __reduce_ex__
 
 
-def _without_guard(state: Any) -> Any:
+def _without_guard(state: object) -> object:
     if isinstance(state, tuple):  # of a class with slots
         return (_without_guard(state[0]), *state[1:])
     return {name: value for name, value in state.items() if name != "nanguard"} if isinstance(state, dict) else state

@@ -22,16 +22,7 @@ WAY_OUT = "Give a .py file, -m and a module, or a command written in Python, suc
 
 @dataclass(frozen=True)
 class Target:
-    """A program that can be run in this process.
-
-    Args:
-        argv (`list[str]`):
-            Its `sys.argv`.
-        folder (`str`, *optional*):
-            Its `sys.path[0]`.
-        run (`Callable`):
-            Runs it as `__main__`.
-    """
+    """A program that can be run in this process: its `sys.argv`, its `sys.path[0]`, and what runs it as `__main__`."""
 
     argv: list[str]
     folder: str | None
@@ -49,11 +40,7 @@ class Target:
 
 
 def find_target(words: Sequence[str]) -> Target:
-    """Returns the program that a command line names.
-
-    Raises:
-        `ArgumentError`: it names nothing that can be run here.
-    """
+    """Returns the program that a command line names."""
     if not words:
         raise ArgumentError(f"nanguard run needs something to run. {WAY_OUT}")
     name, rest = words[0], list(words[1:])
@@ -129,7 +116,9 @@ def _first_on_path(folder: str | None) -> Iterator[None]:
         sys.path[:] = before
 
 
-def _run_as_main(compile_code: Callable[[], CodeType], file: str, loader: Any, spec: ModuleSpec | None = None) -> None:
+def _run_as_main(
+    compile_code: Callable[[], CodeType], file: str, loader: object, spec: ModuleSpec | None = None
+) -> None:
     """Runs code as the main module of this process, as `python file` (or `python -m`) does."""
     module = ModuleType("__main__")
     names = {"__file__": file, "__loader__": loader, "__spec__": spec, "__builtins__": builtins, "__annotations__": {}}

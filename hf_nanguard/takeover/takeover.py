@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
     from ..hf.trainer.arguments import GuardArguments
+    from ..hf.trainer.mixin import GuardedTrainerMixin
 
 HOST = "transformers.trainer"
 
@@ -39,14 +40,9 @@ class _StandIn:
 class Takeover:
     """Context manager that guards every Trainer built inside it.
 
-    Args:
-        settings (`Mapping[str, Any]`):
-            Fields of `GuardArguments`; they take precedence over the script's own.
-        say (`Callable[[str], None]`):
-            Called with a sentence, on the first rank only: which trainer is guarded or cannot be, and at the end how
-            many events there are.
-        on_build (`Callable[[], None]`, *optional*):
-            Called on every rank when a trainer was built.
+    `settings` are fields of `GuardArguments` and take precedence over the script's own. `say` is called with a sentence, on
+    the first rank only: which trainer is guarded or cannot be, and at the end how many events there are. `on_build` is
+    called on every rank when a trainer was built.
 
     Example:
 
@@ -57,7 +53,7 @@ class Takeover:
     """
 
     def __init__(
-        self, settings: Mapping[str, Any], say: Callable[[str], None], on_build: Callable[[], None] | None = None
+        self, settings: Mapping[str, object], say: Callable[[str], None], on_build: Callable[[], None] | None = None
     ):
         self.settings = dict(settings)
         self.say = say
@@ -109,7 +105,7 @@ class Takeover:
         self._set_new(self._stand_in_for)
 
     def _set_new(self, find_class: Callable[[type], type]) -> None:
-        def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        def new(cls: type, *args: object, **kwargs: object) -> object:
             return object.__new__(find_class(cls))
 
         new.__wrapped__ = self._trainer_class.__init__  # type: ignore[attr-defined] # what inspect.signature shows
@@ -121,14 +117,14 @@ class Takeover:
             return self._stand_ins[cls]
         original: Any = cls
 
-        def __init__(trainer: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807 - it becomes the method of that name
+        def __init__(trainer: "Trainer", *args: object, **kwargs: object) -> None:  # noqa: N807 - it becomes the method of that name
             trainer.__class__ = original
             args = tuple(self._prepare(original, value) for value in args)
             kwargs = {name: self._prepare(original, value) for name, value in kwargs.items()}
             original.__init__(trainer, *args, **kwargs)
             self.guard(trainer)
 
-        def __setstate__(trainer: Any, state: Any) -> None:  # noqa: N807 - called for a copy and by unpickling
+        def __setstate__(trainer: "Trainer", state: object) -> None:  # noqa: N807 - called for a copy and by unpickling
             trainer.__class__ = original
             restore_state(trainer, state)
             self.guard(trainer, is_copy=True)
@@ -144,7 +140,7 @@ class Takeover:
             self._say_unguarded(cls, f"it cannot be subclassed ({error})")
         return self._stand_ins[cls]
 
-    def _prepare(self, trainer_class: type, value: Any) -> Any:
+    def _prepare(self, trainer_class: type, value: object) -> object:
         """Returns an argument of a constructor. The temperature of an online trainer is raised before it is built."""
         from transformers import TrainingArguments
 
@@ -189,6 +185,7 @@ class Takeover:
                 self._say_unguarded(cls, f"{what} ({error})", trainer)
                 return
         if _is_first_rank(trainer):
+            assert isinstance(trainer, GuardedTrainerMixin)
             self._say_guarded(trainer, was_guarded)
 
     def _merge(self, own: object) -> "GuardArguments":
@@ -196,7 +193,7 @@ class Takeover:
         from ..hf.trainer.arguments import GuardArguments
 
         base = own if isinstance(own, GuardArguments) else GuardArguments()
-        values = {field.name: vars(base)[field.name] for field in fields(GuardArguments)}
+        values = {field.name: getattr(base, field.name) for field in fields(GuardArguments)}
         try:
             return GuardArguments(**{**values, **self.settings})
         except ArgumentError as error:  # a setting of the script contradicts one of the takeover
@@ -212,19 +209,17 @@ class Takeover:
     def _say_unguarded(self, cls: type, why: str, trainer: "Trainer | None" = None) -> None:
         self._say_first(f"{cls.__name__} cannot be guarded because {why}. It trains unguarded.", trainer)
 
-    def _say_guarded(self, trainer: Any, was_guarded: bool) -> None:
+    def _say_guarded(self, trainer: "GuardedTrainerMixin", was_guarded: bool) -> None:
         from ..hf.trainer.arguments import GuardArguments
 
-        session, name = trainer.nanguard, type(trainer).__name__
-        if not session.on:
+        guard, name = trainer.nanguard, type(trainer).__name__
+        if not guard.on:
             self.say(f"{name} is not guarded because nanguard_mode is off.")
             return
-        settings = {
-            field.name: (vars(session.arguments)[field.name], field.default) for field in fields(GuardArguments)
-        }
-        changed = [f"{setting}={value}" for setting, (value, default) in settings.items() if value != default]
+        values = [(field, getattr(guard.arguments, field.name)) for field in fields(GuardArguments)]
+        changed = [f"{field.name}={value}" for field, value in values if value != field.default]
         with_settings = f" with {', '.join(changed)}" if changed else ""
-        path = session.record.events.path
+        path = guard.record.events.path
         if os.getpid() != self.process:
             self._begin_fork()
         self.event_files.setdefault(path.absolute(), (path, _count_lines(path)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 NAN = float("nan")
 INF = float("inf")
@@ -117,7 +117,7 @@ class PlantedFaults:
         """The main input of every batch that the loss got, by step and micro-step."""
         return {(step, micro_step): main for main, step, micro_step in self._places.values()}
 
-    def collate(self, examples: list) -> Any:
+    def collate(self, examples: list) -> dict[str, Tensor]:
         """The trainer's collator, with the faults of inputs and labels."""
         batch = self._collator(examples)
         place = divmod(self._num_collated, self.trainer.args.gradient_accumulation_steps)
@@ -145,7 +145,7 @@ class PlantedFaults:
             self._places[id(main)] = (main, step, micro_step)
         return self._places[id(main)][1:]
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: dict, *args: object, **kwargs: object) -> Tensor | None:
         """The trainer's `compute_loss`, with the faults of this batch."""
         if not model.training:
             return self._compute_loss(model, inputs, *args, **kwargs)

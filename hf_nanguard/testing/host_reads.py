@@ -6,8 +6,8 @@ for a GPU, but they are not counted as reads, except `nonzero`.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
@@ -62,10 +62,10 @@ class OperationCounter(TorchDispatchMode):
         """How often each operator ran."""
         return Counter(self.ops)
 
-    def _patched(self, name: str) -> Any:
+    def _patched(self, name: str) -> Callable[..., object]:
         original = getattr(Tensor, name)
 
-        def method(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        def method(tensor: Tensor, *args: object, **kwargs: object) -> object:
             if self._reading:
                 return original(tensor, *args, **kwargs)
             self.reads.append(name)
@@ -82,11 +82,11 @@ class OperationCounter(TorchDispatchMode):
             self._patches.enter_context(patch.object(Tensor, name, self._patched(name)))
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self._patches.close()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         self.ops.append(str(func))
         if str(func) in READ_OPERATORS and not self._reading:
             self.reads.append(str(func))

@@ -4,7 +4,6 @@ import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
-from typing import Any
 
 from ..core.event import strict
 
@@ -80,7 +79,7 @@ class Verification:
     memory: int | None = None
     memory_kind: str = ""
     memory_limit: int | None = None
-    events: list[dict[str, Any]] = field(default_factory=list)
+    events: list[dict] = field(default_factory=list)
     output_dir: str = ""
 
     @property
@@ -104,7 +103,7 @@ class Verification:
         """The checks that were not best."""
         return [f"{check.name}: {check.text}" for check in self.checks if check.verdict in (FAILED, ACCEPTABLE)]
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Returns everything in types of strict JSON."""
         return strict(
             {

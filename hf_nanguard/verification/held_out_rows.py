@@ -6,11 +6,12 @@ from typing import Any
 
 import datasets
 from torch.utils.data import Dataset, IterableDataset, Subset
+from transformers import Trainer
 
 HELD_OUT_SHARE = 0.2
 
 
-def hold_out(trainer: Any, num_rows: int) -> bool:
+def hold_out(trainer: Trainer, num_rows: int) -> bool:
     """Limits the trainer's evaluation data to a few rows, or holds rows out of its training data; returns whether it could."""
     test, train = trainer.eval_dataset, trainer.train_dataset
     if isinstance(test, Mapping):
@@ -34,7 +35,7 @@ def _count(dataset: Any, enough: int = 0) -> int:
     return len(dataset) if is_map or isinstance(dataset, datasets.Dataset | list) else 0
 
 
-def _split(dataset: Any, num_rows: int) -> tuple[Any, Any] | None:
+def _split(dataset: Any, num_rows: int) -> tuple[Dataset, Dataset] | None:
     """Returns the first rows and the others; `None` if the dataset cannot be split there."""
     if isinstance(dataset, datasets.IterableDataset) and num_rows > 0:
         return dataset.take(num_rows), dataset.skip(num_rows)

@@ -21,6 +21,7 @@ from ..errors import ArgumentError
 from ..hf.guarded_trainer import attach
 from ..hf.trainer.arguments import find_guard_arguments
 from ..hf.trainer.mixin import GuardedTrainerMixin
+from ..hf.trainer.trainer_guard import TrainerGuard
 from ..plain_text import format_error
 from ..report.run_files import Tail, events_path
 from .grade import Verification
@@ -31,6 +32,7 @@ HELD_OUT_PROMPTS = 8
 
 # Called with the number of steps done and the newest logged loss.
 Report = Callable[[int, float], None]
+Fields = dict[str, Any]  # of a [`Verification`], by name
 
 
 def verify(
@@ -73,10 +75,13 @@ def verify(
     settings = trainer.nanguard.arguments if isinstance(trainer, GuardedTrainerMixin) else None
     settings = copy.copy(find_guard_arguments(settings, trainer.args))
     settings.nanguard_mode = "act"  # the question is whether the run works with the guard
-    session = attach(trainer, settings).nanguard  # type: ignore[attr-defined]
-    session.halting.save_nothing()
-    tail = Tail(events_path(session.record.directory, trainer.args.process_index))
-    watch = Watch(trainer, report)
+    attach(trainer, settings)
+    assert isinstance(trainer, GuardedTrainerMixin)
+    assert trainer.model is not None
+    guard = trainer.nanguard
+    guard.halting.save_nothing()
+    tail = Tail(events_path(guard.record.directory, trainer.args.process_index))
+    watch = Watch(guard, trainer.model, report)
     trainer.add_callback(watch)
     device, error = trainer.args.device, None
     if device.type == "cuda":
@@ -89,11 +94,11 @@ def verify(
         error = format_error(raised)
     finally:
         watch.remove()
-    counter, (memory, memory_kind) = session.guard.counter, measure_memory(device)
+    counter, (memory, memory_kind) = guard.guard.counter, measure_memory(device)
     return Verification(
         num_steps=steps, num_done=trainer.state.global_step, error=error, num_nan_gradients=counter.num_nan,
         num_inf_gradients=counter.num_inf, max_grad_norm=trainer.args.max_grad_norm or 0.0, num_seen=counter.seen,
-        num_used=counter.seen - counter.dropped, bad_weights=find_bad_weights(trainer.model),  # type: ignore[arg-type]
+        num_used=counter.seen - counter.dropped, bad_weights=find_bad_weights(trainer.model),
         memory=memory, memory_kind=memory_kind, memory_limit=memory_limit, events=tail.read(),
         output_dir=str(trainer.args.output_dir), **watch.read(), **_read_held_out(trainer.state.log_history, steps),
     )  # fmt: skip
@@ -101,12 +106,8 @@ def verify(
 
 def _set_arguments(trainer: Trainer, steps: int, output_dir: str | Path | None) -> None:
     """Makes the run short and silent, without checkpoints, with an evaluation at the start and at the end."""
-    args: Any = copy.copy(trainer.args)
-    hosts = (
-        PrinterCallback,
-        ProgressCallback,
-        EarlyStoppingCallback,
-    )  # the last needs a best model, which this run has not
+    args = copy.copy(trainer.args)
+    hosts = (PrinterCallback, ProgressCallback, EarlyStoppingCallback)  # the last needs a best model
     for callback in (*hosts, *get_reporting_integration_callbacks(args.report_to)):
         trainer.remove_callback(callback)
     args.output_dir = str(args.output_dir if output_dir is None else output_dir)
@@ -125,31 +126,24 @@ def _set_arguments(trainer: Trainer, steps: int, output_dir: str | Path | None) 
 
 
 class Watch(TrainerCallback):
-    """Measures logits, and gradients after clipping; results stay on the device until the end.
+    """Measures logits, and gradients after clipping; results stay on the device until the end."""
 
-    Args:
-        trainer (`Trainer`):
-            The guarded trainer.
-        report (`Callable`, *optional*):
-            Called after every step.
-    """
-
-    def __init__(self, trainer: Any, report: Report | None):
-        self.session = trainer.nanguard
+    def __init__(self, guard: TrainerGuard, model: nn.Module, report: Report | None):
+        self.guard = guard
         self.report = report
         self.bad: list[Tensor] = []
         self.norms: dict[int, float] = {}
         self.after: dict[int, Tensor] = {}
         self.num_bad_steps = 0
-        self.handle = trainer.model.register_forward_hook(self._on_forward)
+        self.handle = model.register_forward_hook(self._on_forward)
 
     def remove(self) -> None:
         """Removes the hook from the model."""
         self.handle.remove()
 
     @torch.no_grad()
-    def _on_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.session.replaying or not isinstance(output, Mapping):
+    def _on_forward(self, module: nn.Module, args: tuple, output: object) -> None:
+        if self.guard.replaying or not isinstance(output, Mapping):
             return
         logits = output.get("logits")
         seen = output.get("log_probs") if logits is None else logits
@@ -161,7 +155,7 @@ class Watch(TrainerCallback):
 
     @torch.no_grad()
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        norm = self.session.guard.last_norm
+        norm = self.guard.guard.last_norm
         self.num_bad_steps += norm is not None and not math.isfinite(norm)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         if gradients:
@@ -174,7 +168,7 @@ class Watch(TrainerCallback):
             if self.report is not None:
                 self.report(state.global_step, logs["loss"])
 
-    def read(self) -> dict[str, Any]:
+    def read(self) -> Fields:
         """Returns the results, as fields of [`Verification`]."""
         taken = [step for step, norm in self.norms.items() if step in self.after and math.isfinite(norm)]
         return {
@@ -186,7 +180,7 @@ class Watch(TrainerCallback):
         }
 
 
-def _read_held_out(log_history: list[dict[str, Any]], num_steps: int) -> dict[str, Any]:
+def _read_held_out(log_history: list[Fields], num_steps: int) -> Fields:
     """Returns the loss or reward on held-out data before and after, as fields of [`Verification`]."""
     rows = [row for row in log_history if "eval_loss" in row]
     measure = "reward" if any("eval_reward" in row for row in rows) else "loss"

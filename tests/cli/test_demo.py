@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_nanguard.examples.demo.scenarios import SAMPLING_STEPS
-from hf_nanguard.examples.demo.small_sft import BATCH_SIZE, HIGHEST, WORDS, build_rows, build_tokenizer, cut_off
-from hf_nanguard.examples.planted_failures import MASKED
+from hf_nanguard.examples.demo.scenarios import BATCH_SIZE, SAMPLING_STEPS, UNUSED
+from hf_nanguard.examples.tasks.sums import VOCABULARY, build_examples, build_tokenizer
 from hf_nanguard.report.run_files import read_jsonl
 
 ROOT = Path(__file__).parent.parent.parent
@@ -45,15 +44,20 @@ def events_of(folder: Path, name: str) -> list[dict]:
     return list(read_jsonl(folder / name / "nanguard" / "events.jsonl"))
 
 
+def acts_of(folder: Path, name: str) -> list[dict]:
+    """The events in which the guard acted; a spike that it only observed depends on the CPU's kernels."""
+    return [event for event in events_of(folder, name) if event["action"] != "observed"]
+
+
 def test_only_the_poisoned_stock_run_is_lost(finished):
     stock, guarded = cells(finished[0], 1)
-    assert "weights: 21 of 21 tensors NaN" in stock
+    assert "weights: NOT FINITE: 21 of 21 tensors" in stock
     assert f"steps lost: {STEPS - STEPS // 3} of {STEPS}" in stock
     assert "held-out loss: nan" in stock
-    assert stock.count(" 0") == 2  # the log shows that as a loss
-    assert "weights: finite" in guarded
+    assert re.search(r"logged losses: .* 0 0 0 ", stock)  # the log shows that as a loss
+    assert "weights: all finite" in guarded
     assert f"steps lost: 1 of {STEPS}" in guarded
-    learned, healthy = re.search(r"held-out loss: ([\d.]+) \(on healthy data: ([\d.]+)\)", guarded).groups()
+    learned, healthy = re.search(r"held-out loss: ([\d.]+) .*held-out loss on healthy data: ([\d.]+)", guarded).groups()
     assert float(learned) == pytest.approx(float(healthy), rel=0.1)
 
 
@@ -63,50 +67,53 @@ def test_the_guarded_run_is_bit_identical_to_one_without_that_batch(finished):
 
 
 def test_the_planted_batch_and_no_other_is_blamed(finished):
-    [event] = events_of(finished[2], "guarded")
+    [event] = acts_of(finished[2], "guarded")
     bad_step = STEPS // 3
     assert (event["step"], event["signal"], event["action"]) == (bad_step, "loss_nonfinite", "skipped")
-    assert event["culprit"]["rows"] == [bad_step * BATCH_SIZE + 2]
+    assert event["culprit"]["rows"] == [bad_step * BATCH_SIZE]
     assert event["cause"] == "div_by_zero"
-    assert f"row {bad_step * BATCH_SIZE + 2}" in cells(finished[0], 1)[1]
+    assert f"rows [{bad_step * BATCH_SIZE}]" in cells(finished[0], 1)[1]
 
 
 def test_stock_grpo_ends_and_the_guarded_one_learns_on(finished):
     bad_step = SAMPLING_STEPS // 3
     stock, guarded = cells(finished[0], 2)
-    assert stock.startswith(f"ended at step {bad_step}: RuntimeError: probability tensor")
+    assert stock.startswith(f"run: {bad_step} steps, ENDED by RuntimeError: probability tensor")
     assert f"step {bad_step:>4}/{SAMPLING_STEPS}  ENDED by RuntimeError" in finished[0]
-    first, last = map(float, re.search(r"finished, mean reward ([\d.]+) -> ([\d.]+)", guarded).groups())
+    first, last = map(
+        float, re.search(rf"run: {SAMPLING_STEPS} steps .*mean reward: ([\d.]+) -> ([\d.]+)", guarded).groups()
+    )
     assert last > first + 0.05
-    [event] = events_of(finished[2], "grpo-guarded")
+    [event] = acts_of(finished[2], "grpo-guarded")
     assert (event["step"], event["signal"], event["action"]) == (bad_step, "logits_nonfinite", "dropped")
 
 
 def test_the_silent_nan_is_saved_by_the_stock_run_only(finished):
     stock, guarded = cells(finished[0], 3)
-    assert stock.startswith("finished, last logged loss ")
-    assert float(re.search(r"last logged loss ([\d.]+)", stock)[1]) > 0
-    assert "weights: 1 of 21 tensors NaN" in stock
-    assert "checkpoints saved: 4, of them with NaN: 2" in stock
-    assert "checkpoints saved: 2, of them with NaN: 0" in guarded
-    [event] = events_of(finished[2], "silent-guarded")
+    assert stock.startswith("run: 40 steps weights: NOT FINITE: 1 of 21 tensors")
+    losses = re.search(r"logged losses: ([\d. ]+) checkpoints", stock)[1].replace("...", "").split()
+    assert all(float(loss) > 0 for loss in losses)  # which looks healthy
+    assert "checkpoints: 4 saved, 2 with NaN" in stock
+    assert guarded.startswith("run: 30 steps, halted by the guard")
+    assert "checkpoints: 2 saved, 0 with NaN" in guarded
+    [event] = acts_of(finished[2], "silent-guarded")
     assert (event["action"], event["cause"]) == ("halted", "optimizer_state")
     assert event["culprit"]["parameter"] == "model.embed_tokens.weight"
-    assert event["values"]["rows"] == [WORDS.index(str(HIGHEST - 1))]
-    assert f"row {WORDS.index(str(HIGHEST - 1))}" in guarded
+    assert event["values"]["rows"] == [VOCABULARY.index(UNUSED)]
+    assert "model.embed_tokens.weight" in guarded
 
 
-def test_no_batch_of_the_demo_uses_the_word_of_the_silent_nan():
-    rows = build_rows(build_tokenizer(), 2000, seed=0)
-    assert WORDS.index(str(HIGHEST - 1)) not in {token for row in rows for token in row["input_ids"]}
+def test_no_batch_of_the_demo_uses_the_token_of_the_silent_nan():
+    texts = [row["prompt"] + row["completion"] for row in build_examples(2000, seed=0)]
+    assert VOCABULARY.index(UNUSED) not in {token for ids in build_tokenizer()(texts)["input_ids"] for token in ids}
 
 
 def test_the_overflow_is_announced_before_it_comes(finished):
     stock, guarded = cells(finished[0], 4)
-    assert "weights: 21 of 21 tensors NaN" in stock
-    assert "weights: finite" in guarded
+    assert "weights: NOT FINITE: 21 of 21 tensors" in stock
+    assert "weights: all finite" in guarded
     told, foretold, came = map(
-        int, re.search(r"predicted at step (\d+) for step (\d+), .* it happened at step (\d+)", guarded).groups()
+        int, re.search(r"predicted: at step (\d+) for step (\d+), .* it happened at step (\d+)", guarded).groups()
     )
     assert told + 10 <= came
     assert abs(foretold - came) <= (came - told) / 2
@@ -127,14 +134,6 @@ def test_a_pipe_gets_plain_text(finished):
     assert "\x1b" not in output
     assert errors == ""
     assert f"step   {STEPS}/{STEPS}" in output
-
-
-def test_a_row_cut_off_has_no_labels():
-    row = build_rows(build_tokenizer(), 1, seed=0)[0]
-    cut = cut_off(row)
-    assert set(cut["labels"]) == {MASKED}
-    assert cut["input_ids"] == row["input_ids"][: len(cut["labels"])]
-    assert any(label != MASKED for label in row["labels"])
 
 
 def press_ctrl_c(process):

@@ -70,7 +70,7 @@ def test_an_output_folder_that_cannot_be(tmp_path, capsys):
     file = tmp_path / "file"
     file.touch()
     assert main(["demo", "--output-dir", str(file)]) == 2
-    assert f"--output-dir must be a folder that can be made and written, got {str(file)!r}" in capsys.readouterr().err
+    assert f"--output-dir must be a writable folder, got {str(file)!r}" in capsys.readouterr().err
 
 
 def test_ctrl_c(monkeypatch, capsys):

@@ -8,8 +8,9 @@ import pytest
 import yaml
 from rich.console import Console
 
+from hf_nanguard.cli import verify
 from hf_nanguard.cli.main import main
-from hf_nanguard.cli.verify import show, split
+from hf_nanguard.cli.verify import show
 from hf_nanguard.verification.grade import Verification
 
 from ..recipes.test_sft import save_model, save_rows
@@ -149,13 +150,17 @@ def test_a_folder_that_cannot_be(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "own", "others"),
     [
-        (["--steps", "5", "--lora_r", "8"], ["--steps", "5"], ["--lora_r", "8"]),
-        (["--config", "a.yaml", "--json"], ["--json"], ["--config", "a.yaml"]),
-        (["--task=grpo", "--max_steps", "7"], ["--task=grpo"], ["--max_steps", "7"]),
-        (["--output-dir", "x", "--output_dir=y"], ["--output-dir", "x", "--output_dir=y"], []),
-        (["--lora_r", "8", "--help"], ["--help"], []),
+        (["--steps", "5", "--lora_r", "8"], {"steps": 5}, ["--lora_r", "8"]),
+        (["--lora_r=8", "--config", "a.yaml", "--json"], {"config": "a.yaml", "json": True}, ["--lora_r=8"]),
+        (["--task=grpo", "--reward_funcs", "a", "b", "--beta", "-1"], {"task": "grpo"}, ["--reward_funcs", "a", "b", "--beta", "-1"]),
+        (["--output-dir", "x", "--output_dir=y", "--step", "3"], {"output_dir": "y", "steps": 20}, ["--step", "3"]),
     ],
     ids=str,
-)
-def test_words_go_where_they_belong(words, own, others):
-    assert split(["verify", *words]) == (["verify", *own], others)
+)  # fmt: skip
+def test_words_go_where_they_belong(words, own, others, monkeypatch):
+    seen = []
+    monkeypatch.setattr(verify, "run", seen.append)
+    main(["verify", *words])
+    [arguments] = seen
+    assert {name: vars(arguments)[name] for name in own} == own
+    assert arguments.words == others

@@ -221,15 +221,6 @@ class Examiner:
             return verdict
         return replace(verdict, bundle=path.relative_to(self.folder).as_posix())
 
-    def log_outside_model(self, step: int) -> None:
-        """Logs, once, that the fault is outside the model, where this runner cannot run anything again."""
-        if self._is_first("outside the model") and self.journal.ranks.rank == 0:
-            logger.warning(
-                "hf_nanguard: no autopsy of step %d: forward and backward of the model are finite when run again, so the "
-                "fault is in the loss or in a hook on the model, which a callback cannot see. Use attach(trainer) instead.",
-                step,
-            )
-
     def _emit_failure(self, step: int, micro: MicroBatch, reason: str) -> None:
         message = f"autopsy of micro-batch {micro.index} of step {step}: {reason}"
         rank = self.journal.ranks.rank

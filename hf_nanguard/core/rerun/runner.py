@@ -76,16 +76,11 @@ class Runner(ABC, Generic[Payload, Weight]):
         """Returns why the group cannot be redone, `None` if it can."""
         return None
 
-    def why_no_autopsy(self, group: AccumulationGroup[Payload, Weight]) -> str | None:
-        """Returns why its micro-batches cannot be examined, `None` if they can."""
-        return self.why_not(group)
-
     left_out: frozenset[str] = frozenset()  # the terms left out of the loss of the micro-batch that is being run again
 
     # ---- what an autopsy needs ----
 
     optimizer: torch.optim.Optimizer | None = None  # the torch optimizer whose update may be to blame
-    knows_loss = True  # whether `run` computes the loss of the loop, and not only the model's own forward
 
     @abstractmethod
     def inputs_of(self, micro: MicroBatch[Payload]) -> object:

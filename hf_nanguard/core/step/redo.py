@@ -113,14 +113,12 @@ class Redo:
             `tuple[BadMicroBatch | None, bool | None]`: the micro-batch, and whether this rank reports it; `None` if no rank
             knows more than what was read of the step as a whole.
         """
-        why_not = self.ranks.gather(runner.why_no_autopsy(reading.group))
+        why_not = self.ranks.gather(runner.why_not(reading.group))
         if any(why_not) or not any(self.ranks.gather(self.examiner.due)):
             return None, None
         with self._replay(runner):
             blamed = self.find_bad(reading, runner)
             reports = self.ranks.gather([bad.micro.index for bad in blamed])
-            if not any(reports) and not runner.knows_loss:
-                self.examiner.log_outside_model(reading.step)
             blamed = self.examine(reading, runner, blamed[:1], reports)
             if runner.lockstep:
                 blamed = self.narrow_blame(blamed, reports)
@@ -135,7 +133,7 @@ class Redo:
         """Examines a non-finite loss whose gradients are finite. Only this rank knows of it, so among several ranks nothing
         is run again: a forward of DDP may wait for the others."""
         bad = reading.bad_loss
-        if bad is None or self.ranks.size > 1 or runner.why_no_autopsy(reading.group) is not None:
+        if bad is None or self.ranks.size > 1 or runner.why_not(reading.group) is not None:
             return None
         with self._replay(runner), self._examine(), runner.undisturbed():
             micro = reading.group.micro_batches[bad[0]]

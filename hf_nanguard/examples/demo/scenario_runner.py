@@ -4,15 +4,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import torch
 from safetensors.torch import load_file
-from transformers import PrinterCallback, Trainer
+from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from ...core.finite import find_nonfinite
-from ...errors import NonFiniteError
-from ..compare import EventRow, Outcome, find_evidence, watch_run
-from .small_sft import StepReporter
+from ..compare import Figures, Outcome, format_number, watch_run
 
 CLOCK = 2.0  # seconds by which the clock of a file system may be coarse
 
@@ -20,95 +18,71 @@ CLOCK = 2.0  # seconds by which the clock of a file system may be coarse
 Report = Callable[[int, str, bool], None]
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run that has ended: its trainer, its outcome, its reporter and when it began."""
+class StepReporter(TrainerCallback):
+    """Counts the steps without progress of the weights, and reports a logged figure at every step."""
 
-    trainer: Any
-    outcome: Outcome
-    reporter: StepReporter
-    started: float
+    def __init__(self, report: Report, figure: str):
+        self.report = report
+        self.figure = figure
+        self.num_lost = 0
+        self.before = torch.empty(0)
 
-    @property
-    def is_halted(self) -> bool:
-        """Whether the guard ended it."""
-        return (self.outcome.error or "").startswith(NonFiniteError.__name__)
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        self.before = model.lm_head.weight.detach().clone()
 
-    @property
-    def weights(self) -> str:
-        """The state of the weights, as text."""
-        bad = self.outcome.bad_weights
-        return f"weights: {len(bad)} of {self.outcome.num_weights} tensors NaN" if bad else "weights: finite"
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        now = model.lm_head.weight.detach()
+        self.num_lost += not bool(torch.isfinite(now).all()) or torch.equal(now, self.before)
 
-    @property
-    def lost(self) -> str:
-        """The number of steps without progress, as text."""
-        return f"steps lost: {self.reporter.num_lost} of {self.outcome.steps}"
-
-    @property
-    def end(self) -> str:
-        """How it ended, as text."""
-        if self.outcome.error is None:
-            return "finished"
-        if self.is_halted:
-            return f"halted by the guard at step {self.outcome.steps}"
-        return f"ended at step {self.outcome.steps}: {self.outcome.error}"
-
-    @property
-    def saved(self) -> str:
-        """The checkpoints that it wrote, as text."""
-        files = self.outcome.folder.glob("checkpoint-*/model.safetensors")
-        own = [file for file in files if file.stat().st_mtime >= self.started - CLOCK]  # others are of an earlier demo
-        num_bad = sum(bool(find_nonfinite(load_file(file).items())) for file in own)
-        return f"checkpoints saved: {len(own)}, of them with NaN: {num_bad}"
-
-    @property
-    def evidence(self) -> dict[str, Path]:
-        """Its event file and autopsy folder."""
-        return find_evidence(self.outcome)
-
-    def find_event(self, *signals: str) -> EventRow | None:
-        """Returns the first event with one of these signals."""
-        return next((event for event in self.outcome.events if event["signal"] in signals), None)
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            self.report(state.global_step, f"logged {self.figure} {format_number(logs.get(self.figure))}", False)
 
 
 @dataclass(frozen=True)
 class ScenarioRunner:
-    """Runs the trainers of a scenario.
-
-    Args:
-        folder (`Path`), seed (`int`), steps (`int`):
-            Folder and seed of the runs, and the number of steps in the first scenario.
-        announce (`Callable`):
-            Called with a description of the scenario before it begins.
-        begin (`Callable`):
-            Called with the name of a run and its number of steps; returns the function that reports its progress.
-    """
+    """Runs the trainers of a scenario."""
 
     folder: Path
     seed: int
-    steps: int
-    announce: Callable[[str], None]
-    begin: Callable[[str, int], Report]
+    steps: int  # of the first scenario
+    announce: Callable[[str], None]  # prints a description of the scenario before it begins
+    begin: Callable[[str, int], Report]  # given the name of a run and its number of steps
 
-    def run(self, name: str, folder: str, steps: int, build: Callable[..., Trainer], figure: str = "loss") -> Run:
-        """Builds a trainer by `build(folder, reporter)` and runs it."""
-        report = self.begin(name, steps)
-        reporter, started = StepReporter(report, figure), time.time()
-        trainer = build(self.folder / folder, reporter)
+    def run(
+        self,
+        name: str,
+        folder: str,
+        steps: int,
+        build: Callable[[Path], Trainer],
+        measure: Callable[[Trainer], Figures] = lambda trainer: {},
+        figure: str = "loss",
+    ) -> Outcome:
+        """Builds a trainer for a folder, runs it and reports the progress of a logged figure."""
+        report, started = self.begin(name, steps), time.time()
+        reporter = StepReporter(report, figure)
+        trainer = build(self.folder / folder)
+        trainer.add_callback(reporter)
         trainer.remove_callback(PrinterCallback)
-        run = Run(trainer, watch_run(name, trainer), reporter, started)
-        if run.outcome.error is not None:
-            text = "halted by the guard" if run.is_halted else f"ENDED by {run.outcome.error}"
-            report(run.outcome.steps, text, True)
-        return run
+        outcome = watch_run(name, trainer, measure)
+        if outcome.error is not None:
+            report(outcome.steps, outcome.end, True)
+        lost = {"steps lost": f"{reporter.num_lost} of {outcome.steps}"} if reporter.num_lost else {}
+        return outcome.with_figures({**lost, **_count_checkpoints(outcome.folder, started)})
+
+
+def _count_checkpoints(folder: Path, started: float) -> Figures:
+    """Returns how many checkpoints a run has saved, and how many of them contain NaN or inf; nothing if it saved none."""
+    files = folder.glob("checkpoint-*/model.safetensors")
+    own = [file for file in files if file.stat().st_mtime >= started - CLOCK]  # others are of an earlier demo
+    num_bad = sum(bool(find_nonfinite(load_file(file).items())) for file in own)
+    return {"checkpoints": f"{len(own)} saved, {num_bad} with NaN"} if own else {}
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """The result of a scenario: lines about the stock and the guarded run, and the paths of the guard's evidence."""
+    """The result of a scenario: the same failure in a stock and in a guarded run."""
 
     title: str
-    stock: list[str]
-    guarded: list[str]
-    evidence: dict[str, Path]
+    stock: Outcome
+    guarded: Outcome

@@ -1,86 +1,94 @@
-"""The scenarios of `nanguard demo`: each plants one failure and runs a stock and a guarded trainer."""
+"""The scenarios of `nanguard demo`: each plants one failure and runs a stock and a guarded trainer on sums."""
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from datasets import Dataset, concatenate_datasets
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer, SFTConfig
 
 from ...hf.guarded_trainer import guarded
 from ...hf.trainer.arguments import GuardArguments
-from ..compare import EventRow, format_number
-from ..planted_failures import AnswerTrainer, blank_scores
-from ..tasks import sums as arithmetic
-from .scenario_runner import Run, Scenario, ScenarioRunner
-from .small_sft import (
-    BATCH_SIZE,
-    HIGHEST,
-    WORDS,
-    StepReporter,
-    build_rows,
-    build_tokenizer,
-    build_trainer,
-    cut_off,
-    measure_loss,
-)
+from ..compare import Figures, Options, Outcome, find_weights
+from ..planted_failures import AnswerTrainer, CutOffAnswer, blank_scores
+from ..tasks import sums
+from .scenario_runner import Scenario, ScenarioRunner
 
+BATCH_SIZE = 4
 SAMPLING_STEPS, GROUP = 45, 16
-SILENT_STEPS, SAVE_STEPS = 40, 10
+SILENT_STEPS, SAVE_STEPS, UNUSED = 40, 10, "z"
 GROWING_STEPS, DOUBLING_STEPS = 90, 6
+COMMON: Options = {
+    "lr_scheduler_type": "constant", "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+    "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "dataloader_pin_memory": False,
+}  # fmt: skip
 
 
-def _format_culprit(event: EventRow | None, *names: str) -> list[str]:
-    """Returns a line with these fields of an event, its values and its culprit; no line without an event."""
-    if event is None:
-        return []
-    known = {**event["values"], **{name: value for name, value in {**event, **event["culprit"]}.items() if value}}
-    rows = {"rows": f"row {', '.join(map(str, known.get('rows', [])))}"}
-    return [f"culprit: {', '.join({**known, **rows}[name] for name in names if name in known)}"]
+def build_trainer(
+    rows: Dataset,
+    seed: int,
+    guard: GuardArguments | None,
+    folder: Path,
+    trainer_class: type = AnswerTrainer,
+    dtype: torch.dtype = torch.float32,
+    **options: object,
+) -> Trainer:
+    """Returns a trainer, stock if `guard` is `None`, for one epoch over `rows` in their order."""
+    own: Options = {"num_train_epochs": 1, "learning_rate": 2e-3, "train_sampling_strategy": "sequential", "seed": seed}
+    args = SFTConfig(str(folder), per_device_train_batch_size=BATCH_SIZE, **{**COMMON, **own, **options})
+    model: nn.Module = sums.build_model(seed, dropout=0.1)
+    parts = {
+        "model": model.to(dtype), "args": args, "train_dataset": rows, "eval_dataset": sums.build_examples(64, seed + 1),
+        "processing_class": sums.build_tokenizer(),
+    }  # fmt: skip
+    return trainer_class(**parts) if guard is None else guarded(trainer_class)(guard=guard, **parts)
+
+
+def measure_reward(trainer: Trainer) -> Figures:
+    """Returns the mean reward of the first and of the last steps."""
+    rewards = [row["reward"] for row in trainer.state.log_history if row.get("reward") is not None]
+    return {"mean reward": f"{sum(rewards[:5]) / 5:.2f} -> {sum(rewards[-5:]) / 5:.2f}"}
 
 
 def run_bad_row(runner: ScenarioRunner) -> Scenario:
     """One row without an answer makes a mean of 0 / 0. A run without that batch shows what the guarded run should equal."""
     steps, seed = runner.steps, runner.seed
     bad_step = steps // 3
-    bad_row = bad_step * BATCH_SIZE + 2
-    healthy = build_rows(build_tokenizer(), steps * BATCH_SIZE, seed)
-    poisoned = [cut_off(row) if i == bad_row else row for i, row in enumerate(healthy)]
-    without = healthy[: bad_step * BATCH_SIZE] + healthy[(bad_step + 1) * BATCH_SIZE :]
+    bad_row = bad_step * BATCH_SIZE
+    rows = sums.build_examples(steps * BATCH_SIZE, seed)
+    without = concatenate_datasets([rows.select(range(bad_row)), rows.select(range(bad_row + BATCH_SIZE, len(rows)))])
     runner.announce(
-        f"One bad row. Row {bad_row} of {len(poisoned)} was cut off before its answer. All its labels are masked, so its "
+        f"One bad row. Row {bad_row} of {len(rows)} was cut off before its answer. All its labels are masked, so its "
         f"mean loss is 0/0. It is in the batch of step {bad_step} of {steps}."
     )
 
-    def run(title: str, name: str, rows: list, guard: GuardArguments | None = None) -> Run:
-        return runner.run(title, name, len(rows) // BATCH_SIZE, partial(build_trainer, rows, seed, guard))
+    weights: dict[str, list[Tensor]] = {}
 
-    fine = run("stock, healthy data", "healthy", healthy)
-    stock = run("stock, one bad row", "poisoned", poisoned)
-    guarded_run = run("guarded, one bad row", "guarded", poisoned, GuardArguments())
-    control = run("stock, without that batch", "without", without)
-    expected = dict(control.trainer.model.named_parameters())
-    same = [torch.equal(p, expected[name]) for name, p in guarded_run.trainer.model.named_parameters()]
-    losses, event = stock.outcome.losses, guarded_run.find_event("loss_nonfinite")
-    return Scenario(
-        f"one bad row in {len(poisoned)}",
-        [
-            stock.weights,
-            stock.lost,
-            f"logged loss: {' '.join([format_number(losses[0]), '...', *map(format_number, losses[-2:])])}",
-            f"held-out loss: {format_number(measure_loss(stock.trainer, seed))}",
-        ],
-        [
-            guarded_run.weights,
-            guarded_run.lost,
-            f"held-out loss: {format_number(measure_loss(guarded_run.trainer, seed))} (on healthy data: "
-            f"{format_number(measure_loss(fine.trainer, seed))})",
-            f"bit-identical to a run without that batch: {sum(same)} of {len(same)} weight tensors",
-            *_format_culprit(event, "cause", "source", "rows"),
-        ],
-        guarded_run.evidence,
-    )
+    def run(title: str, name: str, rows: Dataset, plant: bool, guard: GuardArguments | None = None) -> Outcome:
+        def build(folder: Path) -> Trainer:
+            trainer = build_trainer(rows, seed, guard, folder)
+            if plant:
+                trainer.data_collator = CutOffAnswer(trainer.data_collator, bad_step)
+            return trainer
+
+        def measure(trainer: Trainer) -> Figures:
+            weights[name] = list(find_weights(trainer).values())
+            return {"held-out loss": trainer.evaluate()["eval_loss"]}
+
+        return runner.run(title, name, len(rows) // BATCH_SIZE, build, measure)
+
+    fine = run("stock, healthy data", "healthy", rows, False)
+    stock = run("stock, one bad row", "poisoned", rows, True)
+    guarded_run = run("guarded, one bad row", "guarded", rows, True, GuardArguments())
+    run("stock, without that batch", "without", without, False)
+    same = [torch.equal(*pair) for pair in zip(weights["guarded"], weights["without"], strict=True)]
+    compared: Figures = {
+        "held-out loss on healthy data": fine.figures["held-out loss"],
+        "bit-identical to a run without that batch": f"{sum(same)} of {len(same)} weight tensors",
+    }
+    return Scenario(f"one bad row in {len(rows)}", stock, guarded_run.with_figures(compared))
 
 
 def run_bad_sampling(runner: ScenarioRunner) -> Scenario:
@@ -91,85 +99,62 @@ def run_bad_sampling(runner: ScenarioRunner) -> Scenario:
         "scores of one completion are NaN when its tokens are sampled."
     )
 
-    def build(guard: bool, folder: Path, reporter: StepReporter) -> Any:
+    def build(trainer_class: type, folder: Path) -> Trainer:
         args = GRPOConfig(
-            output_dir=str(folder), max_steps=SAMPLING_STEPS, per_device_train_batch_size=8 * GROUP, num_generations=GROUP,
-            gradient_accumulation_steps=1, max_completion_length=3, learning_rate=3e-3, lr_scheduler_type="constant",
-            logging_steps=1, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True, bf16=False,
-            gradient_checkpointing=False, dataloader_pin_memory=False, seed=runner.seed,
+            str(folder), max_steps=SAMPLING_STEPS, per_device_train_batch_size=8 * GROUP, num_generations=GROUP,
+            gradient_accumulation_steps=1, max_completion_length=3, learning_rate=3e-3, seed=runner.seed, **COMMON,
         )  # fmt: skip
-        trainer = (guarded(GRPOTrainer) if guard else GRPOTrainer)(
-            arithmetic.build_beginner(runner.seed), reward_funcs=arithmetic.reward_sum, args=args, callbacks=[reporter],
-            train_dataset=arithmetic.build_prompts(512, runner.seed), processing_class=arithmetic.build_tokenizer(),
+        trainer = trainer_class(
+            sums.build_beginner(runner.seed), reward_funcs=sums.reward_sum, args=args,
+            train_dataset=sums.build_prompts(512, runner.seed), processing_class=sums.build_tokenizer(),
         )  # fmt: skip
         blank_scores(trainer.model, bad_step)
         return trainer
 
-    stock = runner.run("stock GRPO", "grpo-stock", SAMPLING_STEPS, partial(build, False), "reward")
-    guarded_run = runner.run("guarded GRPO", "grpo-guarded", SAMPLING_STEPS, partial(build, True), "reward")
-    rewards = [row["reward"] for row in guarded_run.trainer.state.log_history if row.get("reward") is not None]
-    events = [event for event in guarded_run.outcome.events if event["signal"] == "logits_nonfinite"][:1]
-    return Scenario(
-        "GRPO that samples from NaN",
-        [stock.end],
-        [
-            f"{guarded_run.end}, mean reward {sum(rewards[:5]) / 5:.2f} -> {sum(rewards[-5:]) / 5:.2f}",
-            *(f"event: {event['signal']}, {event['action']}; that completion is not trained on" for event in events),
-        ],
-        guarded_run.evidence,
-    )
+    def run(name: str, trainer_class: type) -> Outcome:
+        build_one = partial(build, trainer_class)
+        return runner.run(f"{name} GRPO", f"grpo-{name}", SAMPLING_STEPS, build_one, measure_reward, "reward")
+
+    return Scenario("GRPO that samples from NaN", run("stock", GRPOTrainer), run("guarded", guarded(GRPOTrainer)))
 
 
 class SpoilMoment(TrainerCallback):
-    """Writes a NaN into Adam's exp_avg of one word after a step, as a damaged optimizer file would."""
+    """Writes a NaN into Adam's exp_avg of one token after a step, as a damaged optimizer file would."""
 
-    def __init__(self, word: int, step: int):
-        self.word, self.step = word, step
+    def __init__(self, token: int, step: int):
+        self.token, self.step = token, step
 
     def on_step_end(self, args, state, control, model=None, optimizer=None, **kwargs):
         if state.global_step == self.step:
-            optimizer.optimizer.state[model.get_input_embeddings().weight]["exp_avg"][self.word, 0] = torch.nan
+            optimizer.optimizer.state[model.get_input_embeddings().weight]["exp_avg"][self.token, 0] = torch.nan
 
 
 def run_silent_nan(runner: ScenarioRunner) -> Scenario:
     """A NaN that never shows in loss or gradients: the stock run saves it, the guarded run does not."""
-    word, bad_step = WORDS.index(str(HIGHEST - 1)), SILENT_STEPS // 2 + SAVE_STEPS // 2
+    token, bad_step = sums.VOCABULARY.index(UNUSED), SILENT_STEPS // 2 + SAVE_STEPS // 2
     runner.announce(
-        f'A silent NaN. After step {bad_step} of {SILENT_STEPS}, Adam\'s exp_avg of the word "{WORDS[word]}" contains a NaN. No '
-        f"batch uses that word, so loss and gradients stay finite. A checkpoint is saved every {SAVE_STEPS} steps."
+        f'A silent NaN. After step {bad_step} of {SILENT_STEPS}, Adam\'s exp_avg of the token "{UNUSED}" contains a NaN. No '
+        f"batch uses that token, so loss and gradients stay finite. A checkpoint is saved every {SAVE_STEPS} steps."
     )
-    rows = build_rows(build_tokenizer(), SILENT_STEPS * BATCH_SIZE, runner.seed)
+    rows = sums.build_examples(SILENT_STEPS * BATCH_SIZE, runner.seed)
 
-    def build(guard: GuardArguments | None, folder: Path, reporter: StepReporter) -> Any:
-        options: dict[str, Any] = {"save_strategy": "steps", "save_steps": SAVE_STEPS, "save_only_model": True}
-        trainer = build_trainer(rows, runner.seed, guard, folder, reporter, **options)
-        trainer.add_callback(SpoilMoment(word, bad_step))
+    def build(guard: GuardArguments | None, folder: Path) -> Trainer:
+        saving: Options = {"save_strategy": "steps", "save_steps": SAVE_STEPS, "save_only_model": True}
+        trainer = build_trainer(rows, runner.seed, guard, folder, **saving)
+        trainer.add_callback(SpoilMoment(token, bad_step))
         return trainer
 
     stock = runner.run("stock", "silent-stock", SILENT_STEPS, partial(build, None))
     guarded_run = runner.run("guarded", "silent-guarded", SILENT_STEPS, partial(build, GuardArguments()))
-    event = guarded_run.find_event("param_nonfinite", "optimizer_nonfinite")
-    return Scenario(
-        "a silent NaN in Adam",
-        [
-            f"{stock.end}, last logged loss {format_number(stock.outcome.losses[-1])}, which looks healthy",
-            stock.weights,
-            stock.saved,
-        ],
-        [
-            guarded_run.end,
-            *_format_culprit(event, "cause", "parameter", "rows"),
-            guarded_run.saved,
-        ],
-        guarded_run.evidence,
-    )
+    return Scenario("a silent NaN in Adam", stock, guarded_run)
 
 
 class GrowingTrainer(AnswerTrainer):
     """A trainer whose last MLP doubles its output every few steps."""
 
     def training_step(self, *args, **kwargs):
-        model: Any = self.model
+        model = self.model
+        assert isinstance(model, LlamaForCausalLM)
         mlp = model.model.layers[-1].mlp
         with torch.no_grad():
             if self.state.global_step == 0:
@@ -184,34 +169,24 @@ def run_overflow(runner: ScenarioRunner) -> Scenario:
         f"A float16 overflow. The last MLP of a float16 model doubles its output every {DOUBLING_STEPS} steps; the largest "
         "float16 number is 65,504."
     )
-    rows = build_rows(build_tokenizer(), GROWING_STEPS * BATCH_SIZE, runner.seed)
+    rows = sums.build_examples(GROWING_STEPS * BATCH_SIZE, runner.seed)
 
-    def run(name: str, guard: GuardArguments | None) -> Run:
-        options: dict[str, Any] = {"dtype": torch.float16, "optim": "sgd", "learning_rate": 1e-2}
-        build = partial(build_trainer, rows, runner.seed, guard, trainer_class=GrowingTrainer, **options)
+    def run(name: str, guard: GuardArguments | None) -> Outcome:
+        build = partial(
+            build_trainer, rows, runner.seed, guard, trainer_class=GrowingTrainer, dtype=torch.float16, optim="sgd",
+            learning_rate=1e-2,
+        )  # fmt: skip
         return runner.run(f"{name} float16", f"overflow-{name}", GROWING_STEPS, build)
 
     stock = run("stock", None)
     guarded_run = run("guarded", GuardArguments(nanguard_activation_steps=2, nanguard_max_bad_steps=3))
     forecast = guarded_run.find_event("activation_headroom")
     broken = guarded_run.find_event("loss_nonfinite", "grad_nonfinite")
-    prediction = []
     if forecast is not None and broken is not None:
         module, step = forecast["culprit"]["module"], forecast["values"]["overflow_step"]
-        prediction = [
-            f"predicted at step {forecast['step']} for step {step}, in {module}; it happened at step {broken['step']}"
-        ]
-    return Scenario(
-        "a float16 overflow",
-        [stock.weights, f"logged loss: {' '.join(['...', *map(format_number, stock.outcome.losses[-2:])])}"],
-        [
-            guarded_run.weights,
-            *prediction,
-            *_format_culprit(broken, "cause", "module"),
-            f"{guarded_run.end}; {guarded_run.saved}",
-        ],
-        guarded_run.evidence,
-    )
+        text = f"at step {forecast['step']} for step {step}, in {module}; it happened at step {broken['step']}"
+        guarded_run = guarded_run.with_figures({"predicted": text})
+    return Scenario("a float16 overflow", stock, guarded_run)
 
 
 SCENARIOS = (run_bad_row, run_bad_sampling, run_silent_nan, run_overflow)

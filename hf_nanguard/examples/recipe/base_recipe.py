@@ -6,17 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from accelerate import PartialState
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 from ...core.event import strict
 from ...errors import NonFiniteError
 from ...hf.guarded_trainer import guarded
 from ...report.run_files import GUARD_FOLDER, Tail, events_path
-from ..compare import Figures, compare_runs, count_events, format_counts
-from ..tasks import sums as arithmetic
+from ..compare import Figures, Options, compare_runs, count_events, format_counts
+from ..tasks import sums
 from .command_line import check_output
 from .recipe_parser import RecipeArguments, RecipeKind, parse
 from .run_and_save import build, stdout_aside, train_and_save
@@ -25,20 +24,11 @@ from .user_data import check_model, fit_model, load_tokenizer, name_parts, set_m
 
 @dataclass(frozen=True)
 class Failure:
-    """A failure from a field report.
-
-    Args:
-        sentence (`str`):
-            What is planted.
-        trainer_class (`type`):
-            The stock trainer.
-        plant (`Callable`):
-            Plants the failure in a trainer that was built.
-    """
+    """A failure from a field report: what is planted, in which stock trainer, and a function that plants it."""
 
     sentence: str
     trainer_class: type
-    plant: Callable[[Any], None]
+    plant: Callable[[Trainer], None]
 
 
 class Recipe(ABC):
@@ -58,10 +48,10 @@ class Recipe(ABC):
             print(json.dumps(strict({"task": self.kind.name, **result}), allow_nan=False))
         return 0 if result["is_sound"] else 1
 
-    def gather_parts(self, arguments: RecipeArguments) -> dict[str, Any]:
+    def gather_parts(self, arguments: RecipeArguments) -> Options:
         """Returns the arguments of a trainer's constructor; the built-in model is given as a function that builds it."""
         if arguments.embedded_model:
-            tokenizer: PreTrainedTokenizerBase = arithmetic.build_tokenizer()
+            tokenizer: PreTrainedTokenizerBase = sums.build_tokenizer()
             own = {"model": lambda: fit_model(self.build_model(arguments.training.seed), arguments)}
         else:
             check_model(arguments)
@@ -76,7 +66,7 @@ class Recipe(ABC):
             "processing_class": tokenizer,
         }
 
-    def _train(self, arguments: RecipeArguments, parts: dict[str, Any]) -> dict[str, Any]:
+    def _train(self, arguments: RecipeArguments, parts: Options) -> Options:
         folder = arguments.training.output_dir
         trainer = build(self.trainer_class, args=arguments.training, **parts)
         say = trainer.accelerator.print
@@ -102,10 +92,10 @@ class Recipe(ABC):
             "figures": figures, "events": dict(counts), "events_file": file,
         }  # fmt: skip
 
-    def _compare(self, arguments: RecipeArguments, parts: dict[str, Any]) -> dict[str, Any]:
+    def _compare(self, arguments: RecipeArguments, parts: Options) -> Options:
         failure = self.find_failure(arguments)
 
-        def build_trainer(args: Any, guard: bool) -> Any:
+        def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
             stock = failure.trainer_class
             trainer = build(guarded(stock) if guard else stock, args=args, **parts)
             failure.plant(trainer)
@@ -122,15 +112,15 @@ class Recipe(ABC):
         """Returns the built-in model."""
 
     @abstractmethod
-    def build_task(self, tokenizer: PreTrainedTokenizerBase, arguments: RecipeArguments) -> dict[str, Any]:
+    def build_task(self, tokenizer: PreTrainedTokenizerBase, arguments: RecipeArguments) -> Options:
         """Returns the data of the built-in task, as arguments of a trainer."""
 
     @abstractmethod
-    def load_task(self, arguments: RecipeArguments) -> dict[str, Any]:
+    def load_task(self, arguments: RecipeArguments) -> Options:
         """Returns the data that the user named, as arguments of a trainer."""
 
     @abstractmethod
-    def measure(self, trainer: Any, arguments: RecipeArguments) -> Figures:
+    def measure(self, trainer: Trainer, arguments: RecipeArguments) -> Figures:
         """Returns figures of a trained trainer by name; with `--compare`, those that field reports of the failure show."""
 
     @abstractmethod

@@ -24,24 +24,21 @@ from .presets import list_presets, read_preset, read_yaml
 class RecipeParser(HfArgumentParser):
     """Parser of dataclasses that takes values from files and presets, and reports an error in one sentence.
 
-    Args:
-        types (`Sequence[type]`):
-            The dataclasses.
-        help_flag (`str`, *optional*, defaults to `"--help"`):
-            The flag that lists all flags, named in errors.
-        options (`Any`):
-            Options of `argparse.ArgumentParser`.
+    `help_flag` is the flag that lists all flags, named in errors.
     """
 
-    def __init__(self, types: Sequence[Any], help_flag: str = "--help", **options: Any):
-        super().__init__(types, allow_abbrev=False, **options)
+    def __init__(
+        self, types: Sequence[Any], help_flag: str = "--help", prog: str | None = None, description: str | None = None
+    ):
+        layout = argparse.RawDescriptionHelpFormatter if description else argparse.ArgumentDefaultsHelpFormatter
+        super().__init__(types, allow_abbrev=False, prog=prog, description=description, formatter_class=layout)
         self.help_flag = help_flag
         self.add_argument("--config", help="YAML file of arguments; flags take precedence over it.")
 
     def error(self, message: str) -> NoReturn:
         raise ArgumentError(f"{_end(message)} Run `{self.prog} {self.help_flag}` to list the arguments.")
 
-    def read_config(self, words: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+    def read_config(self, words: Sequence[str]) -> tuple[argparse.Namespace, dict[str, object]]:
         """Returns the flags, with the values of the `--config` file below them, and those values."""
         path = self._read_flags(words).config
         config = {} if path is None else read_yaml(path)
@@ -58,15 +55,8 @@ class RecipeParser(HfArgumentParser):
             self.error(self._format_unknown(unknown[0]))
         return given
 
-    def set_layer(self, values: Mapping[str, Any], source: str) -> None:
-        """Makes values the defaults, after the checks that a flag would get.
-
-        Args:
-            values (`Mapping`):
-                The values by the name of their flag.
-            source (`str`):
-                Where they come from, for error messages.
-        """
+    def set_layer(self, values: Mapping[str, object], source: str) -> None:
+        """Makes values the defaults of their flags, after the checks that a flag would get. Errors name `source`."""
         actions = {action.dest: action for action in self._actions}
         hints = {name: hint for kind in self.dataclass_types for name, hint in get_type_hints(kind).items()}
         layer = {}
@@ -108,7 +98,7 @@ def _end(sentence: str) -> str:
     return sentence if sentence.endswith(("?", ".")) else f"{sentence}."
 
 
-def _convert(value: Any, action: argparse.Action, hint: Any) -> Any:
+def _convert(value: object, action: argparse.Action, hint: object) -> object:
     """Returns a value of a YAML file as the flag would have parsed it, or raises as the flag would."""
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if value is None or isinstance(value, list | dict):
@@ -152,55 +142,29 @@ def check_output(args: TrainingArguments) -> None:
 
 
 def parse_arguments(
-    types: Sequence[Any],
+    types: Sequence[type],
     argv: Sequence[str] | None,
-    defaults: Mapping[str, Any],
+    defaults: Mapping[str, object],
     description: str | None = None,
     kind: str | None = None,
     find_kept: Callable[[argparse.Namespace], Sequence[str]] = lambda given: (),
 ) -> list[Any]:
-    """Parses the command line of a recipe into dataclasses, and makes the output folder.
+    """Parses the command line of a recipe into one object for each dataclass, and makes the output folder.
 
-    Args:
-        types (`Sequence[type]`):
-            The dataclasses, the training arguments last.
-        argv (`Sequence[str]`, *optional*):
-            The words after the script's name; those of the process by default.
-        defaults (`Mapping`):
-            The recipe's own defaults.
-        description (`str`, *optional*):
-            The first part of `--help`.
-        kind (`str`, *optional*):
-            The kind of training whose presets `--preset` takes. Without it there is no `--preset`.
-        find_kept (`Callable`, *optional*):
-            Given the flags, returns the names of arguments that a preset must not change, e.g. the learning rate of a
-            model that is trained from scratch. A message names them.
-
-    Returns:
-        `list`: one object for each dataclass.
-
-    Raises:
-        `ArgumentError`: a word, a value or a file cannot be used.
-
-    Example:
-
-    ```python
-    script, args = parse_arguments([ScriptArguments, GuardedTrainingArguments], None, {"output_dir": "runs/mine"})
-    ```
+    The training arguments are the last of `types`. `kind` is the kind of training whose presets `--preset` takes; without
+    it there is no `--preset`. `find_kept` returns, given the flags, the names of arguments that a preset must not change,
+    e.g. the learning rate of a model that is trained from scratch.
     """
-    parser = RecipeParser(types, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = RecipeParser(types, description=description)
     if kind is not None:
         parser.add_argument("--preset", help=f"Arguments that work: {', '.join(list_presets(kind))}.")
     words = list(sys.argv[1:] if argv is None else argv)
     given, config = parser.read_config(words)
-    parser.set_layer(defaults, "defaults")
-    if kind is not None:
-        values = read_preset(kind, given.preset)
-        kept = [name for name in find_kept(given) if values.pop(name, None) is not None]
-        if kept and is_local_first():
-            print(f"The preset is for pretrained models; the model built here keeps its own {', '.join(kept)}.")
-        parser.set_layer(values, f"--preset {given.preset}")
-    parser.set_layer(config, f"--config {given.config}")
+    preset = {} if kind is None else read_preset(kind, given.preset)
+    kept = [name for name in find_kept(given) if preset.pop(name, None) is not None]
+    if kept and is_local_first():
+        print(f"The preset is for pretrained models; the model built here keeps its own {', '.join(kept)}.")
+    parser.set_layer({**defaults, **preset, **config}, "defaults and --preset")
     parsed = parser.parse_all(words)
     check_output(parsed[-1])
     return parsed

@@ -34,8 +34,9 @@ def check_rows(num_rows: int, bad_row: int) -> None:
 
 
 def exit_code(run: Callable[[Sequence[str] | None], list[Outcome]], argv: Sequence[str] | None = None) -> int:
-    """Runs a recipe and returns its exit code: 0 if the guarded run, its last, succeeded, 1 if it did not, 2 for bad
-    arguments, 130 for Ctrl-C."""
+    """Runs a recipe and returns its exit code: 0 if its guarded run succeeded, 1 if not, 2 for bad arguments, 130 for
+    Ctrl-C.
+    """
     try:
         return 0 if run(argv)[-1].is_sound else 1
     except ArgumentError as error:

@@ -5,18 +5,17 @@ import re
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from trl import GRPOTrainer, rewards
 from trl.scripts.grpo import GRPOScriptArguments
 
 from ...errors import ArgumentError
 from ...hf.guarded_grpo import GuardedGRPOConfig, GuardedGRPOTrainer
 from ...plain_text import printable
-from ..compare import Figures
+from ..compare import Figures, Options
 from ..planted_failures import blank_scores, find_third
-from ..tasks import sums as arithmetic
+from ..tasks import sums
 from .base_recipe import Failure, Recipe, find_form
 from .recipe_parser import RecipeArguments, RecipeKind
 from .user_data import load_data
@@ -24,7 +23,7 @@ from .user_data import load_data
 NUM_ROWS = 512
 SHARE = 10  # the mean reward at each end is over a tenth of the logged rows
 COMMON = {"output_dir": "runs/grpo", "dataloader_pin_memory": False, "gradient_checkpointing": False}
-NAMED = {
+NAMED: dict[str, Callable[..., list]] = {
     "accuracy_reward": rewards.accuracy_reward,
     "reasoning_accuracy_reward": rewards.reasoning_accuracy_reward,
     "think_format_reward": rewards.think_format_reward,
@@ -51,10 +50,11 @@ class GRPORecipe(Recipe):
     trainer_class = GuardedGRPOTrainer
 
     def build_model(self, seed: int) -> PreTrainedModel:
-        return arithmetic.build_beginner(seed, "conversational")
+        return sums.build_beginner(seed, "conversational")
 
-    def build_task(self, tokenizer: PreTrainedTokenizerBase, arguments: RecipeArguments) -> dict[str, Any]:
-        script: Any = arguments.script
+    def build_task(self, tokenizer: PreTrainedTokenizerBase, arguments: RecipeArguments) -> Options:
+        script = arguments.script
+        assert isinstance(script, GRPOScriptArguments)
         find_rewards(script)  # an unknown name is reported before missing data
         for flag, named in {
             "--reward_funcs": " ".join(script.reward_funcs or ()),
@@ -64,21 +64,23 @@ class GRPORecipe(Recipe):
                 raise ArgumentError(
                     f"{flag} must come with --dataset_name, got {named!r} alone. The built-in sums have their own reward."
                 )
-        rows = arithmetic.build_prompts(NUM_ROWS, arguments.training.seed, form=find_form(tokenizer))
-        reward = arithmetic.reward_sum if arguments.embedded_model else build_reward(tokenizer)
+        rows = sums.build_prompts(NUM_ROWS, arguments.training.seed, form=find_form(tokenizer))
+        reward = sums.reward_sum if arguments.embedded_model else build_reward(tokenizer)
         return {"train_dataset": rows, "reward_funcs": reward}
 
-    def load_task(self, arguments: RecipeArguments) -> dict[str, Any]:
-        named = find_rewards(arguments.script)
+    def load_task(self, arguments: RecipeArguments) -> Options:
+        script = arguments.script
+        assert isinstance(script, GRPOScriptArguments)
+        named = find_rewards(script)
         if not named:
             raise ArgumentError(
-                f"--reward_funcs must be given with a dataset, got --dataset_name {arguments.script.dataset_name!r} alone. "
+                f"--reward_funcs must be given with a dataset, got --dataset_name {script.dataset_name!r} alone. "
                 "Give my_module.my_reward, or --reward_model_name_or_path."
             )
         train, test = load_data(arguments, (["prompt"],))
         return {"train_dataset": train, "eval_dataset": test, "reward_funcs": named}
 
-    def measure(self, trainer: Any, arguments: RecipeArguments) -> Figures:
+    def measure(self, trainer: Trainer, arguments: RecipeArguments) -> Figures:
         return measure_rewards(trainer, "reward, " if arguments.flags.compare else "")
 
     def format_figures(self, figures: Figures, arguments: RecipeArguments) -> str:
@@ -103,22 +105,24 @@ RECIPE = GRPORecipe()
 def build_reward(tokenizer: PreTrainedTokenizerBase) -> Callable[..., list[float]]:
     """Returns the reward of the sums for a model that may answer in a sentence: its last number counts."""
 
-    def reward_sum(completions: list, completion_ids: list[list[int]], answer: list[str], **kwargs: Any) -> list[float]:
+    def reward_sum(
+        completions: list, completion_ids: list[list[int]], answer: list[str], **kwargs: object
+    ) -> list[float]:
         ended = [tokenizer.eos_token_id in ids for ids in completion_ids]
-        numbers = [(re.findall(r"\d+", arithmetic.read_answer(said)) or [""])[-1] for said in completions]
-        return [arithmetic.grade(*graded) for graded in zip(numbers, answer, ended, strict=True)]
+        numbers = [(re.findall(r"\d+", sums.read_answer(said)) or [""])[-1] for said in completions]
+        return [sums.grade(*graded) for graded in zip(numbers, answer, ended, strict=True)]
 
     return reward_sum
 
 
-def find_rewards(script: Any) -> list[Any]:
+def find_rewards(script: GRPOScriptArguments) -> list[str | Callable[..., list]]:
     """Returns the rewards that the user named: a model, TRL's functions by name, or `module.function`."""
     model = script.reward_model_name_or_path
     functions = [NAMED[name] if name in NAMED else _import(name) for name in script.reward_funcs or ()]
-    return [model, *functions] if model else functions
+    return [*([model] if model else []), *functions]
 
 
-def _import(name: str) -> Callable[..., Any]:
+def _import(name: str) -> Callable[..., list]:
     module, _, function = name.rpartition(".")
     here = os.getcwd()
     if here not in sys.path:
@@ -135,7 +139,7 @@ def _import(name: str) -> Callable[..., Any]:
         ) from error
 
 
-def measure_rewards(trainer: Any, prefix: str = "") -> Figures:
+def measure_rewards(trainer: Trainer, prefix: str = "") -> Figures:
     """Returns the mean reward at the beginning and at the end of a run, each over a tenth of it."""
     rewards = [row["reward"] for row in trainer.state.log_history if row.get("reward") is not None]
     rewards = [reward for reward in rewards if reward == reward]  # NaN if no completion of the row could be scored

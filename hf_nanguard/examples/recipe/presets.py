@@ -4,9 +4,6 @@ They are `configs/<kind>/<name>.yaml` in a clone; a wheel has them inside the pa
 """
 
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from ...errors import ArgumentError
 from ...plain_text import printable
@@ -25,18 +22,8 @@ def list_presets(kind: str) -> list[str]:
     return sorted(path.stem for path in (find_configs() / kind).glob("*.yaml"))
 
 
-def read_preset(kind: str, name: str | None) -> dict[str, Any]:
-    """Returns the arguments of a preset; none without a name.
-
-    Args:
-        kind (`str`):
-            The kind of training.
-        name (`str`, *optional*):
-            `balanced` or `ultra_conservative`.
-
-    Raises:
-        `ArgumentError`: there is no such preset.
-    """
+def read_preset(kind: str, name: str | None) -> dict[str, object]:
+    """Returns the arguments of a preset; none without a name."""
     if name is None:
         return {}
     known = list_presets(kind)
@@ -47,21 +34,17 @@ def read_preset(kind: str, name: str | None) -> dict[str, Any]:
     return read_yaml(str(find_configs() / kind / f"{name}.yaml"))
 
 
-def read_yaml(path: str) -> dict[str, Any]:
-    """Returns the names and values of a YAML file.
+def read_yaml(path: str, source: str = "--config", example: str = "learning_rate: 1.0e-5") -> dict[str, object]:
+    """Returns the names and values of a YAML file. Errors name `source`, the flag or variable that names the file."""
+    import yaml
 
-    Raises:
-        `ArgumentError`: the file cannot be read, or contains something else.
-    """
     try:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ArgumentError(f"--config must be a readable YAML file, got {path!r} ({reason}).") from error
+        raise ArgumentError(f"{source} must be a readable YAML file, got {path!r} ({reason}).") from error
     except yaml.YAMLError as error:
-        raise ArgumentError(f"--config must be a YAML file, got {path!r} ({printable(str(error))}).") from error
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ArgumentError(
-            f"--config must be a YAML file of names and values, got {path!r}. For example learning_rate: 1.0e-5."
-        )
-    return content
+        raise ArgumentError(f"{source} must be a YAML file, got {path!r} ({printable(str(error))}).") from error
+    if not isinstance(content, dict):
+        raise ArgumentError(f"{source} must be a YAML file of names and values, got {path!r}. For example {example}.")
+    return {str(name): value for name, value in content.items()}

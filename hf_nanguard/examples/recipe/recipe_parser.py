@@ -17,7 +17,6 @@ from ...errors import ArgumentError
 from .command_line import RecipeParser
 from .presets import read_preset
 
-KEPT = ("learning_rate",)  # arguments of the built-in model that a preset does not change
 PRECISIONS = ("bf16", "fp16")
 
 
@@ -38,24 +37,13 @@ class RecipeFlags:
 
 @dataclass(frozen=True)
 class RecipeKind:
-    """A kind of training.
-
-    Args:
-        name (`str`):
-            Name of its command and its presets.
-        script (`type`), training (`type`):
-            Dataclasses of the arguments of its script and its trainer.
-        embedded (`Mapping`):
-            Defaults when neither a model nor data is given, for the small built-in model.
-        task (`Mapping`):
-            Defaults when a model is given, but no data.
-    """
+    """A kind of training: the name of its command and presets, and the dataclasses of its arguments."""
 
     name: str
     script: type
     training: type
-    embedded: Mapping[str, Any]
-    task: Mapping[str, Any]
+    embedded: Mapping[str, object]  # defaults when neither a model nor data is given, for the small built-in model
+    task: Mapping[str, object]  # defaults when a model is given, but no data
 
 
 @dataclass
@@ -79,11 +67,7 @@ def build_parser(kind: RecipeKind) -> RecipeParser:
 
 
 def parse(words: Sequence[str], kind: RecipeKind) -> RecipeArguments:
-    """Returns the arguments of a command line.
-
-    Raises:
-        `ArgumentError`: an unknown flag, name in a file or preset, or a bad value.
-    """
+    """Returns the arguments of a command line."""
     parser = build_parser(kind)
     given, config = parser.read_config(words)
     chosen = {*config, *(word.split("=")[0].lstrip("-").replace("-", "_") for word in words if word.startswith("--"))}
@@ -100,21 +84,20 @@ def parse(words: Sequence[str], kind: RecipeKind) -> RecipeArguments:
         preset = {name: value for name, value in preset.items() if name not in PRECISIONS}
         notes = []
     base = kind.embedded if no_model else kind.task if no_data else {}
-    kept = {name: base[name] for name in KEPT if no_model}
-    notes += [
-        f"the built-in model is untrained, so it keeps its {name} of {value}; the preset's {preset[name]} is for "
-        f"pretrained models. Set another with --{name}."
-        for name, value in kept.items()
-        if name in preset and name not in chosen
-    ]
+    rate = preset.pop("learning_rate", None) if no_model else None
+    if rate is not None and "learning_rate" not in chosen:
+        notes.append(
+            f"the built-in model is untrained, so it keeps its learning_rate of {base['learning_rate']}; the preset's {rate} "
+            "is for pretrained models. Set another with --learning_rate."
+        )
     if given.datasets and given.dataset_name is not None:
         notes.append(f"--dataset_name {given.dataset_name} is ignored because datasets is given.")
-    parser.set_layer({**base, **preset, **kept, **config}, f"--preset {given.preset}")
+    parser.set_layer({**base, **preset, **config}, f"--preset {given.preset}")
     flags, script, training, model, mixture = parser.parse_all(words)
     return RecipeArguments(flags, script, training, model, mixture, no_model, no_data, notes)
 
 
-def find_precision() -> tuple[dict[str, Any], list[str]]:
+def find_precision() -> tuple[dict[str, bool], list[str]]:
     """Returns arguments for devices without bfloat16, which TRL and the presets use by default, and notes about them."""
     if not torch.accelerator.is_available():
         return {"use_cpu": True}, []  # without it the host refuses bfloat16 on a CPU

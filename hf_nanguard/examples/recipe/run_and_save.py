@@ -5,10 +5,11 @@ import sys
 import threading
 from collections.abc import Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from types import FrameType
 from typing import Any
 
 from huggingface_hub.errors import HTTPError
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 from ...errors import ArgumentError, NanGuardError
 from ...plain_text import printable
@@ -29,7 +30,7 @@ def convert_error(trainer_class: type, error: Exception) -> ArgumentError:
     )
 
 
-def build(trainer_class: type, **parts: Any) -> Any:
+def build(trainer_class: type, **parts: Any) -> Trainer:
     """Builds a trainer. A model that is a function is built now, for this trainer alone."""
     try:
         model = parts.pop("model")
@@ -81,14 +82,14 @@ class StepWatch(TrainerCallback):
         finally:
             signal.signal(signal.SIGINT, before)
 
-    def _press(self, number: int, frame: Any) -> None:
+    def _press(self, number: int, frame: FrameType | None) -> None:
         if self.pressed:
             raise KeyboardInterrupt("at once, so a file may be half written")
         self.pressed = True
         print("nanguard: stopping after this step; press Ctrl-C again to stop at once.", file=sys.stderr)
 
 
-def train_and_save(trainer: Any, arguments: RecipeArguments) -> None:
+def train_and_save(trainer: Trainer, arguments: RecipeArguments) -> None:
     """Trains, saves the model, and pushes it to the hub if asked to, as TRL's scripts do."""
     args = arguments.training
     watch = StepWatch()

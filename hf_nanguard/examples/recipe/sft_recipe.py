@@ -1,14 +1,12 @@
 """Supervised fine-tuning as a recipe: the user's model and data, or a small Llama that learns sums."""
 
-from typing import Any
-
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 from trl import ScriptArguments
 
 from ...hf.guarded_sft import GuardedSFTConfig, GuardedSFTTrainer
-from ..compare import Figures
+from ..compare import Figures, Options
 from ..planted_failures import AnswerTrainer, CutOffAnswer, find_third
-from ..tasks import sums as arithmetic
+from ..tasks import sums
 from .base_recipe import Failure, Recipe, find_form
 from .recipe_parser import RecipeArguments, RecipeKind
 from .user_data import load_data
@@ -33,19 +31,19 @@ class SFTRecipe(Recipe):
     trainer_class = GuardedSFTTrainer
 
     def build_model(self, seed: int) -> PreTrainedModel:
-        return arithmetic.build_model(seed)
+        return sums.build_model(seed)
 
-    def build_task(self, tokenizer: PreTrainedTokenizerBase, arguments: RecipeArguments) -> dict[str, Any]:
+    def build_task(self, tokenizer: PreTrainedTokenizerBase, arguments: RecipeArguments) -> Options:
         seed = arguments.training.seed
-        return {"train_dataset": arithmetic.build_examples(NUM_ROWS, seed, form=find_form(tokenizer))}
+        return {"train_dataset": sums.build_examples(NUM_ROWS, seed, form=find_form(tokenizer))}
 
-    def load_task(self, arguments: RecipeArguments) -> dict[str, Any]:
+    def load_task(self, arguments: RecipeArguments) -> Options:
         text = arguments.training.dataset_text_field
         forms = ([text], ["messages"], ["conversations"], ["prompt", "completion"], ["input_ids"])
         train, test = load_data(arguments, forms)
         return {"train_dataset": train, "eval_dataset": test}
 
-    def measure(self, trainer: Any, arguments: RecipeArguments) -> Figures:
+    def measure(self, trainer: Trainer, arguments: RecipeArguments) -> Figures:
         """Returns the share of sums answered correctly, and the share answered by a number at all; with `--compare` also
         the last logged gradient norm."""
         norms = [row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row]
@@ -53,9 +51,10 @@ class SFTRecipe(Recipe):
         is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         if not arguments.embedded_data or is_sharded:
             return last
-        model = trainer.accelerator.unwrap_model(trainer.model)
-        rows = arithmetic.build_prompts(NUM_ASKED, trainer.args.seed + 1, form=find_form(trainer.processing_class))
-        answers = arithmetic.ask(model, trainer.processing_class, rows)
+        model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
+        assert isinstance(tokenizer, PreTrainedTokenizerBase)
+        rows = sums.build_prompts(NUM_ASKED, trainer.args.seed + 1, form=find_form(tokenizer))
+        answers = sums.ask(model, tokenizer, rows)
         num_right = sum(answer == right for answer, right in zip(answers, rows["answer"], strict=True))
         num_numbers = sum(answer.isdecimal() for answer in answers)
         return {**last, "accuracy": num_right / NUM_ASKED, "answer rate": num_numbers / NUM_ASKED}
@@ -71,7 +70,7 @@ class SFTRecipe(Recipe):
         args = arguments.training
         batch = find_third(args.max_steps) * args.gradient_accumulation_steps
 
-        def plant(trainer: Any) -> None:
+        def plant(trainer: Trainer) -> None:
             trainer.data_collator = CutOffAnswer(trainer.data_collator, batch)
 
         return Failure(

@@ -1,17 +1,20 @@
 """The model and data that the user named, loaded as TRL's scripts do. Errors are one sentence."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
 import torch
-from datasets import Dataset, load_dataset
+from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from trl import get_dataset, get_peft_config, get_quantization_config
 
 from ...errors import ArgumentError
 from ...plain_text import first_line
+from ..compare import Options
 from .recipe_parser import RecipeArguments
+
+Rows: TypeAlias = Dataset | IterableDataset
 
 # A missing file or repository, an unknown format, unreadable or missing content, no network.
 UNREADABLE = (DatasetNotFoundError, DatasetGenerationError, LookupError, OSError, StopIteration, ValueError)
@@ -19,39 +22,30 @@ UNREADABLE = (DatasetNotFoundError, DatasetGenerationError, LookupError, OSError
 
 def check_model(arguments: RecipeArguments) -> None:
     """Checks that the model exists before anything is built."""
-    name = str(arguments.model.model_name_or_path)
-    try:
-        AutoConfig.from_pretrained(name, **_name_source(arguments))
-    except (OSError, ValueError) as error:
-        raise ArgumentError(
-            f"--model_name_or_path must be a folder with a model or the name of one on the hub, got {name!r} "
-            f"({first_line(error)})."
-        ) from error
+    _load(AutoConfig, arguments, "be a folder with a model or the name of one on the hub")
 
 
 def load_tokenizer(arguments: RecipeArguments) -> PreTrainedTokenizerBase:
     """Returns the tokenizer of the model."""
-    name = arguments.model.model_name_or_path
+    return _load(AutoTokenizer, arguments, "come with a tokenizer")
+
+
+def _load(auto_class: type[AutoConfig] | type[AutoTokenizer], arguments: RecipeArguments, must: str):
+    name = str(arguments.model.model_name_or_path)
     try:
-        return AutoTokenizer.from_pretrained(name, **_name_source(arguments))
+        return auto_class.from_pretrained(name, **_name_source(arguments))
     except (OSError, ValueError) as error:
-        raise ArgumentError(
-            f"--model_name_or_path must come with a tokenizer, got {name!r} ({first_line(error)})."
-        ) from error
+        raise ArgumentError(f"--model_name_or_path must {must}, got {name!r} ({first_line(error)}).") from error
 
 
-def _name_source(arguments: RecipeArguments) -> dict[str, Any]:
+def _name_source(arguments: RecipeArguments) -> Options:
     return {"revision": arguments.model.model_revision, "trust_remote_code": arguments.training.trust_remote_code}
 
 
-def load_data(arguments: RecipeArguments, forms: Sequence[Sequence[str]]) -> tuple[Any, Any]:
+def load_data(arguments: RecipeArguments, forms: Sequence[Sequence[str]]) -> tuple[Rows, Rows | None]:
     """Returns the training data, and the evaluation data if the training arguments evaluate.
 
-    Args:
-        arguments (`RecipeArguments`):
-            The command line.
-        forms (`Sequence[Sequence[str]]`):
-            Sets of columns; the data must have one of them.
+    Each must have all columns of one of `forms`.
     """
     script, name, flag = arguments.script, arguments.script.dataset_name, "--dataset_name"
     try:
@@ -74,13 +68,13 @@ def load_data(arguments: RecipeArguments, forms: Sequence[Sequence[str]]) -> tup
     return train, test
 
 
-def _pick(splits: Any, split: str, flag: str, name: str | None) -> Any:
+def _pick(splits: Mapping[str, Rows], split: str, flag: str, name: str | None) -> Rows:
     if split not in splits:
         raise ArgumentError(f"{flag} must be one of {', '.join(splits)} in dataset {name!r}, got {split!r}.")
     return splits[split]
 
 
-def _check_columns(rows: Any, forms: Sequence[Sequence[str]], name: str | None) -> None:
+def _check_columns(rows: Rows | None, forms: Sequence[Sequence[str]], name: str | None) -> None:
     columns = rows.column_names if rows is not None else None
     if columns is None:  # not known yet for some streams
         return
@@ -100,7 +94,7 @@ def _check_columns(rows: Any, forms: Sequence[Sequence[str]], name: str | None) 
         )
 
 
-def name_parts(arguments: RecipeArguments) -> dict[str, Any]:
+def name_parts(arguments: RecipeArguments) -> Options:
     """Returns the arguments with which a trainer's constructor loads the model, as TRL's scripts pass them."""
     try:
         return {

@@ -5,14 +5,15 @@ have to be aligned.
 """
 
 import random
-from collections.abc import Sequence
 
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel, WordPiece
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import GptOssConfig, GptOssForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from .small_llama import build_llama, train_briefly
 
 DAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 MONTHS = (
@@ -68,26 +69,12 @@ def build_student(vocab_size: int, seed: int) -> GptOssForCausalLM:
 
 def build_teacher(tokenizer: PreTrainedTokenizerFast, num_steps: int, seed: int) -> LlamaForCausalLM:
     """Returns a small model that was briefly trained on the task."""
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=64, pad_token_id=0, bos_token_id=2, eos_token_id=3,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    texts = build_texts(num_steps * 16, seed=seed + 100)
-    for step in range(num_steps):
-        batch = tokenizer(texts[step * 16 : (step + 1) * 16], return_tensors="pt", padding=True)
-        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
-        model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    model = build_llama(tokenizer, seed, 48)
+    train_briefly(model, tokenizer, build_texts(num_steps * 16, seed=seed + 100), num_steps)
     return model
 
 
-def spoil_word(
-    teacher: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, words: Sequence[str] = (BAD_WORD,)
-) -> None:
-    """Makes the embeddings of words NaN, like rows that were added to a vocabulary and never initialized."""
+def spoil_word(teacher: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Makes the embedding of the bad word NaN, like a row that was added to a vocabulary and never initialized."""
     with torch.no_grad():
-        teacher.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids(list(words))] = float("nan")
+        teacher.model.embed_tokens.weight[tokenizer.convert_tokens_to_ids(BAD_WORD)] = float("nan")

@@ -35,22 +35,13 @@ CHAT_TEMPLATE = (
 
 
 class PictureProcessor(ProcessorMixin):
-    """Converts texts with pictures to model inputs.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerFast`):
-            A word tokenizer.
-        chat_template (`str`, *optional*):
-            The chat template.
-        image_token (`str`, *optional*, defaults to `"<image>"`):
-            The placeholder of a picture; the model gets one for each patch.
-    """
+    """Converts texts with pictures to model inputs: the placeholder of a picture is repeated for each of its patches."""
 
     def __init__(self, tokenizer=None, chat_template: str | None = None, image_token: str = IMAGE):
         super().__init__(tokenizer, chat_template=chat_template)
         self.image_token = image_token
 
-    def __call__(self, images=None, text=None, padding=False, return_tensors=None, **kwargs: Any) -> BatchFeature:
+    def __call__(self, images=None, text=None, padding=False, return_tensors=None, **kwargs: object) -> BatchFeature:
         texts = [one.replace(self.image_token, " ".join([self.image_token] * NUM_PATCHES)) for one in text]
         data = dict(self.tokenizer(texts, padding=padding, padding_side="left", return_token_type_ids=False))
         flat = [image for group in images or () for image in group or ()]
@@ -59,7 +50,7 @@ class PictureProcessor(ProcessorMixin):
         return BatchFeature(data, tensor_type=return_tensors)
 
     def apply_chat_template(  # type: ignore[override] # only what an online trainer uses
-        self, conversation, chat_template=None, tokenize=False, return_dict=False, **kwargs: Any
+        self, conversation, chat_template=None, tokenize=False, return_dict=False, **kwargs
     ):
         """Returns conversations as texts, or as model inputs with their pictures."""
         texts = self.tokenizer.apply_chat_template(
@@ -117,7 +108,7 @@ def build_rows(num_rows: int, seed: int = 0) -> Dataset:
     return Dataset.from_list(rows)
 
 
-def reward_answer(completions: list, answer: list[str], **kwargs: Any) -> list[float]:
+def reward_answer(completions: list, answer: list[str], **kwargs: object) -> list[float | None]:
     """Reward 1 for the right word alone, 0.5 for the right word first, 0.1 for the other of the two words, else 0."""
     answers = [completion[-1]["content"].split() for completion in completions]
     return [_grade(words, right) for words, right in zip(answers, answer, strict=True)]

@@ -11,9 +11,10 @@ import torch
 from datasets import Dataset
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ...errors import ArgumentError
+from .small_llama import build_llama, train_briefly
 
 PAD, EOS = "<pad>", "<eos>"
 ROLES = ("<system>", "<user>", "<assistant>", "<tool>")
@@ -25,9 +26,10 @@ CHAT_TEMPLATE = (
     "{% else %}{{ message['content'] }}{{ eos_token }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-MASKED = -100
 FORMS = ("plain", "conversational")
 NEAR = 0.5
+
+Text = str | list[dict[str, str]]  # plain, or messages of a conversation
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -35,103 +37,63 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(BPE({piece: i for i, piece in enumerate(VOCABULARY)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens(
-        [AddedToken(role, normalized=False) for role in ROLES]
-    )  # not special, so that decoding keeps them
+    tokenizer.add_tokens([AddedToken(role, normalized=False) for role in ROLES])  # not special: decoding keeps them
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, padding_side="left")
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
 
-def build_model(seed: int = 0, hidden_size: int = 32, num_layers: int = 2) -> LlamaForCausalLM:
-    """Returns an untrained Llama of about 40,000 parameters.
-
-    Args:
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of its weights.
-        hidden_size (`int`, *optional*, defaults to `32`), num_layers (`int`, *optional*, defaults to `2`):
-            Its size.
-    """
-    config = LlamaConfig(
-        vocab_size=len(VOCABULARY), hidden_size=hidden_size, intermediate_size=2 * hidden_size,
-        num_hidden_layers=num_layers, num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64,
-        pad_token_id=VOCABULARY.index(PAD), bos_token_id=None, eos_token_id=VOCABULARY.index(EOS),
-        tie_word_embeddings=False,
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
+def build_model(seed: int = 0, dropout: float = 0.0) -> LlamaForCausalLM:
+    """Returns an untrained Llama of about 40,000 parameters."""
+    return build_llama(build_tokenizer(), seed, 32, dropout)
 
 
 def build_beginner(seed: int = 0, form: str = "plain", num_steps: int = 20) -> LlamaForCausalLM:
     """Returns a model trained on a few examples, so that some of its answers are right: a start for training with rewards.
 
-    An untrained model would have to sample a digit among all bytes, and then the end, by chance.
-
-    Args:
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of its weights and examples.
-        form (`str`, *optional*, defaults to `"plain"`):
-            The form of prompts, as in [`build_prompts`].
-        num_steps (`int`, *optional*, defaults to `20`):
-            Number of batches of 32 examples.
+    An untrained model would have to sample a digit among all bytes, and then the end, by chance. `num_steps` counts batches
+    of 32 examples; `form` is that of [`build_prompts`].
     """
     model, tokenizer = build_model(seed), build_tokenizer()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    for batch in build_prompts(32 * num_steps, seed, form=form).iter(32):
-        questions = [format_prompt(tokenizer, prompt) for prompt in batch["prompt"]]
-        texts = [f"{question}{answer}{EOS}" for question, answer in zip(questions, batch["answer"], strict=True)]
-        ids = tokenizer(texts, return_tensors="pt")["input_ids"]
-        labels = ids.clone()
-        labels[:, :-2] = MASKED  # an answer is a digit and the end token
-        model(input_ids=ids, labels=labels).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    rows = build_prompts(32 * num_steps, seed, form)
+    texts = [f"{format_prompt(tokenizer, row['prompt'])}{row['answer']}{EOS}" for row in rows]
+    train_briefly(model, tokenizer, texts, num_steps, num_learned=2)  # an answer is a digit and the end token
     return model
 
 
-def build_prompts(num_rows: int, seed: int = 0, largest: int = 9, form: str = "plain") -> Dataset:
-    """Returns questions with their `answer`, for training with rewards.
+def build_prompts(num_rows: int, seed: int = 0, form: str = "plain") -> Dataset:
+    """Returns questions, drawn with repetition, in the columns `prompt` and `answer`, for training with rewards.
 
-    Args:
-        num_rows (`int`):
-            Number of questions, drawn with repetition.
-        seed (`int`, *optional*, defaults to `0`):
-            Seed of the draw.
-        largest (`int`, *optional*, defaults to `9`):
-            The largest sum.
-        form (`str`, *optional*, defaults to `"plain"`):
-            `"plain"` texts, or `"conversational"` messages.
-
-    Returns:
-        `Dataset`: with the columns `prompt` and `answer`.
+    Sums are at most 9, a single digit. A prompt is a text if `form` is `"plain"`, and messages if it is `"conversational"`.
     """
     if form not in FORMS:
         raise ArgumentError(f"form must be one of {', '.join(FORMS)}, got {form!r}. Use 'plain' for texts.")
     draw = random.Random(seed)
-    pairs = [(a, b) for a in range(largest + 1) for b in range(largest + 1 - a)]
+    pairs = [(a, b) for a in range(10) for b in range(10 - a)]
     drawn = [draw.choice(pairs) for _ in range(num_rows)]
     return Dataset.from_list([{"prompt": _write("user", f"{a}+{b}=", form), "answer": str(a + b)} for a, b in drawn])
 
 
-def build_examples(num_rows: int, seed: int = 0, largest: int = 9, form: str = "plain") -> Dataset:
+def build_examples(num_rows: int, seed: int = 0, form: str = "plain") -> Dataset:
     """Returns questions and answers as `prompt` and `completion`, for supervised training; else as [`build_prompts`]."""
-    rows = build_prompts(num_rows, seed, largest, form)
+    rows = build_prompts(num_rows, seed, form)
     completions = [_write("assistant", answer, form) for answer in rows["answer"]]
     return rows.remove_columns("answer").add_column("completion", completions)
 
 
-def _write(role: str, text: str, form: str) -> str | list[dict[str, str]]:
+def _write(role: str, text: str, form: str) -> Text:
     return text if form == "plain" else [{"role": role, "content": text}]
 
 
-def read_answer(completion: Any) -> str:
+def read_answer(completion: Text) -> str:
     """Returns the text of a completion in either form."""
     text = completion if isinstance(completion, str) else completion[-1]["content"]
     return text.strip()
 
 
-def reward_sum(completions: list, completion_ids: list[list[int]], answer: list[str], **kwargs: Any) -> list[float]:
+def reward_sum(
+    completions: list, completion_ids: list[list[int]], answer: list[str], **kwargs: object
+) -> list[float | None]:
     """Reward 1 for the right answer followed by the end token, less for other numbers by their distance, 0 for no number.
 
     Near misses get a reward because an untrained model is rarely right, and a group of zeros has no gradient.
@@ -148,7 +110,7 @@ def grade(said: str, right: str, ended: bool) -> float:
     return 1.0 if said == right and ended else NEAR / (1 + off)
 
 
-def format_prompt(tokenizer: PreTrainedTokenizerFast, prompt: Any) -> str:
+def format_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Text) -> str:
     """Returns a prompt in either form as text."""
     if isinstance(prompt, str):
         return prompt
@@ -156,7 +118,7 @@ def format_prompt(tokenizer: PreTrainedTokenizerFast, prompt: Any) -> str:
 
 
 @torch.no_grad()
-def ask(model: Any, tokenizer: PreTrainedTokenizerFast, rows: Dataset) -> list[str]:
+def ask(model: Any, tokenizer: PreTrainedTokenizerBase, rows: Dataset) -> list[str]:
     """Returns a model's greedy answers to questions of [`build_prompts`]."""
     prompts = [format_prompt(tokenizer, prompt) for prompt in rows["prompt"]]
     inputs = tokenizer(
@@ -170,7 +132,7 @@ def ask(model: Any, tokenizer: PreTrainedTokenizerFast, rows: Dataset) -> list[s
     return [text.strip() for text in texts]
 
 
-def measure_accuracy(model: Any, tokenizer: PreTrainedTokenizerFast, rows: Dataset) -> float:
+def measure_accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, rows: Dataset) -> float:
     """Returns the share of questions that a model answers correctly."""
     answers = ask(model, tokenizer, rows)
     return sum(answer == right for answer, right in zip(answers, rows["answer"], strict=True)) / len(answers)

@@ -33,12 +33,7 @@ def name_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
 
 
 def share_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Returns the ids of the tokens that both tokenizers have, in the same order.
-
-    Args:
-        student (`PreTrainedTokenizerBase`), teacher (`PreTrainedTokenizerBase`):
-            The tokenizers.
-    """
+    """Returns the ids of the tokens that both tokenizers have, in the same order."""
     theirs = name_tokens(teacher)
     pairs = [(index, theirs[name]) for name, index in name_tokens(student).items() if name in theirs]
     return [ours for ours, _ in pairs], [other for _, other in pairs]

@@ -36,11 +36,10 @@ def test_the_same_seed_is_the_same_task():
     assert all(torch.equal(p, q) for p, q in zip(one.parameters(), other.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("largest", [0, 9, 30])
-def test_answers_are_right(largest):
-    for row in arithmetic.build_prompts(50, largest=largest):
+def test_answers_are_right():
+    for row in arithmetic.build_prompts(200):
         a, b = map(int, row["prompt"].removesuffix("=").split("+"))
-        assert a + b == int(row["answer"]) <= largest
+        assert a + b == int(row["answer"]) <= 9
 
 
 def test_both_forms_ask_the_same():
