@@ -27,7 +27,8 @@ def reduce_as(original: Any) -> Callable[[object, SupportsIndex], str | tuple]:
 def _without_guard(state: object) -> object:
     if isinstance(state, tuple):  # of a class with slots
         return (_without_guard(state[0]), *state[1:])
-    return {name: value for name, value in state.items() if name != "nanguard"} if isinstance(state, dict) else state
+    ours = ("nanguard", "given_guard")
+    return {name: value for name, value in state.items() if name not in ours} if isinstance(state, dict) else state
 
 
 def restore_state(trainer: Any, state: Any) -> None:

@@ -62,7 +62,8 @@ def test_a_fault_between_two_looks_is_not_seen(step, seen, tmp_path):
 
 
 @pytest.mark.parametrize("monitor_first", [True, False])
-def test_counts_add_up_while_another_callback_contains_the_steps(monitor_first, tmp_path, capsys):
+def test_beside_the_guard_it_reports_what_the_optimizer_gets(monitor_first, tmp_path, capsys):
+    """The guard redoes a bad step, and the monitor measures the gradients of the redone one."""
     pair = [GradientMonitorCallback(log_every_n_steps=1), NanGuardCallback()]
     faults = [
         Fault("gradient", 1, 0, parameter=LAYER),
@@ -70,12 +71,10 @@ def test_counts_add_up_while_another_callback_contains_the_steps(monitor_first, 
         Fault("gradient", 3, 2, parameter=OTHER),
     ]
     trainer = _train(tmp_path, *faults, callbacks=pair if monitor_first else pair[::-1], max_steps=5)
-    assert [(step, nan, inf) for step, *_, nan, inf in _reports(capsys.readouterr().out)] == [(1, 0, 0), (5, 2, 1)]
-    told = [(event["step"], event["action"], event["culprit"]["parameter"]) for event in events_of(trainer)]
-    assert sorted(told) == [
-        (1, "observed", LAYER), (1, "skipped", LAYER), (2, "observed", OTHER), (2, "skipped", OTHER),
-        (3, "observed", OTHER), (3, "skipped", OTHER),
-    ]  # fmt: skip
+    reports = [(step, nan, inf) for step, *_, nan, inf in _reports(capsys.readouterr().out)]
+    assert reports == [(step, 0, 0) for step in range(1, 6)]
+    events = [(event["step"], event["action"], event["culprit"]["parameter"]) for event in events_of(trainer)]
+    assert events == [(1, "dropped", LAYER), (2, "dropped", OTHER), (3, "dropped", OTHER)]
     assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
 
 
