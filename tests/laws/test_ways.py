@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, default_data_collator
 
 from hf_nanguard import GuardArguments
 from hf_nanguard.testing import INF, NAN, Fault, OperationCounter, plant
@@ -165,3 +165,92 @@ def test_counts_and_statistics_survive_a_resume(way, tmp_path):
     second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert second.nanguard.guard.counter.seen == 12
     assert second.nanguard.guard.counter.dropped == 1
+
+
+class Wrapped:
+    """A dataloader of the user's own making, as an object that is no DataLoader."""
+
+    def __init__(self, loader):
+        self.loader, self.dataset = loader, loader.dataset
+
+    def __len__(self):
+        return len(self.loader)
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+@pytest.mark.parametrize("make", [list, Wrapped, lambda loader: loader], ids=["list", "wrapper", "loader"])
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "callback added later"])
+def test_labels_are_checked_whatever_dataloader_a_trainer_builds(way, make, tmp_path):
+    class Own(stock_class("plain")):
+        def get_train_dataloader(self):
+            return make(super().get_train_dataloader())
+
+    trainer = build_guarded(way, "plain", tmp_path, trainer_class=Own)
+    plant(trainer, Fault("label", step=1, micro_step=1, value=9999))
+    trainer.train()
+    [event] = events_of(trainer)
+    assert (event["signal"], event["action"]) == ("label_out_of_range", "dropped")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_are_right_while_a_callback_reads_the_dataloader(way, tmp_path):
+    class Peeking(TrainerCallback):
+        def on_step_end(self, args, state, control, train_dataloader=None, **kwargs):
+            next(iter(train_dataloader))
+
+    rows = []
+    for name, callbacks in (("quiet", []), ("peeking", [Peeking()])):
+        trainer = build_guarded(way, "plain", tmp_path / name, extra={"callbacks": callbacks}, dropout=0.0)
+        planted = plant(trainer, Fault("loss", step=2, micro_step=1))
+        trainer.train()
+        assert len(planted.triggered) == 1
+        rows.append(events_of(trainer)[0]["culprit"]["rows"])
+    assert rows[0] == rows[1] is not None
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_collator_that_a_callback_steers_is_steered(way, tmp_path):
+    class Collator:
+        scale = 1
+
+        def __call__(self, examples):
+            seen.append(self.scale)
+            return default_data_collator(examples)
+
+    class Steering(TrainerCallback):
+        def on_epoch_begin(self, args, state, control, train_dataloader=None, **kwargs):
+            train_dataloader.collate_fn.scale = 2
+
+        def on_step_begin(self, args, state, control, train_dataloader=None, **kwargs):
+            assert train_dataloader.collate_fn.scale == state.global_step + 2
+            train_dataloader.collate_fn.scale = state.global_step + 3
+
+    seen = []
+    extra = {"callbacks": [Steering()], "data_collator": Collator()}
+    trainer = build_guarded(
+        way, "plain", tmp_path, extra=extra, remove_unused_columns=False, gradient_accumulation_steps=1
+    )
+    trainer.train()
+    assert seen[0] == 2
+    assert max(seen) > 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_after_one_that_failed_between_epochs_is_guarded(way, tmp_path):
+    class FailsOnce(TrainerCallback):
+        has_failed = False
+
+        def on_epoch_begin(self, args, state, control, **kwargs):
+            if not self.has_failed:
+                self.has_failed = True
+                raise ZeroDivisionError
+
+    trainer = build_guarded(way, "plain", tmp_path, extra={"callbacks": [FailsOnce()]})
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
+    plant(trainer, Fault("loss", step=1, micro_step=1))
+    trainer.train()
+    assert [event["action"] for event in events_of(trainer)] == ["dropped"]
+    assert not trainer.nanguard.watches

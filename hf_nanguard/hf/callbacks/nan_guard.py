@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
+from ...plain_text import format_error
 from ..compat.trainer import find_trainer
 from ..compat.training_loop import find_own_loop, find_own_super
 from ..guarded_trainer import attach
@@ -55,19 +56,29 @@ class NanGuardCallback(TrainerCallback):
         """Guards a trainer, once."""
         if trainer is None or (self._asked is not None and self._asked() is trainer):
             return
+        why_not = self._attach(trainer)
         self._asked = weakref.ref(trainer)
-        cls = type(trainer)
-        loop, closed = find_own_loop(cls), find_own_super(cls)
-        if not loop and not closed:
-            attach(trainer, self.arguments)
+        if why_not is None:
             return
         trainer.add_callback(ReducedGuard(self.arguments))
         if trainer.args.process_index == 0:
-            own_loop = f"its {', '.join(loop)} runs a training loop of its own"
-            why = own_loop if loop else f"its {', '.join(closed)} calls super(type(self), self)"
             logger.warning(
                 "hf_nanguard: %s is guarded in a reduced way because %s: a step with a non-finite gradient is skipped as a "
                 "whole and reported. Rows, redo, autopsies, and checks of labels and inputs need the loop of transformers.",
-                cls.__name__,
-                why,
+                type(trainer).__name__,
+                why_not,
             )
+
+    def _attach(self, trainer: Trainer) -> str | None:
+        """Attaches the guard; returns why that cannot be, `None` if it is done."""
+        cls = type(trainer)
+        if loop := find_own_loop(cls):
+            return f"its {', '.join(loop)} runs a training loop of its own"
+        if closed := find_own_super(cls):
+            return f"its {', '.join(closed)} calls super(type(self), self)"
+        try:
+            attach(trainer, self.arguments)
+        except (TypeError, AttributeError) as error:  # a metaclass, or slots, of the user's
+            trainer.__class__ = cls
+            return f"its class cannot be changed ({format_error(error)})"
+        return None

@@ -203,23 +203,42 @@ def replaced_collator(dataloader: Any, wrap: Callable[[Callable[..., Any]], Call
         yield
 
 
-def record_batches(dataloader: Any, record: list) -> bool:
-    """Makes the batch sampler of a prepared dataloader write down which rows each batch of the epoch is made of.
+@contextmanager
+def recorded_batches(dataloader: Any, begin: Callable[[], list[list[int]]]) -> Iterator[bool]:
+    """Makes the batch sampler of a prepared dataloader record which rows its batches are made of, inside the block.
 
     The class of the sampler is swapped, because accelerate and torch both refuse another object once a dataloader is
-    built. Returns whether there is a batch sampler. Can go when a DataLoader tells the indices of a batch.
+    built. Can go when a DataLoader tells the indices of a batch.
+
+    Args:
+        dataloader (`DataLoader`):
+            The dataloader.
+        begin (`Callable`):
+            Returns the list that a pass over the sampler appends its batches to.
+
+    Yields:
+        `bool`: whether there is a batch sampler to record.
     """
     base = vars(dataloader).get("base_dataloader", dataloader)
     sampler = vars(base).get("batch_sampler")
     if not hasattr(sampler, "__dict__") or vars(base).get("in_order") is False:  # a plain list has no class to swap
-        return False
-    original = type(sampler)
+        yield False
+        return
+    original: Any = type(sampler)
 
     def __iter__(self):  # noqa: N807 - it becomes the method of that name
-        record.clear()
-        for batch in original.__iter__(self):
+        record, batches = begin(), original.__iter__(self)
+        while True:  # not a loop over `batches`, which may be the sampler itself
+            try:
+                batch = next(batches)
+            except StopIteration:
+                return
             record.append(list(batch))
-            yield batch
+            yield record[-1] if isinstance(batch, Iterator) else batch
 
-    sampler.__class__ = type(original.__name__, (original,), {"__iter__": __iter__, "__module__": original.__module__})
-    return True
+    body = {"__iter__": __iter__, "__module__": original.__module__}
+    sampler.__class__ = type(original.__name__, (original,), body)
+    try:
+        yield True
+    finally:
+        sampler.__class__ = original

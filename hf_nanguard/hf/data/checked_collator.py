@@ -32,6 +32,9 @@ class BatchNote:
     kept: tuple[int, ...] | None = None  # and which are left
 
 
+OWN = ("collator", "limits", "verdict", "can_drop")
+
+
 class CheckedCollator:
     """Runs the user's collator and checks the batch.
 
@@ -44,6 +47,18 @@ class CheckedCollator:
         self.limits = limits
         self.verdict = verdict
         self.can_drop = can_drop
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("__") or name in OWN:  # while it is being unpickled
+            raise AttributeError(name)
+        return getattr(self.collator, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Sets what is not ours on the user's collator: a callback may steer it during a run."""
+        if name in OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.collator, name, value)
 
     def __call__(self, examples: list) -> object:
         batch = self.collator(examples)

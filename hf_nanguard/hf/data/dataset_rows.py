@@ -6,13 +6,14 @@ order counts samples, otherwise the rows are not known.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..compat.accelerate import record_batches
+from ..compat.accelerate import recorded_batches
 
 ROWS = "nanguard_rows"
 """The key under which rows travel with completions, which RL trainers shuffle and split."""
@@ -26,10 +27,11 @@ class RowRecord:
         self.position = 0
         self.known = False
         self.stream_batch_size: int | None = None
-        self._followed: Any = None
+        self._is_recorded = False
 
-    def begin_epoch(self, dataloader: Any, num_processes: int, position: int = 0) -> None:
-        """Begins to record an epoch.
+    @contextmanager
+    def recording(self, dataloader: object, num_processes: int, position: int = 0) -> Iterator[None]:
+        """Records the rows of an epoch inside the block.
 
         Args:
             dataloader (`DataLoader`):
@@ -39,17 +41,25 @@ class RowRecord:
             position (`int`, *optional*, defaults to `0`):
                 The first batch; not 0 after a resume in mid-epoch.
         """
-        self.position = position
-        if dataloader is self._followed:
-            return
-        self._followed = dataloader
+        self.batches, self.position, self._is_recorded = [], position, False
         self.known, self.stream_batch_size = False, None
         if not isinstance(dataloader, DataLoader):
+            yield
             return
-        streamed = isinstance(dataloader.dataset, IterableDataset)  # its batch sampler yields None for rows
-        self.known = not streamed and record_batches(dataloader, self.batches)
-        counted = streamed and num_processes == 1 and dataloader.num_workers == 0
-        self.stream_batch_size = dataloader.batch_size if counted else None
+        if isinstance(dataloader.dataset, IterableDataset):  # its batch sampler yields None for rows
+            counted = num_processes == 1 and dataloader.num_workers == 0
+            self.stream_batch_size = dataloader.batch_size if counted else None
+            yield
+            return
+        with recorded_batches(dataloader, self._begin_pass) as self.known:
+            yield
+
+    def _begin_pass(self) -> list[list[int]]:
+        """Returns where a pass over the batches is recorded: the first one of an epoch is the trainer's own."""
+        if self._is_recorded:
+            return []
+        self._is_recorded = True
+        return self.batches
 
     def next(self, batch: Any, num_samples: int | None = None) -> list[int] | None:
         """Returns the rows of the next batch, `None` if they cannot be known.

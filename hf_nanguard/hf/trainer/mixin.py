@@ -109,9 +109,14 @@ class GuardedTrainerMixin(Stealth, _Host):
     # ---- data ----
 
     @entered_once
+    def get_train_dataloader(self):
+        with self.nanguard.checked_collator():
+            return super().get_train_dataloader()
+
+    @entered_once
     def get_batch_samples(self, *args, **kwargs):
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self.nanguard.recorder.begin_group(batches)
+        self.nanguard.begin_group(batches)
         return batches, num_items
 
     # ---- one step ----

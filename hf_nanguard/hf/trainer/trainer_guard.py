@@ -123,7 +123,8 @@ class TrainerGuard:
     @contextmanager
     def training(self) -> Iterator[None]:
         """Surrounds `train()`: steps are guarded inside the block only."""
-        if self.recorder.phase is not Phase.OUTSIDE:  # begun already, or a train() inside another
+        self._joined.close()  # of a run that failed between two epochs
+        if self.recorder.phase is not Phase.OUTSIDE:  # a train() inside another
             yield
             return
         self.recorder.begin_run()
@@ -133,7 +134,7 @@ class TrainerGuard:
         if self.on and self.guard.ranks.rank == 0:
             self._log_limits()
         try:
-            with self._guarded_own_step(), self.guarded_generation():
+            with self._guarded_own_step():
                 yield
         finally:
             self.end_step()  # an error may have come between a skipped step and its end
@@ -141,8 +142,9 @@ class TrainerGuard:
             self.guard.monitor_set.close()
 
     def join_run(self) -> None:
-        """Begins to guard a `train()` that is running already, until it ends or fails."""
-        self._joined.enter_context(self.training())
+        """Begins to guard a `train()` that is running already, until it ends or fails; not one that is guarded."""
+        if self.recorder.phase is Phase.OUTSIDE:
+            self._joined.enter_context(self.training())
 
     @contextmanager
     def epoch(self, dataloader: Any, position: int, resumed: str | None) -> Iterator[None]:
@@ -161,11 +163,14 @@ class TrainerGuard:
             return
         if resumed is not None:
             load_guard(self.guard, Path(resumed))
-        self.recorder.rows.begin_epoch(dataloader, self.trainer.accelerator.num_processes, position)
         self._given_filter = self.trainer.args.logging_nan_inf_filter
+        dispatched = compat_accelerate.dispatches_batches(self.trainer)  # by rank 0: then rows are not known
+        followed = None if dispatched else dataloader
         try:
             with (
-                self._checked_batches(dataloader),
+                self.recorder.rows.recording(followed, self.trainer.accelerator.num_processes, position),
+                compat_accelerate.replaced_collator(followed, self._check_batches),
+                self.guarded_generation(),
                 compat.log_filter(self.trainer, False) if self.acts else nullcontext(),  # it hides NaN, by two reads
             ):
                 yield
@@ -176,7 +181,7 @@ class TrainerGuard:
     @contextmanager
     def finalizing(self) -> Iterator[None]:
         """Surrounds what comes after the last epoch."""
-        with self._joined:
+        with self._joined, self.guarded_generation():
             yield
 
     def given_filter(self) -> AbstractContextManager[None]:
@@ -234,18 +239,28 @@ class TrainerGuard:
                       self.guard.ranks.rank, values, Culprit(phase="sampling"))
             )  # fmt: skip
 
-    def _checked_batches(self, dataloader: Any) -> AbstractContextManager[None]:
-        """Returns a context in which the dataloader's batches are checked where they are collated."""
-        trainer = self.trainer
-        if compat_accelerate.dispatches_batches(trainer):
+    def checked_collator(self) -> AbstractContextManager[None]:
+        """Returns a context in which the trainer's data collator checks its batches: for a training dataloader of any make."""
+        if not self.watches or compat_accelerate.dispatches_batches(self.trainer):
             return nullcontext()
+        return compat_accelerate.replaced_method(self.trainer, "data_collator", self._check_batches)
+
+    def _check_batches(self, collator: Callable[..., Any]) -> CheckedCollator:
+        """Returns a collator that checks its batches; the same if it does so already."""
+        if isinstance(collator, CheckedCollator):
+            return collator
+        trainer = self.trainer
         limits = find_limits(trainer.model, compat.loss_shifts_labels(trainer), compat.has_own_loss(trainer))
         verdict = self.policy.on_bad_input if self.acts else "repair" if self.deepspeed else "observe"
-        return compat_accelerate.replaced_collator(
-            dataloader, lambda collator: CheckedCollator(collator, limits, verdict, can_drop=self.acts)
-        )
+        return CheckedCollator(collator, limits, verdict, can_drop=self.acts)
 
     # ---- a step, in the order of its calls ----
+
+    def begin_group(self, batches: list[Any]) -> None:
+        """Begins the accumulation group of the next optimizer step."""
+        if not self.recorder.is_open:
+            self.end_step()
+        self.recorder.begin_group(batches)
 
     def guard_step(
         self, training_step: Callable[..., Tensor], model: nn.Module, inputs: Any, num_items: Tensor | int | None
@@ -255,8 +270,7 @@ class TrainerGuard:
             return training_step(model, inputs, num_items)
         runner = self._runner_for(model)
         if not self.recorder.is_open:  # the trainer has a get_batch_samples, or a loop, of its own
-            self.end_step()
-            self.recorder.begin_group([])
+            self.begin_group([])
         if not self.recorder.has_micro_batches:
             runner.begin_group()
             self.recorder.begin_step(LossWeight(self.trainer.current_gradient_accumulation_steps, num_items))

@@ -176,3 +176,21 @@ def test_a_reduced_guard_that_observes_changes_nothing(tmp_path):
         {name: value.nan_to_num() for name, value in runs[0].items()},
     )
     assert [(event["action"], event["step"]) for event in events_of(trainer)] == [("observed", 2), ("observed", 3)]
+
+
+def test_a_class_that_cannot_be_changed_is_guarded_in_a_reduced_way(tmp_path, caplog):
+    class Registry(type(Trainer)):
+        def __new__(cls, name, bases, body):
+            if body.get("nanguard_made_here"):
+                raise TypeError("only one class of a name")
+            return super().__new__(cls, name, bases, body)
+
+    class Registered(Trainer, metaclass=Registry):
+        pass
+
+    with caplog.at_level(logging.WARNING, "hf_nanguard"):
+        trainer = build("plain", tmp_path, Registered, guard=False, extra={"callbacks": [NanGuardCallback()]})
+        plant(trainer, Fault("gradient", step=1, micro_step=2))
+        trainer.train()
+    assert "because its class cannot be changed (TypeError: only one class of a name)" in caplog.text
+    assert [event["action"] for event in events_of(trainer)] == ["skipped"]

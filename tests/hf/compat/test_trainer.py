@@ -241,7 +241,7 @@ def test_batches_are_dispatched_for_streams_of_several_processes(asked, streamed
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_record_batches_writes_down_the_indices_of_every_pass(workers, trainer):
+def test_recorded_batches_are_those_of_every_pass(workers, trainer):
     class Indices(torch.utils.data.Dataset):
         def __len__(self):
             return 7
@@ -250,27 +250,59 @@ def test_record_batches_writes_down_the_indices_of_every_pass(workers, trainer):
             return index
 
     loader = trainer.accelerator.prepare(DataLoader(Indices(), batch_size=2, shuffle=True, num_workers=workers))
-    record = []
-    assert compat_accelerate.record_batches(loader, record)
-    for _ in range(2):
-        batches = [batch.tolist() for batch in loader]
-        assert record == batches
-        assert sorted(index for batch in batches for index in batch) == list(range(7))
+    passes = []
+    with compat_accelerate.recorded_batches(loader, lambda: passes.append([]) or passes[-1]) as is_recorded:
+        assert is_recorded
+        for _ in range(2):
+            batches = [batch.tolist() for batch in loader]
+            assert passes[-1] == batches
+            assert sorted(index for batch in batches for index in batch) == list(range(7))
+    list(loader)
+    assert len(passes) == 2
 
 
-def test_record_batches_keeps_the_sampler_what_it_was(trainer):
-    loader = DataLoader(range(5), batch_size=2)
-    sampler = loader.batch_sampler
-    compat_accelerate.record_batches(loader, [])
-    assert loader.batch_sampler is sampler
-    assert isinstance(sampler, BatchSampler)
-    assert type(sampler).__name__ == "BatchSampler"
-    assert len(loader) == 3
+class OwnIterator(BatchSampler):
+    """A batch sampler that is its own iterator."""
+
+    def __init__(self):
+        self.batches = [[0, 1], [2, 3]]
+
+    def __iter__(self):
+        self.left = iter(self.batches)
+        return self
+
+    def __next__(self):
+        return next(self.left)
+
+    def __len__(self):
+        return 2
 
 
-def test_record_batches_declines_what_it_cannot_follow():
-    assert not compat_accelerate.record_batches(DataLoader(range(5), batch_size=None), [])
-    assert not compat_accelerate.record_batches(DataLoader(range(5), batch_size=2, num_workers=1, in_order=False), [])
+class YieldsIterators(OwnIterator):
+    """A batch sampler whose batches can be read once."""
+
+    def __next__(self):
+        return map(int, next(self.left))
+
+
+@pytest.mark.parametrize("make", [OwnIterator, YieldsIterators, lambda: BatchSampler(range(4), 2, False)])
+def test_recorded_batches_leave_the_sampler_what_it_was(make):
+    record, sampler = [], make()
+    loader = DataLoader(range(4), batch_sampler=sampler)
+    original = type(sampler)
+    with compat_accelerate.recorded_batches(loader, lambda: record):
+        assert loader.batch_sampler is sampler
+        assert isinstance(sampler, original)
+        assert type(sampler).__name__ == original.__name__
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+    assert record == [[0, 1], [2, 3]]
+    assert type(sampler) is original
+
+
+def test_batches_that_cannot_be_followed_are_not_recorded():
+    for loader in (DataLoader(range(5), batch_size=None), DataLoader(range(5), 2, num_workers=1, in_order=False)):
+        with compat_accelerate.recorded_batches(loader, list) as is_recorded:
+            assert not is_recorded
 
 
 # ---- the books of the trainer ----

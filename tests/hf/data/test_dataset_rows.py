@@ -308,7 +308,7 @@ def test_batches_without_a_batch_sampler_have_no_rows(tmp_path):
 
 
 def test_a_hub_stream_is_a_torch_stream():
-    """What `RowRecord.begin_epoch` relies on: `datasets` makes its streams pass for torch's in a DataLoader."""
+    """What `RowRecord.recording` relies on: `datasets` makes its streams pass for torch's in a DataLoader."""
     stream = token_dataset(3).to_iterable_dataset()
     assert isinstance(stream, HubIterable)
     assert isinstance(stream.with_format("torch"), IterableDataset)
