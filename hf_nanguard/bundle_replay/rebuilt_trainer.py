@@ -18,9 +18,9 @@ from transformers import PreTrainedTokenizerFast, TrainingArguments
 from transformers.integrations.neftune import activate_neftune
 
 from ..errors import ArgumentError
-from ..hf.compat.host_trainer import HostTrainer
+from ..hf.compat.own_loss import without_data
 from ..hf.compat.trainer import ITEMS
-from ..hf.compat.trainer_class import without_data
+from ..hf.compat.trainer_protocol import HostTrainer
 from ..hf.trainer.held_inputs import LossWeight
 from ..hf.trainer.trainer_facts import LOSS_ATTRIBUTES, is_simple
 from .rebuilt_model import NUMBERS

@@ -239,7 +239,7 @@ def _find_obstacle(trainer: "Trainer") -> str | None:
     """Returns why a trainer cannot be guarded."""
     from transformers import TrainingArguments
 
-    from ..hf.compat.training_loop import find_own_loop, find_own_super
+    from ..hf.compat.unguardable_class import find_own_loop, find_own_super
 
     if not isinstance(getattr(trainer, "args", None), TrainingArguments):
         return "it was not built by the constructor of Trainer"

@@ -22,7 +22,7 @@ from hf_nanguard.core.autopsy.bundle.reader import read_bundle
 from hf_nanguard.core.autopsy.bundle.writer import write_bundle
 from hf_nanguard.core.autopsy.evidence.verdict import Verdict
 from hf_nanguard.core.rng import RngState
-from hf_nanguard.hf.compat.trainer_class import find_own_loss
+from hf_nanguard.hf.compat.own_loss import find_own_loss
 from hf_nanguard.hf.trainer.trainer_facts import describe_model
 from tests.architectures import BY_NAME
 from tests.models import VOCAB, text_rows, tiny_llama, tiny_tokenizer, token_dataset

@@ -13,7 +13,7 @@ from hf_nanguard import GuardArguments, GuardedTrainer
 from hf_nanguard.cli.setting_flags import CONFIG_VARIABLE, gather
 from hf_nanguard.core.autopsy.remedies.bounded_operators import BOUNDS
 from hf_nanguard.core.event import SCHEMA, Culprit, Event
-from hf_nanguard.core.optimizer.rounding import IDEAS
+from hf_nanguard.core.optimizer.rounding_remedies import IDEAS
 from hf_nanguard.core.settings import PREFIX, SETTINGS
 from hf_nanguard.core.step.counters import Counter
 from hf_nanguard.core.vocabulary import Action, Cause, Signal

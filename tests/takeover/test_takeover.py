@@ -13,7 +13,7 @@ from accelerate.state import GradientState
 from transformers import Trainer, TrainingArguments
 
 from hf_nanguard import GuardArguments, GuardedTrainer, GuardedTrainerMixin, GuardedTrainingArguments, guarded
-from hf_nanguard.hf.compat.training_loop import LOOP, find_own_loop, find_own_super
+from hf_nanguard.hf.compat.unguardable_class import LOOP, find_own_loop, find_own_super
 from hf_nanguard.takeover.takeover import Takeover
 from hf_nanguard.testing import Fault, plant
 

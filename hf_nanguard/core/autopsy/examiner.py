@@ -14,7 +14,7 @@ from pathlib import Path
 from ...plain_text import format_error
 from ..event import Event, Remedy
 from ..journal import Journal
-from ..optimizer.update import examine_update, try_update_remedies
+from ..optimizer.bad_update import examine_update, try_update_remedies
 from ..rerun.micro_batch import MicroBatch, Payload, Weight
 from ..rerun.runner import Runner
 from ..settings import Policy

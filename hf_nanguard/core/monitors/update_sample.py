@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..finite import local, magnitudes, read_host
-from ..optimizer.rounding import Sample
+from ..optimizer.rounding_remedies import Sample
 from ..ranks import Ranks
 from ..state_tensors import is_plain
 from ..torch_private import foreach_norm

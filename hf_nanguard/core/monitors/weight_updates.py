@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..event import Culprit, JsonObject, JsonValue, Remedy
 from ..finite import dtype_name
-from ..optimizer.rounding import MOVES, keeps_remainder, try_rounding_remedies
+from ..optimizer.rounding_remedies import MOVES, keeps_remainder, try_rounding_remedies
 from ..vocabulary import Cause, Signal
 from .base import Monitor
 from .update_sample import UpdateCounts, UpdateSample, read_sample, take_sample

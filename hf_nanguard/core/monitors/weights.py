@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..event import Culprit, Event, JsonObject, Remedy, strict
 from ..finite import SHOWN_ROWS, find_nonfinite, find_rows, local, magnitudes, read_host
-from ..optimizer.update import UpdateFinding, examine_state, examine_update, try_update_remedies
+from ..optimizer.bad_update import UpdateFinding, examine_state, examine_update, try_update_remedies
 from ..state_tensors import StateTensor, is_plain, list_state_tensors, name_saved_buffers
 from ..torch_private import foreach_norm
 from ..vocabulary import Action, Cause, Signal

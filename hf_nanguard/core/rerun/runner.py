@@ -20,7 +20,7 @@ from ..rng import RngState
 from ..torch_private import copy_unscaled, plain_name, restore_unscaled, sync_buffers
 from .buffers import BufferKeeper
 from .micro_batch import AccumulationGroup, MicroBatch, Payload, Weight
-from .skip import clear_gradients, forget_unscale
+from .traceless_skip import clear_gradients, forget_unscale
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -8,7 +8,7 @@
         norm   = runner.measure()                         on the device, before clipping, the same on every rank
         read   = losses, terms, watched tensors, norm     the ONE host read
         decide                                            finite first, then thresholds, then statistics
-        contain                                           containment.py: norm not finite, so on every rank at once
+        contain                                           nonfinite_step.py: norm not finite, so on every rank at once
             redo: run each micro-batch alone, agree on what is dropped, run the good ones      redo.py
             skip: gradients None, buffers and random state as before the group
     clip by outcome.norm, optimizer.step, scheduler.step  only if outcome.stepped
@@ -34,7 +34,7 @@ from ..ranks import Ranks
 from ..rerun.loss_terms import ON_NONFINITE, Term, cut_term, select_finite
 from ..rerun.micro_batch import AccumulationGroup, MicroBatch
 from ..rerun.runner import LoopRunner, Runner
-from ..rerun.skip import ScalerState
+from ..rerun.traceless_skip import ScalerState
 from ..rng import RngState
 from ..robust_window import RobustWindow
 from ..settings import Policy

@@ -1,6 +1,6 @@
 """One step decided and carried out: the one host read, the decision, and what follows for steps with a finite norm.
 
-A step whose norm is not finite goes to `containment.py`.
+A step whose norm is not finite goes to `nonfinite_step.py`.
 """
 
 import math
@@ -17,9 +17,9 @@ from ..robust_window import RobustWindow
 from ..settings import Policy
 from ..vocabulary import Action, Signal
 from .bad_gradients import take_census
-from .containment import Containment
 from .counters import Counter
 from .decision import Escalation, StepAction, decide
+from .nonfinite_step import Containment
 from .redo import Redo
 from .step_reading import BadMicroBatch, StepOutcome, StepReading
 

@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ...core.event import Culprit, Event
 from ...core.finite import local, read_host
-from ...core.rerun.skip import clear_gradients
+from ...core.rerun.traceless_skip import clear_gradients
 from ...core.step.bad_gradients import Census, describe, format_bad_gradients, take_census
 from ...core.vocabulary import Action, Cause, Signal
 from ...errors import ArgumentError

@@ -8,7 +8,7 @@ from transformers import Trainer, TrainerCallback
 
 from ...plain_text import format_error
 from ..compat.trainer import find_trainer
-from ..compat.training_loop import find_own_loop, find_own_super
+from ..compat.unguardable_class import find_own_loop, find_own_super
 from ..guarded_trainer import attach
 from ..trainer.arguments import GuardArguments
 from ..trainer.mixin import GuardedTrainerMixin

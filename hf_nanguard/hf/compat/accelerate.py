@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
-from .host_trainer import HostTrainer
+from .trainer_protocol import HostTrainer
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from .host_trainer import HostTrainer
+from .trainer_protocol import HostTrainer
 
 Completions = dict[str, Any]
 """The batch of an online trainer: prompts, completions and what was computed for them, by TRL's names."""

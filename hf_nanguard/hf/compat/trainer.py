@@ -10,7 +10,7 @@ from accelerate.utils import DistributedType
 from transformers import Trainer
 
 from .accelerate import local_collectives
-from .host_trainer import HostTrainer
+from .trainer_protocol import HostTrainer
 
 ITEMS = "num_items_in_batch"
 ONE_NORM = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU,

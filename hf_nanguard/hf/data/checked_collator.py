@@ -16,7 +16,7 @@ from ...core.vocabulary import Cause, Signal
 from .batch_limits import IGNORED_LABEL, Limits
 from .learning_signal import NoSignal, find_no_signal
 from .numpy_view import is_viewable, view
-from .samples import Batch, remove_samples
+from .remove_samples import Batch, remove_samples
 
 NOTE = "nanguard_note"
 MAX_TOKENS = 16

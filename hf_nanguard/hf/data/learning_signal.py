@@ -18,7 +18,7 @@ from ...core.journal import Journal
 from ...core.vocabulary import Action, Signal
 from .batch_limits import Limits
 from .numpy_view import is_viewable, view
-from .samples import Batch
+from .remove_samples import Batch
 
 MAX_EMPTY = 0.9  # samples without a single label, as a share of the batch
 MIN_TARGETS = 0.001  # labels, as a share of the tokens

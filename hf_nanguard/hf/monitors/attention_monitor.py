@@ -11,7 +11,7 @@ from typing import Any
 
 from ...core.event import Culprit, JsonValue
 from ...core.monitors.base import Monitor
-from ...core.monitors.softmax_health import RULES, CollapseDetector, Finding
+from ...core.monitors.softmax_collapse import RULES, CollapseDetector, Finding
 from ...core.vocabulary import Signal
 from .attention_probe import AttentionProbe, Measured
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...core.monitors.base import Hook
-from ...core.monitors.softmax_health import (
+from ...core.monitors.softmax_collapse import (
     ABSENT,
     SAMPLES,
     measure_attention,

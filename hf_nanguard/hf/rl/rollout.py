@@ -30,8 +30,8 @@ from ..data.learning_signal import NoSignal, StepSignal
 from ..generation.guard_generation import guard_generation
 from ..generation.sampling_record import GenerationWatch
 from .reward_check import MAX_KEPT, BadReward
-from .reward_functions import checked_rewards
 from .reward_values import holds_bad_reward, is_bad_advantage, mark_unscorable, zero_bad_advantages
+from .wrapped_rewards import checked_rewards
 
 MAX_SHARE = 0.5  # of unusable completions, above which the parameters are checked
 MAX_IN_A_ROW = 3  # generations with an unusable completion, likewise

@@ -11,7 +11,7 @@ from ...core.event import Culprit, Event
 from ...core.finite import read_host
 from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Signal
-from ..compat.host_trainer import HostTrainer
+from ..compat.trainer_protocol import HostTrainer
 
 
 class Evaluation:

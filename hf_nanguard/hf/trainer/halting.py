@@ -9,7 +9,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ...core.monitors.weights import find_bad_weights
 from ...core.step.guard import Guard
 from ...errors import NonFiniteError
-from ..compat.host_trainer import HostTrainer
+from ..compat.trainer_protocol import HostTrainer
 
 logger = logging.getLogger("hf_nanguard")
 

@@ -13,8 +13,8 @@ from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Signal
 from ...errors import LossMissingError
 from ..compat.accelerate import Exchange, replaced_method
-from ..compat.host_trainer import HostTrainer
 from ..compat.trainer import lost_loss
+from ..compat.trainer_protocol import HostTrainer
 from .held_inputs import HeldInputs
 
 

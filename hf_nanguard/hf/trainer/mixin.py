@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ..compat.host_trainer import HostTrainer
+from ..compat.trainer_protocol import HostTrainer
 from .arguments import GuardArguments, find_guard_arguments
 from .guarded_class import HostMethods, Stealth, entered_once
 from .run_record import save_guard

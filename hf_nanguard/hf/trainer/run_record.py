@@ -7,7 +7,7 @@ from pathlib import Path
 from ...core.event import strict
 from ...core.step.guard import Guard
 from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
-from ..compat.host_trainer import HostTrainer
+from ..compat.trainer_protocol import HostTrainer
 
 logger = logging.getLogger("hf_nanguard")
 

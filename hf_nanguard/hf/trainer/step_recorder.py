@@ -13,8 +13,8 @@ from ...core.rng import RngState
 from ...core.step.guard import Guard
 from ...errors import NonFiniteError
 from ..compat.accelerate import counted_backwards
-from ..compat.host_trainer import HostTrainer
 from ..compat.trainer import running_loss
+from ..compat.trainer_protocol import HostTrainer
 from ..data.checked_collator import NOTE, BatchNote, name_rows
 from ..data.dataset_rows import ROWS, RowRecord
 from ..data.learning_signal import NoSignal

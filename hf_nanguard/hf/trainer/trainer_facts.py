@@ -15,9 +15,9 @@ from accelerate.state import AcceleratorState, is_initialized
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, TrainingArguments
 
-from ..compat.host_trainer import HostTrainer
 from ..compat.model_config import ATTENTION, EXPERTS, find_implementation
-from ..compat.trainer_class import HOSTS, find_own_loss
+from ..compat.own_loss import HOSTS, find_own_loss
+from ..compat.trainer_protocol import HostTrainer
 from .guarded_class import is_made_here
 
 PACKAGES = ("transformers", "trl", "accelerate", "peft", "torch")

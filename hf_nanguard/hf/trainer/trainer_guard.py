@@ -22,7 +22,7 @@ from ...core.vocabulary import Action, Signal
 from ...errors import LossMissingError
 from ..compat import accelerate as compat_accelerate
 from ..compat import trainer as compat
-from ..compat.host_trainer import HostTrainer
+from ..compat.trainer_protocol import HostTrainer
 from ..data.batch_limits import find_limits
 from ..data.checked_collator import CheckedCollator
 from ..data.learning_signal import NoSignalDetector, StepSignal

@@ -13,7 +13,6 @@ from ...core.ranks import Ranks
 from ...core.rerun.micro_batch import AccumulationGroup, MicroBatch
 from ...core.rerun.runner import Runner
 from ..compat.accelerate import bare_optimizer, local_collectives, poisoned_backward
-from ..compat.host_trainer import HostTrainer
 from ..compat.trainer import (
     ITEMS,
     completion_mask,
@@ -22,6 +21,7 @@ from ..compat.trainer import (
     metric_lists,
     set_accumulation_steps,
 )
+from ..compat.trainer_protocol import HostTrainer
 from .held_inputs import HeldInputs, LossWeight, Replayer
 from .isolation import untouched, untouched_modules
 from .trainer_facts import describe_trainer

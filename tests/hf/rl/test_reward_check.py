@@ -23,14 +23,8 @@ from transformers import LlamaForSequenceClassification
 from trl.trainer.utils import is_async_callable
 
 from hf_nanguard.hf.rl.reward_check import MAX_KEPT, MAX_TEXT, BadReward, flatten
-from hf_nanguard.hf.rl.reward_functions import checked_rewards
-from hf_nanguard.hf.rl.reward_values import (
-    BAD_REWARD,
-    UNUSABLE,
-    holds_bad_reward,
-    mark_unscorable,
-    zero_bad_advantages,
-)
+from hf_nanguard.hf.rl.reward_values import BAD_REWARD, UNUSABLE, holds_bad_reward, mark_unscorable, zero_bad_advantages
+from hf_nanguard.hf.rl.wrapped_rewards import checked_rewards
 from hf_nanguard.plain_text import printable
 from hf_nanguard.testing import OperationCounter
 

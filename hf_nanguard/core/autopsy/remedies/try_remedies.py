@@ -18,7 +18,7 @@ from ..evidence.suspect_batch import SuspectBatch
 from ..evidence.verdict import Blame
 from ..trace.origin import Origin
 from .bounded_operators import BOUNDS, bounded
-from .precision import LOW_PRECISION, in_precision, upcast_module
+from .run_in_precision import LOW_PRECISION, in_precision, upcast_module
 from .tensor_swap import swapped, zeros_in
 
 NO_TIME = "no time left"

@@ -7,13 +7,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from hf_nanguard.core.autopsy.bundle.tensor_file import (
-    DTYPES,
-    count_bytes,
-    load_tensors,
-    save_tensors,
-    why_not,
-)
+from hf_nanguard.core.autopsy.bundle.tensor_file import DTYPES, count_bytes, load_tensors, save_tensors, why_not
 
 
 def bits(tensor):

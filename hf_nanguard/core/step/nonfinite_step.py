@@ -14,7 +14,7 @@ import torch
 from ..event import Culprit, Event, JsonValue, Remedy
 from ..finite import find_nonfinite, local, read_host
 from ..journal import Journal
-from ..optimizer.update import examine_update, try_update_remedies
+from ..optimizer.bad_update import examine_update, try_update_remedies
 from ..rerun.micro_batch import BatchAction, MicroBatch
 from ..rerun.runner import Runner
 from ..rng import RngState

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import Adafactor
 
-from hf_nanguard.core.rerun.skip import ScalerState, clear_gradients, forget_unscale
+from hf_nanguard.core.rerun.traceless_skip import ScalerState, clear_gradients, forget_unscale
 from hf_nanguard.testing import NAN
 
 OPTIMIZERS = {

@@ -2,7 +2,7 @@
 
 from transformers import Trainer
 
-from .host_trainer import HostTrainer
+from .trainer_protocol import HostTrainer
 
 HOSTS = ("transformers.", "trl.")
 # Methods by which a class computes a loss of its own.

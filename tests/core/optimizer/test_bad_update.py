@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_nanguard.core.event import Remedy
-from hf_nanguard.core.optimizer.update import UpdateFinding, examine_state, examine_update, try_update_remedies
+from hf_nanguard.core.optimizer.bad_update import UpdateFinding, examine_state, examine_update, try_update_remedies
 from hf_nanguard.core.vocabulary import Cause
 
 

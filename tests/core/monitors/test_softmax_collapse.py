@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_nanguard.core.monitors.softmax_health import (
+from hf_nanguard.core.monitors.softmax_collapse import (
     ABSENT,
     MIN_KEYS,
     MIN_TOKENS,

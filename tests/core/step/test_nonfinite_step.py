@@ -17,9 +17,9 @@ from hf_nanguard.core.rng import RngState
 from hf_nanguard.core.robust_window import RobustWindow
 from hf_nanguard.core.settings import Policy
 from hf_nanguard.core.step.bad_gradients import Census
-from hf_nanguard.core.step.containment import Containment
 from hf_nanguard.core.step.counters import Counter
 from hf_nanguard.core.step.decision import Decision, Escalation, StepAction, decide
+from hf_nanguard.core.step.nonfinite_step import Containment
 from hf_nanguard.core.step.redo import Redo
 from hf_nanguard.core.step.step_reading import StepReading
 from hf_nanguard.core.vocabulary import Cause, Signal

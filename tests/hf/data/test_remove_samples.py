@@ -7,7 +7,7 @@ from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
 from hf_nanguard import GuardArguments, guarded
-from hf_nanguard.hf.data.samples import remove_samples
+from hf_nanguard.hf.data.remove_samples import remove_samples
 
 from ...models import tiny_llama, token_rows
 from ...trainers import common_arguments, events_of
