@@ -50,7 +50,12 @@ def test_a_healthy_run_is_the_stock_run(way, kind, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "fault"),
-    [(k, f) for k in KINDS for f in FAULTS if k != "grpo" or "label" not in f],  # completions have none
+    [
+        pytest.param(kind, fault, marks=[pytest.mark.slow] if kind == "sft" else [])
+        for kind in KINDS
+        for fault in FAULTS
+        if kind != "grpo" or "label" not in fault  # completions have no labels
+    ],
 )
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "class"])
 def test_every_way_contains_and_reports_the_same(way, kind, fault, tmp_path):
