@@ -15,14 +15,7 @@ from ..compat.trainer_protocol import HostTrainer
 
 
 class Evaluation:
-    """Watches the evaluations of a trainer.
-
-    Args:
-        trainer (`Trainer`):
-            The guarded trainer.
-        guard (`Guard`):
-            Its guard.
-    """
+    """Watches the evaluations of a trainer."""
 
     def __init__(self, trainer: HostTrainer, guard: Guard):
         self.trainer = trainer

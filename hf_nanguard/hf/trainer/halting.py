@@ -15,14 +15,7 @@ logger = logging.getLogger("hf_nanguard")
 
 
 class Halting:
-    """Ends a run, and keeps non-finite states from being saved.
-
-    Args:
-        trainer (`Trainer`):
-            The guarded trainer.
-        guard (`Guard`):
-            Its guard.
-    """
+    """Ends a run, and keeps non-finite states from being saved."""
 
     def __init__(self, trainer: HostTrainer, guard: Guard):
         self.trainer = trainer

@@ -23,12 +23,6 @@ class LossErrors:
 
     To drop it, the host's step is run to its end with another loss: among several ranks with a batch that is known to
     work, so that this rank takes part in every exchange; alone with a constant zero.
-
-    Args:
-        trainer (`Trainer`):
-            The guarded trainer.
-        guard (`Guard`):
-            Its guard.
     """
 
     def __init__(self, trainer: HostTrainer, guard: Guard):

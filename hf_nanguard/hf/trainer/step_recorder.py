@@ -61,14 +61,7 @@ class StepRecord:
 
 
 class StepRecorder:
-    """Records the micro-batches of a trainer's current step.
-
-    Args:
-        trainer (`Trainer`):
-            The guarded trainer.
-        guard (`Guard`):
-            Its guard.
-    """
+    """Records the micro-batches of a trainer's current step."""
 
     def __init__(self, trainer: HostTrainer, guard: Guard):
         self.trainer = trainer
