@@ -42,6 +42,13 @@ def read_host(values: Sequence[Tensor]) -> list[float]:
         return torch.stack([value.reshape(()) if value.ndim else value for value in scalars]).tolist()
 
 
+def total_norm(tensors: Sequence[Tensor]) -> float:
+    """Returns the 2-norm of finite tensors, of the part on this rank, scaled so that no square overflows; two host reads."""
+    largest = max(read_host(magnitudes(tensors)), default=0.0) or 1.0
+    parts = [local(tensor) / largest for tensor in tensors]
+    return largest * math.hypot(*read_host([torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]))
+
+
 def find_nonfinite(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     """Returns the kind, `"nan"` (any NaN inside) or `"inf"`, of each non-finite tensor, in the given order.
 

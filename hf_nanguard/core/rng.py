@@ -21,7 +21,7 @@ class RngState:
     device: Tensor | None
     device_type: str
     python: tuple[Any, ...]
-    numpy: object
+    numpy: Any
 
     @classmethod
     def capture(cls, device_type: str = "cpu") -> "RngState":
@@ -34,6 +34,14 @@ class RngState:
             python=random.getstate(),
             numpy=None if numpy is None else numpy.random.get_state(),
         )
+
+    def is_same(self, other: "RngState") -> bool:
+        """Returns whether no generator was used between the two."""
+        return all(map(torch.equal, self._tensors(), other._tensors())) and self.python == other.python
+
+    def _tensors(self) -> list[Tensor]:
+        numpy = [] if self.numpy is None else [torch.as_tensor(part) for part in self.numpy[1:]]
+        return [self.cpu, *([] if self.device is None else [self.device]), *numpy]
 
     def restore(self) -> None:
         """Restores the state of every generator."""

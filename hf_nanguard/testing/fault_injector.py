@@ -22,7 +22,8 @@ class Fault:
 
     Args:
         kind (`str`):
-            `"loss"`: the loss and its gradients become `value`. `"gradient"`: the loss stays finite, and the gradient of
+            `"loss"`: the loss and its gradients become `value`. `"constant"`: the loss becomes `value`, its gradients stay
+            as they are. `"gradient"`: the loss stays finite, and the gradient of
             `parameter` (of every parameter if `None`) contains `value`. `"input"`: `value` in the first entry of the
             float input `field`. `"label"`: `value` as the last label of every row; `None` masks all labels.
             `"weight"`: `value` in the first entry of `parameter`. `"moment"`: `value` in the first entry of Adam's first
@@ -166,6 +167,8 @@ class PlantedFaults:
                 return None
             if fault.kind == "loss":
                 loss = loss * fault.number
+            if fault.kind == "constant":
+                loss = loss + fault.number
             if fault.kind == "gradient" and fault.parameter is not None:
                 loss = add_bad_gradient(loss, self._named(fault.parameter), fault.number)
             if fault.kind == "gradient" and fault.parameter is None:

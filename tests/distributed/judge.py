@@ -80,7 +80,8 @@ def check_events(scenario: Scenario, ranks: list[dict[str, Any]], folder: Path) 
                 and event["signal"] == "loss_nonfinite"
                 and event["action"] in ("dropped", "skipped")
             ):
-                check_autopsy(event)
+                is_added = any(fault.kind == "constant" for fault in scenario.faults)
+                check_autopsy(event, "aten.add" if is_added else "aten.mul")
             check_event(
                 event,
                 expected[
@@ -90,9 +91,9 @@ def check_events(scenario: Scenario, ranks: list[dict[str, Any]], folder: Path) 
             )
 
 
-def check_autopsy(event: dict[str, Any]) -> None:
-    """The rank to blame has found the line where its loss was multiplied by NaN, while the others waited."""
-    assert event["culprit"]["op"].startswith("aten.mul")
+def check_autopsy(event: dict[str, Any], op: str) -> None:
+    """The rank to blame has found the line and operator that made its loss NaN, while the others waited."""
+    assert event["culprit"]["op"].startswith(op)
     assert event["culprit"]["source"].startswith("fault_injector.py:")
     assert event["culprit"]["phase"] == "loss"
 

@@ -56,8 +56,6 @@ class Culprits(PlantedFaults):
         for fault in self.faults:
             if (fault.step, fault.micro_step) == place and fault.kind == "late_error":
                 raise RuntimeError("planted error")
-            if (fault.step, fault.micro_step) == place and fault.kind == "constant":
-                loss = loss + fault.value
         return loss
 
 

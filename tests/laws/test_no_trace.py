@@ -1,7 +1,9 @@
 """L2 and L3: a contained step leaves no trace, and a bad micro-batch costs only itself."""
 
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -36,14 +38,14 @@ def _prove(kind: str, tmp_path, faults: list[Fault], **overrides):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fault", ["loss", "gradient"])
+@pytest.mark.parametrize("fault", ["loss", "constant", "gradient"])
 @pytest.mark.parametrize("micro_step", [0, 1, 2])
 def test_one_bad_micro_batch_costs_only_itself(kind, fault, micro_step, tmp_path):
     name = LAYER if fault == "gradient" else None
     ours, _ = _prove(kind, tmp_path, [Fault(fault, step=1, micro_step=micro_step, parameter=name)])
     [event] = events_of(ours)
     assert (event["action"], event["step"], event["micro_step"]) == ("dropped", 1, micro_step)
-    assert event["signal"] == {"loss": "loss_nonfinite", "gradient": "grad_nonfinite"}[fault]
+    assert event["signal"] == ("grad_nonfinite" if fault == "gradient" else "loss_nonfinite")
     assert event["culprit"]["parameter"] == name
     assert all(math.isfinite(loss) for loss in losses_of(ours))
     assert kind == "grpo" or 0.0 not in losses_of(ours)
@@ -144,6 +146,57 @@ def test_batch_norm_statistics_are_untouched(tmp_path):
     ours = build_batchnorm(tmp_path / "guarded")
     plant(ours, fault)
     assert_same(_run(ours), expected)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_random_numbers_that_a_training_step_draws_first_leave_no_trace(accumulation, tmp_path):
+    class Noisy(stock_class("plain")):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            self.scale = 1.0 + torch.rand(()) + random.random() + float(np.random.rand())
+            return super().training_step(model, inputs, num_items_in_batch)
+
+        def compute_loss(self, *args, **kwargs):
+            return super().compute_loss(*args, **kwargs) * self.scale
+
+    settings = {"gradient_accumulation_steps": accumulation}
+    fault = Fault("loss", step=1, micro_step=accumulation - 1)
+    reference = without(Noisy, (fault.step, fault.micro_step))
+    expected = _run(build("plain", tmp_path / "reference", reference, guard=False, **settings))
+    ours = build("plain", tmp_path / "ours", Noisy, **settings)
+    plant(ours, fault)
+    assert_same(_run(ours), expected)
+    assert [event["signal"] for event in events_of(ours)] == ["loss_nonfinite"]
+
+
+def _count_in_forward(module):
+    """Lets a module count its calls in attributes of all kinds, and act on them."""
+    module.calls, module.seen, module.mean, module.table = 0, [], torch.zeros(3), {"last": None}
+
+    def count(module, args, output):
+        module.calls += 1
+        module.seen.append(module.calls)
+        module.mean += output.detach().mean()
+        module.table["last"] = module.calls
+        module.activation = output
+        return output * (1 + 1e-3 * len(module.seen) + module.mean.sum())
+
+    module.register_forward_hook(count)
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_attributes_that_a_forward_writes_leave_no_trace(accumulation, tmp_path):
+    settings = {"gradient_accumulation_steps": accumulation}
+    place = (2, accumulation - 1)
+    reference = build("plain", tmp_path / "reference", without(stock_class("plain"), place), guard=False, **settings)
+    _count_in_forward(reference.model.model.norm)
+    expected = _run(reference)
+    ours = build("plain", tmp_path / "ours", **settings)
+    _count_in_forward(ours.model.model.norm)
+    plant(ours, Fault("loss", *place))
+    assert_same(_run(ours), expected)
+    found, wanted = ours.model.model.norm, reference.model.model.norm
+    assert (found.calls, found.seen, found.table) == (wanted.calls, wanted.seen, wanted.table)
+    assert torch.equal(found.mean, wanted.mean)
 
 
 def test_a_loss_of_ones_own_may_ignore_minus_one(tmp_path):

@@ -17,6 +17,7 @@ KINDS = ("plain", "sft", "grpo")
 LAYER = "model.layers.0.mlp.down_proj.weight"
 FAULTS = {
     "a loss": Fault("loss", step=1, micro_step=1),
+    "a loss, not its gradients": Fault("constant", step=1, micro_step=1),
     "one gradient": Fault("gradient", step=2, micro_step=0, parameter=LAYER, value=INF),
     "all labels masked": Fault("label", step=1, micro_step=2, value=None),
     "a label out of range": Fault("label", step=2, micro_step=1, value=9999),

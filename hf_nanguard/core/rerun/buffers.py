@@ -1,8 +1,8 @@
-"""Module buffers that a forward pass writes (BatchNorm statistics, counters), kept so that they can be put back.
+"""What a forward pass writes to modules, kept so that it can be put back: buffers (BatchNorm statistics) and plain attributes.
 
-Which buffers those are is learned once, from torch's write counters and the values: all are kept for the first group,
-afterwards only those that changed, and the running statistics of normalization layers. A model without such buffers costs
-nothing.
+Which ones those are is learned once, from torch's write counters and the values: all are kept for the first group,
+afterwards only those that changed, and the running statistics of normalization layers. A model whose forward writes nothing
+costs nothing.
 """
 
 from collections.abc import Iterator
@@ -10,24 +10,31 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..torch_private import get_buffer, is_norm_layer, list_buffers, set_buffer, write_count
+from .kept_attributes import KeptAttributes, keep_module
 
 
 class BufferKeeper:
-    """Keeps and restores the buffers that training writes."""
+    """Keeps and restores the buffers, and the attributes of modules, that training writes."""
 
     def __init__(self, model: nn.Module):
         self.slots = [(module, name) for module, name, _ in list_buffers(model)]
         self.kept: list[tuple[nn.Module, str, Tensor, int, Tensor]] = []
+        bare = model.module if isinstance(model, (DistributedDataParallel, nn.DataParallel)) else model
+        self.modules = list(bare.modules())
+        self.attributes: list[KeptAttributes] = []
         self.learning = True
 
     @torch.no_grad()
     def keep(self) -> None:
         """Keeps the values that the buffers have now."""
-        if self.kept and self.learning:
+        if self.attributes and self.learning:
             self.slots = [slot[:2] for slot in self.kept if _is_written(*slot)]
+            self.modules = [kept.owner for kept in self.attributes if kept.is_changed]
             self.learning = False
+        self.attributes = [keep_module(module) for module in self.modules]
         self.kept = [
             (module, name, buffer, write_count(buffer), buffer.clone())
             for module, name in self.slots
@@ -36,7 +43,9 @@ class BufferKeeper:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts every kept buffer back, also one that was replaced by another tensor since."""
+        """Puts everything back, also a buffer that was replaced by another tensor since."""
+        for kept in self.attributes:
+            kept.restore()
         for module, name, buffer, _, value in self.kept:
             if get_buffer(module, name) is not buffer or not _is_same(buffer, value):
                 set_buffer(module, name, buffer)
@@ -45,11 +54,11 @@ class BufferKeeper:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Makes `restore` do nothing inside the block, while other tensors stand in for the buffers."""
-        kept, self.kept = self.kept, []
+        kept, self.kept, attributes, self.attributes = self.kept, [], self.attributes, []
         try:
             yield
         finally:
-            self.kept = kept
+            self.kept, self.attributes = kept, attributes
 
 
 def _is_written(module: nn.Module, name: str, buffer: Tensor, version: int, value: Tensor) -> bool:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..event import JsonObject
-from ..finite import local
 from ..rng import RngState
 from ..torch_private import copy_unscaled, plain_name, restore_unscaled, sync_buffers
 from .buffers import BufferKeeper
+from .loss_mark import mark_shard, marked_backward
 from .micro_batch import AccumulationGroup, MicroBatch, Payload, Weight
 from .traceless_skip import clear_gradients, forget_unscale
 
@@ -170,12 +170,18 @@ class Runner(ABC, Generic[Payload, Weight]):
         else:
             yield
 
+    def mark_losses(self, losses: list[Tensor]) -> None:
+        """Makes the norm of sharded gradients NaN on every rank if one of these losses is not finite."""
+        if self.lockstep:
+            mark_shard(self.parameters, losses)
+
+    def marking(self, loss: Tensor) -> AbstractContextManager[None]:
+        """Returns a context whose backward pass makes the reduced gradients NaN on every rank if the loss is not finite."""
+        return nullcontext() if self.lockstep else marked_backward(self.parameters, loss)
+
     def poison(self) -> None:
-        """Writes NaN into a sharded gradient of this rank, so that the norm, reduced over all shards, is NaN on every rank."""
-        for parameter in self.parameters:
-            if parameter.grad is not None and local(parameter.grad).numel():
-                local(parameter.grad).view(-1)[0] = float("nan")
-                return
+        """Makes the norm NaN; where gradients are sharded, on every rank."""
+        mark_shard(self.parameters, [torch.tensor(float("nan"))])
 
     def clear(self) -> None:
         """Sets all gradients to `None` and lets the scaler unscale again."""
@@ -245,10 +251,11 @@ class LoopRunner(Runner[object, float]):
             raise RuntimeError("LoopRunner was asked to run a micro-batch before Guard.step gave it a loss function.")
         return self.loss_fn(payload)
 
-    def run(self, micro: MicroBatch, weight: float) -> Tensor:
+    def run(self, micro: MicroBatch, weight: float, marks: bool = False) -> Tensor:
         loss = self._loss(micro.payload)
         weighed = loss * weight
-        (weighed if self.scaler is None else self.scaler.scale(weighed)).backward()
+        with self.marking(loss) if marks else nullcontext():
+            (weighed if self.scaler is None else self.scaler.scale(weighed)).backward()
         return loss.detach()
 
     def forward(self, micro: MicroBatch) -> None:

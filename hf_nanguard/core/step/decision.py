@@ -31,15 +31,16 @@ class Decision:
 HEALTHY = Decision(StepAction.STEP)
 
 
-def decide(losses: list[float], norm: float, policy: Policy, norms: RobustWindow) -> Decision:
+def decide(losses: list[float], norm: float, policy: Policy, norms: RobustWindow, alone: bool = True) -> Decision:
     """Decides an optimizer step from what was read of it: finite first, then thresholds, then statistics.
 
-    The norm, measured before clipping, is the same on every rank, and everything but `STEP` depends on it alone, so all ranks
-    make the same decision. A non-finite loss with finite gradients is known to this rank only, so it is only observed.
-    `norms` holds the norms of healthy steps so far.
+    The norm, measured before clipping, is the same on every rank. Unless this rank is `alone`, everything but `STEP` depends
+    on the norm only, so all ranks make the same decision: a non-finite loss is marked in the gradients before they are
+    reduced, and one that could not be marked is only observed. `norms` holds the norms of healthy steps so far.
     """
-    if not math.isfinite(norm):
-        signal = Signal.GRAD_NONFINITE if all(map(math.isfinite, losses)) else Signal.LOSS_NONFINITE
+    has_bad_loss = not all(map(math.isfinite, losses))
+    if not math.isfinite(norm) or (alone and has_bad_loss):
+        signal = Signal.LOSS_NONFINITE if has_bad_loss else Signal.GRAD_NONFINITE
         actions = {"skip": StepAction.SKIP, "repair": StepAction.REPAIR, "halt": StepAction.HALT}
         action = actions.get(policy.on_nonfinite, StepAction.REDO)
         return Decision(action if policy.acts else StepAction.STEP, signal)
@@ -49,7 +50,7 @@ def decide(losses: list[float], norm: float, policy: Policy, norms: RobustWindow
     action = {"clip": StepAction.CLIP, "skip": StepAction.SKIP}.get(policy.on_spike, StepAction.STEP)
     if spike and policy.acts and action is not StepAction.STEP:
         return Decision(action, Signal.GRAD_SPIKE)
-    if not all(map(math.isfinite, losses)):
+    if has_bad_loss:
         return Decision(StepAction.STEP, Signal.LOSS_NONFINITE)
     return Decision(StepAction.STEP, Signal.GRAD_SPIKE) if spike else HEALTHY
 

@@ -146,14 +146,17 @@ class Guard:
         batches = list(batches)
         if not batches:
             raise ArgumentError("Guard.step must be given at least one batch, got none.")
+        marks = self.policy.acts and self.ranks.size > 1  # alone, a non-finite loss is known without a mark
         runner.begin_group(loss_fn)
         self.monitor_set.begin_step(self.steps_done)
         group = self.begin_group(weight=1 / len(batches))
         for index, batch in enumerate(batches):
             micro = MicroBatch(index, batch, RngState.capture(runner.device_type))
             with runner.unsynced() if index < len(batches) - 1 else nullcontext():
-                loss = runner.run(micro, group.weight)
+                loss = runner.run(micro, group.weight, marks)
             group.micro_batches.append(replace(micro, loss=loss))
+        if marks:
+            runner.mark_losses(group.losses)
         self.monitor_set.end_backward()
         outcome = self._settle_and_step(group, runner)
         reason = self.monitor_set.after_update()

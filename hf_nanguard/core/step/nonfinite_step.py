@@ -1,4 +1,4 @@
-"""What happens to a step whose gradient norm is not finite.
+"""What happens to a step whose losses or gradients are not finite.
 
 The norm is the same on every rank, so every rank is here at once and may communicate. In order: overflows of the loss scaler
 are left to it; if the policy says so, the step is skipped or repaired, or the run halts; otherwise the step is redone without its bad micro-batches.
@@ -53,7 +53,7 @@ class Containment:
         self.before_streak: RngState | None = None  # the random state before the first of the bad steps in a row
 
     def contain(self, reading: StepReading, runner: Runner) -> StepOutcome:
-        """Contains a step whose norm is not finite."""
+        """Contains a step whose norm, or on a single rank a loss, is not finite."""
         group = reading.group
         gradients = runner.named_gradients()
         rng_after = RngState.capture(runner.device_type)
@@ -69,16 +69,17 @@ class Containment:
         finite = all(fact["loss_is_finite"] for fact in facts)
         if runner.scaler is not None and finite and not known:
             return self.leave_to_scaler(reading, runner.scaler)
-        census = judge([name for name, _ in gradients], {k: v for fact in facts for k, v in fact["bad"].items()})
+        bad = {k: v for fact in facts for k, v in fact["bad"].items()}
+        if not finite and self.ranks.size > 1 and len(bad) == 1:  # the mark of the loss itself
+            bad = {}
+        census = judge([name for name, _ in gradients], bad)
         reading = replace(reading, census=census, rng_after=rng_after)
         self.counter.count_gradients(census.bad)
         if any(fact["halts"] for fact in facts):
             return self.halt_on_input(reading, runner)
-        if not reading.clipped and not known:
+        if not reading.clipped and not known and bad:
             self.log_gradients(reading)
         reports = reading.bad_loss is not None or group.has_bad_term or (finite and self.ranks.rank == 0)
-        if not reading.clipped and not census.bad:
-            return self.skip_norm_overflow(reading, runner)
         why_not = next((fact["why_not"] for fact in facts if fact["why_not"]), None)
         action = StepAction.REDO if known else reading.decision.action
         if action is StepAction.REDO and why_not is None:
@@ -109,14 +110,6 @@ class Containment:
             values = {"loss_scale": scale}
             self.journal.write_once(Event(reading.step, Signal.GRAD_NONFINITE, Action.OBSERVED, message, values=values))
         return StepOutcome(norm=reading.norm_dev, scaler_skips=True)
-
-    def skip_norm_overflow(self, reading: StepReading, runner: Runner) -> StepOutcome:
-        """Skips a step whose gradients are all finite although their norm is not."""
-        message = f"the gradient norm is {reading.norm} at step {reading.step} although every gradient is finite"
-        halts = reading.decision.action is StepAction.HALT
-        event = reading.event(_skip_action(halts), message, Signal.GRAD_NONFINITE, Cause.NORM_OVERFLOW)
-        self.journal.write_once(event)
-        return self.skip(reading, runner, event.signal, message, halts)
 
     def skip_whole(
         self, reading: StepReading, runner: Runner, mine: bool, action: StepAction, why_not: str | None

@@ -143,22 +143,27 @@ class Redo:
     # ---- one micro-batch ----
 
     def find_bad(self, reading: StepReading, runner: Runner) -> list[BadMicroBatch]:
-        """Runs every micro-batch alone and returns those whose gradients are not finite, and those known to be bad."""
+        """Runs every micro-batch alone and returns those whose loss or gradients are not finite, and those known to be bad."""
         blamed = []
         for micro in reading.group.micro_batches:
             known = next(iter(micro.findings_to(BatchAction.DROP)), None)
             if known is None or runner.lockstep:
-                loss_dev = runner.probe(micro, reading.group.weight)
-                census = self.take_census(runner)
-                [loss] = read_host([loss_dev])
+                loss, census = self.probe(runner, micro, reading)
+                is_bad = bool(census.bad) or not math.isfinite(loss)
             if known is not None:
                 blamed.append(BadMicroBatch.of_finding(micro, known, reading.step))
-            elif census.bad and micro.suspicion is not None:
+            elif is_bad and micro.suspicion is not None:
                 blamed.append(BadMicroBatch.of_finding(micro, micro.suspicion, reading.step))
-            elif census.bad:
+            elif is_bad:
                 removable_terms = self.find_removable_terms(reading, runner, micro)
                 blamed.append(BadMicroBatch.of_run(micro, loss, census, reading.step, removable_terms))
         return blamed
+
+    def probe(self, runner: Runner, micro: MicroBatch, reading: StepReading) -> tuple[float, Census]:
+        """Runs a micro-batch alone and returns its loss and what is known of its gradients."""
+        loss_dev = runner.probe(micro, reading.group.weight)
+        census = self.take_census(runner)
+        return read_host([loss_dev])[0], census
 
     def find_removable_terms(self, reading: StepReading, runner: Runner, micro: MicroBatch) -> frozenset[str]:
         """Runs a bad micro-batch again without some terms of its loss and returns those without which it is finite.
@@ -177,8 +182,8 @@ class Redo:
             return frozenset()
         for left_out in tries:
             if names - left_out:
-                runner.probe(replace(micro, left_out=left_out), reading.group.weight)
-                if not self.take_census(runner).bad:
+                loss, census = self.probe(runner, replace(micro, left_out=left_out), reading)
+                if math.isfinite(loss) and not census.bad:
                     return left_out
         return frozenset()
 
@@ -231,13 +236,12 @@ class Redo:
     def run_good(
         self, reading: StepReading, runner: Runner, good: list[MicroBatch], num_good: list[int]
     ) -> StepOutcome | None:
-        """Runs the good micro-batches; returns `None` if their gradients are not finite either."""
+        """Runs the good micro-batches; returns `None` if their losses or gradients are not finite either."""
         losses = runner.rerun(reading.group, good, runner.regroup(good, num_good))
         norm_dev = runner.measure()
         *values, norm = read_host([*losses, local(norm_dev)])
-        if not math.isfinite(norm):
+        if self.ranks.any(not all(map(math.isfinite, [*values, norm]))):
             return None
         self.counter.count_norm(norm)
-        shown = [loss for loss, value in zip(losses, values, strict=True) if math.isfinite(value)]
         num_dropped = len(reading.group.micro_batches) - len(good)
-        return StepOutcome(norm=norm_dev, redone=shown, fresh=True, num_dropped=num_dropped)
+        return StepOutcome(norm=norm_dev, redone=losses, fresh=True, num_dropped=num_dropped)

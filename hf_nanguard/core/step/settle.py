@@ -6,22 +6,26 @@ A step whose norm is not finite goes to `nonfinite_step.py`.
 import math
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from ..event import Culprit, Event
-from ..finite import local, read_host
+from ..finite import find_nonfinite, local, read_host, total_norm
 from ..journal import Journal
+from ..ranks import Ranks
 from ..rerun.micro_batch import AccumulationGroup, BatchAction, Finding
 from ..rerun.runner import Runner, same_on_all_ranks
 from ..robust_window import RobustWindow
 from ..settings import Policy
-from ..vocabulary import Action, Signal
+from ..vocabulary import Action, Cause, Signal
 from .bad_gradients import take_census
 from .counters import Counter
 from .decision import Escalation, StepAction, decide
 from .nonfinite_step import Containment
 from .redo import Redo
 from .step_reading import BadMicroBatch, StepOutcome, StepReading
+
+NONFINITE = (Signal.LOSS_NONFINITE, Signal.GRAD_NONFINITE)
 
 
 class Settlement:
@@ -45,6 +49,7 @@ class Settlement:
         self.containment = Containment(policy, journal, counter, escalation, redo)
         self.last_norm: float | None = None
         self.was_zero = False
+        self.has_overflowed = False  # the norm of finite gradients; reported once
 
     def settle(
         self, group: AccumulationGroup, runner: Runner, step: int, norm: Tensor | None, zero_is_news: bool
@@ -53,8 +58,11 @@ class Settlement:
         norm_dev = runner.measure() if norm is None else same_on_all_ranks(norm)
         *values, norm_host = read_host([*group.losses, *group.notes, local(norm_dev)])
         losses, watched = values[: len(group.losses)], group.take_notes(values[len(group.losses) :])
+        if math.isinf(norm_host) and norm is None:
+            norm_host = self._measure_again(runner, step, norm_host)
+            norm_dev = torch.full_like(norm_dev, norm_host, dtype=torch.float32)
         self.last_norm = norm_host
-        decision = decide(losses, norm_host, self.policy, self.norms)
+        decision = decide(losses, norm_host, self.policy, self.norms, self.journal.ranks.size == 1)
         if not math.isfinite(norm_host) and group.has_bad_term:  # dropped on the device, yet its gradient is not finite
             decision = replace(decision, signal=Signal.LOSS_NONFINITE)
         reading = StepReading(
@@ -67,11 +75,28 @@ class Settlement:
         self._emit_findings(reading)
         return self._carry_out(reading, runner, zero_is_news)
 
+    def _measure_again(self, runner: Runner, step: int, norm: float) -> float:
+        """Returns the true norm if every gradient is finite and only their squares overflow; the first time, says so."""
+        gradients = runner.named_gradients()
+        ranks = self.journal.ranks if runner.lockstep else Ranks(alone=True)
+        if any(ranks.gather(bool(find_nonfinite(gradients)))):
+            return norm
+        exact = math.hypot(*ranks.gather(total_norm([gradient for _, gradient in gradients])))
+        if not self.has_overflowed:
+            message = f"the gradient norm is {norm} at step {step} although every gradient is finite: it overflows. The true norm is {exact:.4g}"
+            values = {"grad_norm": norm, "true_norm": exact, "num_bad_parameters": 0}
+            culprit, cause = Culprit(phase="backward"), Cause.NORM_OVERFLOW
+            self.journal.write_once(
+                Event(step, Signal.GRAD_NONFINITE, Action.OBSERVED, message, None, 0, values, culprit, cause)
+            )
+        self.has_overflowed = True
+        return exact
+
     def _carry_out(self, reading: StepReading, runner: Runner, zero_is_news: bool) -> StepOutcome:
         decision, finite = reading.decision, math.isfinite(reading.norm)
         if runner.scaler is not None and not finite and reading.bad_loss is None and not self.policy.acts:
             return self.containment.leave_to_scaler(reading, runner.scaler)
-        if decision.action is not StepAction.STEP and not finite:
+        if decision.action is not StepAction.STEP and decision.signal in NONFINITE:
             return self.containment.contain(reading, runner)
         if finite:
             self.counter.count_norm(reading.norm)

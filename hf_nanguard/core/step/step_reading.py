@@ -205,7 +205,7 @@ class BadMicroBatch:
                 f", but not without {' and '.join(sorted(removable_terms))}" if removable_terms else ""
             )
         else:
-            what = describe_loss(micro, loss)
+            what = describe_loss(micro, loss) + ("" if census.bad else "; its gradients are finite")
         term = next(iter([*micro.bad_terms, *sorted(removable_terms)]), None)
         culprit = Culprit(phase="backward" if finite else "loss", parameter=census.suspect, term=term, rows=micro.rows)
         signal = Signal.GRAD_NONFINITE if finite else Signal.LOSS_NONFINITE

@@ -56,23 +56,22 @@ def poisoned_backward(accelerator: Accelerator, parameter: torch.Tensor) -> Abst
     return replaced_method(accelerator, "backward", wrap)
 
 
-@contextmanager
-def counted_backwards(accelerator: Accelerator) -> Iterator[list[int]]:
-    """Counts the backward passes inside the block, as a list with the number; under DDP each is an exchange of all ranks.
+def surrounded_backwards(
+    accelerator: Accelerator, around: Callable[[torch.Tensor], AbstractContextManager[None]]
+) -> AbstractContextManager[None]:
+    """Returns a context in which every backward pass runs inside `around(loss)`.
 
-    Can go when accelerate counts them.
+    Can go when accelerate offers a hook on the loss before its backward.
     """
-    count = [0]
 
     def wrap(backward: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any, **kwargs: Any) -> None:
-            count[0] += 1
-            backward(*args, **kwargs)
+        def surrounded(loss: torch.Tensor, **kwargs: Any) -> None:
+            with around(loss):
+                backward(loss, **kwargs)
 
-        return counted
+        return surrounded
 
-    with replaced_method(accelerator, "backward", wrap):
-        yield count
+    return replaced_method(accelerator, "backward", wrap)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """What is known of one optimizer step, from the first batch of its accumulation group to the clip."""
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -12,7 +12,7 @@ from ...core.rerun.micro_batch import AccumulationGroup, BatchAction, MicroBatch
 from ...core.rng import RngState
 from ...core.step.guard import Guard
 from ...errors import NonFiniteError
-from ..compat.accelerate import counted_backwards
+from ..compat.accelerate import surrounded_backwards
 from ..compat.trainer import running_loss
 from ..compat.trainer_protocol import HostTrainer
 from ..data.checked_collator import NOTE, BatchNote, name_rows
@@ -73,6 +73,7 @@ class StepRecorder:
         self._notes: list[BatchNote] = []
         self._batch_rows: list[list[int] | None] = []
         self._held: tuple[HeldInputs, RngState] | None = None  # of the running micro-batch
+        self._rng_before = self._capture_rng()  # before its training_step
         self._replayed: HeldInputs | None = None  # what _prepare_inputs returns while a micro-batch runs again
         self._loss_before: Tensor | None = None
 
@@ -138,13 +139,13 @@ class StepRecorder:
             self._batch_rows.append(None)
         findings = self._notes[index].findings
         must_be_dropped = any(finding.action in (BatchAction.DROP, BatchAction.HALT) for finding in findings)
-        self._held, self.phase = None, Phase.RUNNING
+        self._held, self._rng_before, self.phase = None, self._capture_rng(), Phase.RUNNING
         rows = None
         try:
             with (
                 runner.poisoned() if must_be_dropped else nullcontext(),
                 self.loss_errors.watched(model),
-                self._counted_backwards(),
+                self._watched_backwards(runner),
             ):
                 loss = training_step(model, inputs, num_items)
         except NonFiniteError:  # a halt that every rank has decided
@@ -163,7 +164,7 @@ class StepRecorder:
                 loss = training_step(model, batch.again(), num_items)
         finally:
             self.phase = Phase.COLLECTING if self.phase is Phase.RUNNING else self.phase
-        payload, rng = self._held or (None, RngState.capture(self.trainer.args.device.type))
+        payload, rng = self._held or (None, self._rng_before)
         rows = self._rows_of(payload, index) if rows is None else rows
         group.micro_batches.append(MicroBatch(index, payload, rng, findings, rows, loss.detach()))
         return loss
@@ -175,11 +176,20 @@ class StepRecorder:
         """
         if self._replayed is not None:
             return self._replayed.again()
+        if self.phase is not Phase.RUNNING or self._held is not None:
+            return host_prepare(inputs)
+        before = self._capture_rng()
         prepared = host_prepare(inputs)
-        if self.phase is Phase.RUNNING and self._held is None:
-            self.loss_errors.begin_forward()
-            self._held = (HeldInputs.of(prepared), RngState.capture(self.trainer.args.device.type))
+        self.loss_errors.begin_forward()
+        after = self._capture_rng()
+        # Preparing is not repeated, so a run of held inputs begins after what it has drawn (completions, say); what a
+        # training_step draws before it prepares is drawn again.
+        rng = self._rng_before if before.is_same(after) else after
+        self._held = (HeldInputs.of(prepared), rng)
         return prepared
+
+    def _capture_rng(self) -> RngState:
+        return RngState.capture(self.trainer.args.device.type)
 
     @contextmanager
     def replaying(self, held: HeldInputs) -> Iterator[None]:
@@ -237,14 +247,19 @@ class StepRecorder:
         self.guard.begin_group()
         self.phase = Phase.IDLE
 
-    @contextmanager
-    def _counted_backwards(self) -> Iterator[None]:
-        if self.guard.ranks.size == 1:
-            yield
-            return
-        with counted_backwards(self.trainer.accelerator) as count:
-            yield
-        self.num_backwards = max(self.num_backwards, *count)
+    def _watched_backwards(self, runner: TrainerRunner) -> AbstractContextManager[None]:
+        """Counts the backward passes of a `training_step`, each an exchange of all ranks, and marks non-finite losses."""
+        count = 0
+
+        def around(loss: Tensor) -> AbstractContextManager[None]:
+            nonlocal count
+            count += 1
+            self.num_backwards = max(self.num_backwards, count)
+            return runner.marking(loss) if self.guard.policy.acts else nullcontext()
+
+        if self.guard.ranks.size == 1:  # a non-finite loss is known without a mark
+            return nullcontext()
+        return surrounded_backwards(self.trainer.accelerator, around)
 
     def _rows_of(self, held: HeldInputs | None, index: int) -> list[int] | Tensor | None:
         if held is not None and isinstance(held.inputs, Mapping) and ROWS in held.inputs:

@@ -315,12 +315,16 @@ class TrainerGuard:
         if runner is None or not record.group.micro_batches:
             self._report_unguarded()
             return host_clip() if norm is None else norm
+        must_drop = any(micro.must_be_dropped for micro in record.group.micro_batches)
+        if must_drop and runner.poisons_gradients:
+            runner.poison()
+        elif self.acts:
+            runner.mark_losses(record.group.losses)
+        if norm is not None and (must_drop or runner.lockstep):  # it was measured before the gradients were marked
+            norm = norm + 0.0 * runner.norm()
         if norm is None and not compat.clips_in_one_piece(trainer, model):
             norm = host_clip()
         is_clipped = norm is not None
-        if any(micro.must_be_dropped for micro in record.group.micro_batches) and runner.poisons_gradients:
-            runner.poison()
-            norm = float("nan") if is_clipped else None
         given = torch.as_tensor(norm, device=trainer.args.device) if is_clipped else None
         outcome = self.guard.settle(record.group, runner, trainer.state.global_step, given, record.is_labelled)
         self._correct_log(outcome, runner)

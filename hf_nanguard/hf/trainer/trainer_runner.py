@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...core.autopsy.evidence.verdict import MAX_TEXT
 from ...core.ranks import Ranks
+from ...core.rerun.kept_attributes import untouched, untouched_modules
 from ...core.rerun.micro_batch import AccumulationGroup, MicroBatch
 from ...core.rerun.runner import Runner
 from ..compat.accelerate import bare_optimizer, local_collectives, poisoned_backward
@@ -23,7 +24,6 @@ from ..compat.trainer import (
 )
 from ..compat.trainer_protocol import HostTrainer
 from .held_inputs import HeldInputs, LossWeight, Replayer
-from .isolation import untouched, untouched_modules
 from .trainer_facts import describe_trainer
 
 

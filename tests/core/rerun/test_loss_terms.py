@@ -155,7 +155,7 @@ def test_a_bad_term_is_blamed_by_name(fault, signal, place):
 
 def test_a_loss_that_is_bad_with_good_gradients_names_its_term():
     loop = run(groups_of((1, 1, "shift")))
-    assert loop.told() == [(1, 1, "loss_nonfinite", "observed")]
+    assert loop.told() == [(1, 1, "loss_nonfinite", "dropped")]
     assert loop.events[0]["culprit"]["term"] == "aux"
     assert loop.events[0]["values"]["terms"]["aux"] == "inf"
 

@@ -37,13 +37,13 @@ GRAD, LOSS, SPIKE = Signal.GRAD_NONFINITE, Signal.LOSS_NONFINITE, Signal.GRAD_SP
         ([1.0], NAN, {"on_nonfinite": "halt"}, StepAction.HALT, GRAD),
         ([NAN], NAN, {"mode": "observe"}, STEP, LOSS),
         ([1.0], NAN, {"mode": "observe", "on_nonfinite": "halt"}, STEP, GRAD),
-        # news of one rank only: never more than observed
-        ([NAN], 1.0, {}, STEP, LOSS),
-        ([NAN], 1.0, {"on_nonfinite": "halt"}, STEP, LOSS),
-        # and never less than what the norm, which all ranks share, says
-        ([NAN], 1e6, {"skip_grad_norm": 2.0}, SKIP, SPIKE),
-        ([NAN], 99.0, {"on_spike": "clip"}, CLIP, SPIKE),
-        ([NAN], 99.0, {"on_spike": "skip"}, SKIP, SPIKE),
+        # a loss that is not finite never reaches the optimizer, whatever its gradients are
+        ([NAN], 1.0, {}, REDO, LOSS),
+        ([1.0, -INF], 1.0, {}, REDO, LOSS),
+        ([NAN], 1.0, {"on_nonfinite": "halt"}, StepAction.HALT, LOSS),
+        ([NAN], 1.0, {"mode": "observe"}, STEP, LOSS),
+        ([NAN], 1e6, {"skip_grad_norm": 2.0}, REDO, LOSS),
+        ([NAN], 99.0, {"on_spike": "clip"}, REDO, LOSS),
         ([1.0], 2.0, {"skip_grad_norm": 2.0}, STEP, None),
         ([1.0], 2.1, {"skip_grad_norm": 2.0}, SKIP, SPIKE),
         ([1.0], NAN, {"skip_grad_norm": 2.0}, REDO, GRAD),
@@ -63,12 +63,26 @@ def test_healthy_is_step_without_a_signal():
     assert Decision(StepAction.STEP, None) == HEALTHY
 
 
+@pytest.mark.parametrize(
+    ("norm", "settings", "action", "signal"),
+    [
+        (1.0, {}, STEP, LOSS),
+        (1.0, {"on_nonfinite": "halt"}, STEP, LOSS),
+        (1e6, {"skip_grad_norm": 2.0}, SKIP, SPIKE),
+        (99.0, {"on_spike": "clip"}, CLIP, SPIKE),
+        (99.0, {"on_spike": "skip"}, SKIP, SPIKE),
+    ],
+)
+def test_a_bad_loss_that_the_norm_does_not_show_is_observed_among_ranks(norm, settings, action, signal):
+    assert decide([NAN], norm, Policy(**settings), seen(), alone=False) == Decision(action, signal)
+
+
 def test_nothing_but_step_depends_on_this_rank_s_losses():
     """Ranks see different losses and the same norm: they must take the same action."""
     for norm in (0.0, 1.0, 99.0, NAN, INF):
         for settings in ({}, {"on_nonfinite": "skip"}, {"on_spike": "skip"}, {"skip_grad_norm": 0.5}):
             seen_here = ([1.0], [NAN], [INF, 1.0])
-            actions = {decide(losses, norm, Policy(**settings), seen()).action for losses in seen_here}
+            actions = {decide(losses, norm, Policy(**settings), seen(), alone=False).action for losses in seen_here}
             assert len(actions) == 1, (norm, settings, actions)
 
 

@@ -312,18 +312,48 @@ def test_a_lasting_change_of_level_is_learned():
         assert loop.told()[-1][0] < 200, f"{on_spike}: still alarmed"
 
 
-def test_finite_float16_gradients_whose_norm_overflows_blame_nobody():
-    model = nn.Linear(2000, 1, bias=False).half()
+@pytest.mark.parametrize("mode", ["act", "observe"])
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float16, 3e3), (torch.float32, 1e25), (torch.bfloat16, 1e30)])
+def test_finite_gradients_whose_norm_overflows_are_clipped_by_the_true_norm(dtype, value, mode):
+    """The true norm is `value * sqrt(2000)`, so clipping leaves 1 / sqrt(2000) of every entry."""
+    model = nn.Linear(2000, 1, bias=False, dtype=dtype)
+    nn.init.zeros_(model.weight)
     events = []
-    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=1e-3), on_event=events.append, max_grad_norm=1.0)
-    before = model.weight.detach().clone()
-    outcome = guard.step(lambda x: (model.weight * x).sum(), [torch.full((1, 2000), 3e3, dtype=torch.float16)])
-    assert not outcome.stepped
-    assert torch.equal(model.weight, before)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = Guard(model, optimizer, Policy(mode=mode), on_event=events.append, max_grad_norm=1.0)
+    batch = torch.full((1, 2000), value, dtype=dtype)
+    for _ in range(2):
+        assert guard.step(lambda x: (model.weight * x).sum() * 1.0, [batch]).stepped
+    torch.testing.assert_close(model.weight, torch.full_like(model.weight, -0.2 / 2000**0.5), rtol=2e-2, atol=0.0)
     [event] = events
-    assert (event["signal"], event["action"], event["cause"]) == ("grad_nonfinite", "skipped", "norm_overflow")
+    assert (event["signal"], event["action"], event["cause"]) == ("grad_nonfinite", "observed", "norm_overflow")
     assert event["culprit"]["parameter"] is None
     assert event["values"]["num_bad_parameters"] == 0
+    assert event["values"]["true_norm"] == pytest.approx(value * 2000**0.5, rel=1e-2)
+
+
+def test_without_clipping_a_step_whose_norm_overflows_goes_on_as_without_a_guard():
+    """An optimizer that does not care about scale trains on such gradients."""
+
+    def train(guard_it):
+        model = nn.Linear(50, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.Rprop(model.parameters())
+        guard = Guard(model, optimizer, Policy(mode="act" if guard_it else "off", max_bad_steps=2))
+        for seed in range(5):
+            x = torch.randn(1, 50, generator=torch.Generator().manual_seed(seed))
+            guard.step(lambda x: (model.weight * x).sum() * 1e25, [x])
+        return model.weight.detach()
+
+    assert torch.equal(train(True), train(False))
+
+
+def test_a_fixed_threshold_holds_for_a_norm_that_overflows():
+    model = nn.Linear(50, 1, bias=False)
+    before = model.weight.detach().clone()
+    guard = Guard(model, torch.optim.SGD(model.parameters(), lr=1.0), Policy(skip_grad_norm=10.0))
+    assert not guard.step(lambda x: (model.weight * x).sum() * 1e25, [torch.ones(1, 50)]).stepped
+    assert torch.equal(model.weight, before)
 
 
 def test_a_fault_that_does_not_come_back_costs_nothing():
@@ -415,21 +445,40 @@ def test_zero_loss_and_gradient_are_news_once():
     ]  # fmt: skip
 
 
-def test_a_bad_loss_with_good_gradients_is_observed_and_the_step_goes_on():
-    def loss(loop):
-        return lambda batch: loop.loss(batch) + torch.tensor(INF)
+def shift_loss(loop, groups, *places, value=INF):
+    """Makes the loss of some batches bad and leaves their gradients as they are."""
+    bad, plain = [groups[step][micro] for step, micro in places], loop.loss
+    loop.loss = lambda batch: plain(batch) + value if any(batch is other for other in bad) else plain(batch)
+    return loop
 
-    plain = Loop()
-    for batch in make_groups(1, 1)[0]:
-        loss(plain)(batch).backward()
-    torch.nn.utils.clip_grad_norm_(plain.model.parameters(), 1.0)
-    plain.optimizer.step()
-    plain.scheduler.step()
-    loop = Loop().guarded()
-    assert loop.guard.step(loss(loop), make_groups(1, 1)[0]).stepped
-    assert_same(loop.everything(), plain.everything())
-    assert loop.told() == [(0, 0, "loss_nonfinite", "observed")]
-    assert loop.events[0]["values"]["loss"] == "inf"
+
+@pytest.mark.parametrize("value", [INF, -INF, NAN])
+def test_a_bad_loss_with_good_gradients_never_reaches_the_optimizer(value):
+    groups = make_groups(3, 3)
+    loop = shift_loss(Loop().guarded(), groups, (1, 1), value=value).run(groups)
+    without = make_groups(3, 3)
+    del without[1][1]
+    assert_same(loop.everything(), Loop().run(without).everything())
+    assert loop.told() == [(1, 1, "loss_nonfinite", "dropped")]
+    assert "its gradients are finite" in loop.events[0]["message"]
+    assert loop.events[0]["values"]["loss"] == str(value)
+
+
+@pytest.mark.parametrize("policy", ["drop", "skip", "repair", "floor"])
+def test_a_step_of_nothing_but_a_bad_loss_is_skipped(policy):
+    groups = make_groups(3, 1)
+    loop = shift_loss(Loop().guarded(Policy(on_nonfinite=policy)), groups, (1, 0)).run(groups)
+    without = make_groups(3, 1)
+    del without[1]
+    assert_same(loop.everything(), Loop().run(without).everything())
+    assert loop.told() == [(1, 0, "loss_nonfinite", "skipped")]
+
+
+def test_a_bad_loss_with_good_gradients_is_observed_if_the_guard_only_observes():
+    groups = make_groups(3, 2)
+    loop = shift_loss(Loop().guarded(Policy(mode="observe")), groups, (1, 1)).run(groups)
+    assert_same(loop.everything(), Loop().run(make_groups(3, 2)).everything())
+    assert loop.told() == [(1, 1, "loss_nonfinite", "observed")]
 
 
 # ---- loss scaler ----

@@ -3,6 +3,7 @@
 import copy
 import inspect
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -730,18 +731,23 @@ def test_routers_are_those_whose_logits_the_host_returns():
     assert compat_attention.find_routers(tiny_llama()) == []
 
 
-def test_backward_passes_are_counted_and_the_accelerator_is_left_as_it_was(trainer):
-    accelerator = trainer.accelerator
+def test_backward_passes_are_surrounded_and_the_accelerator_is_left_as_it_was(trainer):
+    accelerator, losses = trainer.accelerator, []
     weight = nn.Parameter(torch.ones(2))
-    with compat_accelerate.counted_backwards(accelerator) as count:
-        for _ in range(2):
-            accelerator.backward((weight * 3).sum())
-    assert count == [2]
-    assert weight.grad.tolist() == [6.0, 6.0]
+
+    def around(loss):
+        losses.append(loss.item())
+        return nullcontext()
+
+    with compat_accelerate.surrounded_backwards(accelerator, around):
+        for factor in (3, 4):
+            accelerator.backward((weight * factor).sum())
+    assert losses == [6.0, 8.0]
+    assert weight.grad.tolist() == [7.0, 7.0]
     assert "backward" not in vars(accelerator)
     with compat_accelerate.poisoned_backward(accelerator, weight):
         poisoned = accelerator.backward
-        with compat_accelerate.counted_backwards(accelerator):
+        with compat_accelerate.surrounded_backwards(accelerator, around):
             pass
         assert accelerator.backward is poisoned
 

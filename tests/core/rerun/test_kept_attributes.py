@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutput
 
-from hf_nanguard.hf.trainer.isolation import untouched
+from hf_nanguard.core.rerun.kept_attributes import untouched
 
 
 class Owner:
