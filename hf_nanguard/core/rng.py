@@ -6,6 +6,7 @@ host read.
 
 import random
 import sys
+from ctypes import string_at
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RngState:
     """The state of every generator that a forward pass may use."""
 
@@ -35,13 +36,14 @@ class RngState:
             numpy=None if numpy is None else numpy.random.get_state(),
         )
 
-    def is_same(self, other: "RngState") -> bool:
-        """Returns whether no generator was used between the two."""
-        return all(map(torch.equal, self._tensors(), other._tensors())) and self.python == other.python
+    def __eq__(self, other: object) -> bool:
+        """Whether no generator was used between the two."""
+        return isinstance(other, RngState) and self._values() == other._values()
 
-    def _tensors(self) -> list[Tensor]:
-        numpy = [] if self.numpy is None else [torch.as_tensor(part) for part in self.numpy[1:]]
-        return [self.cpu, *([] if self.device is None else [self.device]), *numpy]
+    def _values(self) -> list[Any]:
+        states = [self.cpu] if self.device is None else [self.cpu, self.device]  # both on the host
+        numpy = [] if self.numpy is None else [self.numpy[1].tobytes(), *self.numpy[2:]]
+        return [*(string_at(state.data_ptr(), state.nbytes) for state in states), self.python, *numpy]
 
     def restore(self) -> None:
         """Restores the state of every generator."""

@@ -52,3 +52,13 @@ def test_a_kept_state_is_not_moved_by_later_draws():
     kept = state.cpu.clone()
     torch.rand(1000)
     assert torch.equal(state.cpu, kept)
+
+
+def test_two_states_are_equal_unless_something_was_drawn_between():
+    for drawn in (lambda: torch.rand(1), random.random, np.random.rand, lambda: np.random.randn(1)):
+        state = RngState.capture()
+        with OperationCounter() as count:
+            assert state == RngState.capture()
+        assert (count.num_reads, count.num_ops) == (0, 0)
+        drawn()
+        assert state != RngState.capture()

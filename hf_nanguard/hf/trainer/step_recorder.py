@@ -73,7 +73,8 @@ class StepRecorder:
         self._notes: list[BatchNote] = []
         self._batch_rows: list[list[int] | None] = []
         self._held: tuple[HeldInputs, RngState] | None = None  # of the running micro-batch
-        self._rng_before = self._capture_rng()  # before its training_step
+        self._device_type = trainer.args.device.type
+        self._rng_before = RngState.capture(self._device_type)  # before its training_step
         self._replayed: HeldInputs | None = None  # what _prepare_inputs returns while a micro-batch runs again
         self._loss_before: Tensor | None = None
 
@@ -139,7 +140,7 @@ class StepRecorder:
             self._batch_rows.append(None)
         findings = self._notes[index].findings
         must_be_dropped = any(finding.action in (BatchAction.DROP, BatchAction.HALT) for finding in findings)
-        self._held, self._rng_before, self.phase = None, self._capture_rng(), Phase.RUNNING
+        self._held, self._rng_before, self.phase = None, RngState.capture(self._device_type), Phase.RUNNING
         rows = None
         try:
             with (
@@ -178,18 +179,15 @@ class StepRecorder:
             return self._replayed.again()
         if self.phase is not Phase.RUNNING or self._held is not None:
             return host_prepare(inputs)
-        before = self._capture_rng()
+        before = RngState.capture(self._device_type)
         prepared = host_prepare(inputs)
         self.loss_errors.begin_forward()
-        after = self._capture_rng()
+        after = RngState.capture(self._device_type)
         # Preparing is not repeated, so a run of held inputs begins after what it has drawn (completions, say); what a
         # training_step draws before it prepares is drawn again.
-        rng = self._rng_before if before.is_same(after) else after
+        rng = self._rng_before if before == after else after
         self._held = (HeldInputs.of(prepared), rng)
         return prepared
-
-    def _capture_rng(self) -> RngState:
-        return RngState.capture(self.trainer.args.device.type)
 
     @contextmanager
     def replaying(self, held: HeldInputs) -> Iterator[None]:
