@@ -23,10 +23,9 @@ from transformers import Trainer, TrainingArguments
 from trl import GRPOTrainer
 
 from hf_nanguard import ArgumentError, GuardedGRPOConfig, GuardedGRPOTrainer
-from hf_nanguard.examples.compare import Outcome, compare_runs
+from hf_nanguard.examples.compare import Outcome, compare_runs, measure_rewards
 from hf_nanguard.examples.recipe.command_line import parse_arguments
 from hf_nanguard.examples.recipe.field_report_case import CaseArguments, check_rows, exit_code
-from hf_nanguard.examples.recipe.grpo_recipe import measure_rewards
 from hf_nanguard.examples.tasks import pictures as picture
 
 BAD_ROW = 5

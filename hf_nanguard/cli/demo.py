@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .command_parser import Subparsers, between, import_example
+from .command_parser import Subparsers, add_command, between, needs_trl
 from .live_output import build_console, guard_log, print_plain, progress
 
 if TYPE_CHECKING:
@@ -31,14 +31,15 @@ Exit codes: 0, 2 for bad arguments, 130 for Ctrl-C.
 
 def add_parser(subparsers: Subparsers) -> None:
     """Adds the command to the command line."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "demo",
+        run,
         help="show four failures, stock and guarded, side by side",
         description="Plants four failures in small runs on the CPU and compares a stock with a guarded trainer: one bad\n"
         "row, GRPO that samples from NaN, a NaN that never shows in the log, a float16 overflow. Takes about a\n"
         "minute and downloads nothing.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--output-dir", default="runs/demo", help="folder of the runs (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="only the first failure, the bad row")
@@ -48,7 +49,6 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--seed", type=between(0, 2**31), default=0, help="seed of data, weights and dropout (default: %(default)s)"
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -56,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ..examples.output_folder import make_folder
 
     folder = make_folder("--output-dir", arguments.output_dir)
-    scenarios = import_example("demo", "demo.scenarios").SCENARIOS
+    with needs_trl("demo"):
+        from ..examples.demo.scenarios import SCENARIOS
     import torch
 
     from ..examples.compare import quiet_hosts
@@ -66,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = build_console()
     shown = []
     with quiet_hosts(), guard_log(console):
-        for number, run_scenario in enumerate(scenarios[:1] if arguments.quick else scenarios, 1):
+        for number, run_scenario in enumerate(SCENARIOS[:1] if arguments.quick else SCENARIOS, 1):
 
             def announce(description: str, number: int = number) -> None:
                 console.print(f"{number}. {description}", markup=False, highlight=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from .command_parser import Subparsers, import_example
+from .command_parser import Subparsers, add_command, load_recipe
 from .setting_flags import add_flags
 
 PRESETS = ("balanced", "ultra_conservative")
@@ -41,13 +41,14 @@ def add_recipe(
     common: dict[str, tuple[str | None, str]],
 ) -> None:
     """Adds the command of a recipe to the command line; its help shows the flags `common` besides those of all recipes."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         name,
+        run,
         help=summary,
         usage=f"nanguard {name} [--preset NAME] [--config FILE] [--compare] [--json] [any flag of TRL's {name} script]",
         description=description,
         epilog=f"{SETTINGS}\nexamples:\n{examples}\n{EXIT_CODES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--preset", choices=PRESETS, help="arguments that work for this kind of training")
@@ -68,7 +69,6 @@ def add_recipe(
         else:
             group.add_argument(flag, metavar=metavar, help=text)
     add_flags(parser.add_argument_group("settings of the guard"))
-    parser.set_defaults(run=run, recipe=name)
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -80,11 +80,10 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the recipe and returns its exit code."""
-    name = arguments.recipe
-    recipe = import_example(name, f"recipe.{name}_recipe").RECIPE
+    recipe = load_recipe(arguments.command, arguments.command)
     if "--help_all" in arguments.words:
         from ..examples.recipe.recipe_parser import build_parser
 
-        build_parser(recipe.kind).print_help()
+        build_parser(recipe.KIND).print_help()
         return 0
-    return recipe.run(arguments.words)
+    return recipe.main(arguments.words)

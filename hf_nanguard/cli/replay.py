@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
 from ..plain_text import printable
-from .command_parser import Subparsers
+from .command_parser import Subparsers, add_command
 
 if TYPE_CHECKING:
     from ..core.autopsy.bundle.reader import Bundle
@@ -37,13 +37,14 @@ exit codes: 0 the same verdict, 1 another one or none, 2 bad arguments or a bad 
 
 def add_parser(subparsers: Subparsers) -> None:
     """Adds the command to the command line."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "replay",
+        run,
         help="reproduce the verdict of an autopsy from its bundle",
         description="Rebuilds the model and the loss of a bundle, runs its bad micro-batch and reports where the first\n"
         "NaN or inf appears. Nothing is downloaded.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "bundle", metavar="BUNDLE", help="the folder that an autopsy wrote, e.g. nanguard/autopsy/step-42"
@@ -57,7 +58,6 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--remedies", action="store_true", help="try remedies again (default: show the recorded ones)")
     parser.add_argument("--device", help="where to run it (default: where it ran, if this machine has such a device)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from types import TracebackType
 from ..takeover.child_processes import guard_children, mark_built, say
 from ..takeover.script_target import find_target
 from ..takeover.takeover import Takeover
-from .command_parser import Subparsers
+from .command_parser import Subparsers, add_command
 from .setting_flags import CONFIG_VARIABLE, add_flags, as_environment, gather
 
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
@@ -39,22 +39,22 @@ exit codes: those of the script; 2 for bad arguments, before it starts; 130 for 
 
 def add_parser(subparsers: Subparsers) -> None:
     """Adds the command to the command line."""
-    parser = subparsers.add_parser(
+    parser = add_command(
+        subparsers,
         "run",
+        run,
         help="run an existing training script with the guard",
         usage="nanguard run [options] [--] script.py ... | -m module ... | command ...",
         description="Runs a script, a module or a Python command, unchanged, in this process. Guards every\n"
         "transformers.Trainer and TRL trainer that it builds, also in processes that it starts. All words after the\n"
         "script are passed to it.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("script", nargs="*", help="what to run, and its own arguments")
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings of the guard")
     parser.add_argument("--full-traceback", action="store_true", help="show the guard's own frames in tracebacks")
     add_flags(parser.add_argument_group("settings of the guard"))
-    parser.set_defaults(run=run)
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:

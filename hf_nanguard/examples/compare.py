@@ -226,6 +226,16 @@ def print_comparison(outcomes: Sequence[Outcome], console: Console) -> None:
             console.print(f"{kind} of the {outcome.name} run: {path}", markup=False, highlight=False, soft_wrap=True)
 
 
+def measure_rewards(trainer: Trainer, prefix: str = "") -> Figures:
+    """Returns the mean reward at the beginning and at the end of a run, each over a tenth of its logged rows."""
+    rewards = [row["reward"] for row in trainer.state.log_history if row.get("reward") is not None]
+    rewards = [reward for reward in rewards if reward == reward]  # NaN if no completion of the row could be scored
+    if not rewards:
+        return {}
+    num = max(len(rewards) // 10, 1)
+    return {f"{prefix}first": sum(rewards[:num]) / num, f"{prefix}last": sum(rewards[-num:]) / num}
+
+
 def find_evidence(outcome: Outcome) -> dict[str, Path]:
     """Returns the event file and the autopsy folder of a run, as far as they exist."""
     if not outcome.events:

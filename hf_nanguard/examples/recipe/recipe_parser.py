@@ -37,11 +37,12 @@ class RecipeFlags:
 
 @dataclass(frozen=True)
 class RecipeKind:
-    """A kind of training: the name of its command and presets, and the dataclasses of its arguments."""
+    """A kind of training: the name of its command and presets, the dataclasses of its arguments, and its guarded trainer."""
 
     name: str
     script: type
     training: type
+    trainer: type
     embedded: Mapping[str, object]  # defaults when neither a model nor data is given, for the small built-in model
     task: Mapping[str, object]  # defaults when a model is given, but no data
 
@@ -50,6 +51,7 @@ class RecipeKind:
 class RecipeArguments:
     """A parsed command line: TRL's own objects, whether model and data are the built-in ones, and notes to print."""
 
+    kind: RecipeKind
     flags: RecipeFlags
     script: ScriptArguments
     training: Any
@@ -94,7 +96,7 @@ def parse(words: Sequence[str], kind: RecipeKind) -> RecipeArguments:
         notes.append(f"--dataset_name {given.dataset_name} is ignored because datasets is given.")
     parser.set_layer({**base, **preset, **config}, f"--preset {given.preset}")
     flags, script, training, model, mixture = parser.parse_all(words)
-    return RecipeArguments(flags, script, training, model, mixture, no_model, no_data, notes)
+    return RecipeArguments(kind, flags, script, training, model, mixture, no_model, no_data, notes)
 
 
 def find_precision() -> tuple[dict[str, bool], list[str]]:
