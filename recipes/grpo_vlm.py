@@ -13,7 +13,7 @@ reports an event with their dataset row.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -24,8 +24,7 @@ from trl import GRPOTrainer
 
 from hf_nanguard import ArgumentError, GuardedGRPOConfig, GuardedGRPOTrainer
 from hf_nanguard.examples.compare import Outcome, compare_runs, measure_rewards
-from hf_nanguard.examples.recipe.command_line import parse_arguments
-from hf_nanguard.examples.recipe.field_report_case import CaseArguments, check_rows, exit_code
+from hf_nanguard.examples.recipe.command_line import CaseArguments, argument, check_rows, exit_code, parse_arguments
 from hf_nanguard.examples.tasks import pictures as picture
 
 BAD_ROW = 5
@@ -56,8 +55,8 @@ PLANTED = {
 class ScriptArguments(CaseArguments):
     """Arguments of this recipe besides the guarded arguments of GRPO."""
 
-    plant: Literal["picture", "none"] = field(default="picture", metadata={"help": "Failure to plant, or none."})
-    num_rows: int = field(default=64, metadata={"help": f"Rows of training data, more than {BAD_ROW}."})
+    plant: Literal["picture", "none"] = argument("picture", "Failure to plant, or none.")
+    num_rows: int = argument(64, f"Rows of training data, more than {BAD_ROW}.")
 
     def __post_init__(self) -> None:
         check_rows(self.num_rows, BAD_ROW)

@@ -89,11 +89,10 @@ def show(console: Console, scenarios: Sequence[Scenario]) -> None:
     table = Table(title="the same failure, stock and guarded", show_lines=True, width=min(console.width, 120))
     for title, ratio in (("planted", 4), ("stock", 7), ("guarded", 9)):
         table.add_column(title, ratio=ratio)
-    for number, scenario in enumerate(scenarios, 1):
-        found = [describe(outcome).items() for outcome in (scenario.stock, scenario.guarded)]
-        cells = ["\n".join(f"{topic}: {text}" for topic, text in topics) for topics in found]
-        table.add_row(escape(f"{number}. {scenario.title}"), *map(escape, cells))
+    for number, (title, *outcomes) in enumerate(scenarios, 1):
+        cells = ["\n".join(f"{topic}: {text}" for topic, text in describe(outcome).items()) for outcome in outcomes]
+        table.add_row(escape(f"{number}. {title}"), *map(escape, cells))
     console.print(table)
-    for number, scenario in enumerate(scenarios, 1):
-        for kind, path in find_evidence(scenario.guarded).items():
+    for number, (*_, guarded) in enumerate(scenarios, 1):
+        for kind, path in find_evidence(guarded).items():
             print_plain(console, f"{kind} of failure {number}: {path}")

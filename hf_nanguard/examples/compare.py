@@ -2,7 +2,6 @@
 
 import copy
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -22,7 +21,7 @@ from transformers.utils import logging
 from ..core.finite import find_nonfinite
 from ..errors import NonFiniteError
 from ..plain_text import format_error
-from ..report.run_files import GUARD_FOLDER, Tail, events_path
+from ..report.run_files import GUARD_FOLDER, Tail, count_events, events_path, format_counts
 
 # How a run ends whose numbers are not finite; any other error is a mistake in the recipe and is raised.
 FAILURES = (ArithmeticError, IndexError, RuntimeError, ValueError)
@@ -181,16 +180,6 @@ def format_event(event: EventRow) -> str:
 def find_first(events: Sequence[EventRow]) -> EventRow:
     """Returns the first event in which the guard acted, or the first of all if it only observed."""
     return next((event for event in events if event["action"] != "observed"), events[0])
-
-
-def count_events(events: Sequence[EventRow]) -> Counter[str]:
-    """Returns how often each signal met each action."""
-    return Counter(f"{event['signal']} {event['action']}" for event in events)
-
-
-def format_counts(counts: Counter[str]) -> str:
-    """Returns counts of events in one line."""
-    return ", ".join(f"{number} {kind}" for kind, number in counts.items()) or "none"
 
 
 def describe(outcome: Outcome) -> dict[str, str]:

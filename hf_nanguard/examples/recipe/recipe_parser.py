@@ -6,7 +6,7 @@ file sets one.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 from ...errors import ArgumentError
-from .command_line import RecipeParser
+from .command_line import RecipeParser, argument
 from .presets import read_preset
 
 PRECISIONS = ("bf16", "fp16")
@@ -24,15 +24,11 @@ PRECISIONS = ("bf16", "fp16")
 class RecipeFlags:
     """Flags of a recipe besides those of TRL's scripts."""
 
-    preset: str | None = field(default=None, metadata={"help": "Arguments that work: balanced or ultra_conservative."})
-    compare: bool = field(
-        default=False,
-        metadata={"help": "Plant a failure, run stock and guarded, below --output_dir, and print both outcomes."},
+    preset: str | None = argument(None, "Arguments that work: balanced or ultra_conservative.")
+    compare: bool = argument(
+        False, "Plant a failure, run stock and guarded, below --output_dir, and print both outcomes."
     )
-    json: bool = field(
-        default=False,
-        metadata={"help": "Print the result as one JSON object, and everything else on standard error."},
-    )
+    json: bool = argument(False, "Print the result as one JSON object, and everything else on standard error.")
 
 
 @dataclass(frozen=True)

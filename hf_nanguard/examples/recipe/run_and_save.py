@@ -20,8 +20,8 @@ from ...core.event import strict
 from ...errors import ArgumentError, NanGuardError, NonFiniteError
 from ...hf.guarded_trainer import guarded
 from ...plain_text import printable
-from ...report.run_files import GUARD_FOLDER, Tail, events_path
-from ..compare import Figures, Options, compare_runs, count_events, format_counts
+from ...report.run_files import GUARD_FOLDER, Tail, count_events, events_path, format_counts
+from ..compare import Figures, Options, compare_runs
 from .command_line import check_output
 from .recipe_parser import RecipeArguments
 

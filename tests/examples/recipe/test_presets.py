@@ -16,7 +16,7 @@ from hf_nanguard import ArgumentError
 from hf_nanguard.cli.main import main
 from hf_nanguard.cli.recipe_command import PRESETS
 from hf_nanguard.examples.recipe import recipe_parser as dialect
-from hf_nanguard.examples.recipe.field_report_case import exit_code
+from hf_nanguard.examples.recipe.command_line import exit_code
 from hf_nanguard.examples.recipe.presets import find_configs, list_presets, read_preset
 from hf_nanguard.examples.recipe.recipe_parser import parse
 from hf_nanguard.examples.tasks.sums import build_model
