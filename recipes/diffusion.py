@@ -27,14 +27,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_nanguard import GuardedTrainingArguments, clamp_weight, guarded
 from hf_nanguard.examples.compare import Figures, Outcome, compare_runs
-from hf_nanguard.examples.recipe.command_line import (
-    COMMON,
-    CaseArguments,
-    argument,
-    check_rows,
-    exit_code,
-    parse_arguments,
-)
+from hf_nanguard.examples.recipe.command_line import COMMON, CaseArguments, argument, exit_code, parse_arguments
 from hf_nanguard.hf.named_terms import watch_tensor, weigh_term
 
 SIDE, BAD_ROW = 12, 33
@@ -67,7 +60,7 @@ class ScriptArguments(CaseArguments):
     num_rows: int = argument(256, f"Rows of training data, more than {BAD_ROW}.")
 
     def __post_init__(self) -> None:
-        check_rows(self.num_rows, BAD_ROW)
+        self.check_rows(BAD_ROW)
         if self.num_levels < 2:
             raise ValueError(f"--num_levels must be at least 2, got {self.num_levels}.")
         if self.max_weight is None and self.plant != "snr_weight":

@@ -44,14 +44,7 @@ from hf_nanguard import (
 )
 from hf_nanguard.examples.compare import Figures, Outcome, compare_runs
 from hf_nanguard.examples.recipe.command_line import COMMON, CaseArguments, argument, exit_code, parse_arguments
-from hf_nanguard.examples.tasks.calendar_words import (
-    BAD_WORD,
-    build_student,
-    build_teacher,
-    build_texts,
-    build_tokenizers,
-    spoil_word,
-)
+from hf_nanguard.examples.tasks import calendar_words as calendar
 from hf_nanguard.examples.tasks.token_alignment import align_positions, share_vocabulary
 from hf_nanguard.hf.named_terms import weigh_term
 from hf_nanguard.plain_text import first_line
@@ -75,7 +68,7 @@ DEFAULTS = {
 }
 PLANTED = {
     "none": "No failure is planted.",
-    "teacher_row": f"Planted: the teacher's embedding of {BAD_WORD!r}, a word of one text, is NaN (term kd).",
+    "teacher_row": f"Planted: the teacher's embedding of {calendar.BAD_WORD!r}, a word of one text, is NaN (term kd).",
     "eps": "Planted: AdamW with an eps of 1e-8, which is 0 in float16.",
 }
 
@@ -132,14 +125,14 @@ class Material:
 
 def build_material(script: ScriptArguments, seed: int) -> Material:
     """Builds models, tokenizers and texts in code."""
-    ours, theirs = build_tokenizers()
-    teacher = build_teacher(theirs, script.teacher_steps, seed)
+    ours, theirs = calendar.build_tokenizers()
+    teacher = calendar.build_teacher(theirs, script.teacher_steps, seed)
     planted = script.plant == "teacher_row"
     if planted:
-        spoil_word(teacher, theirs)
-    texts = build_texts(script.num_rows, seed=1, bad_text=script.num_rows // 2 if planted else None)
-    validation = build_texts(NUM_VALIDATION, seed=2)
-    return Material(partial(build_student, len(ours), seed), teacher, (ours, theirs), texts, validation)
+        calendar.spoil_word(teacher, theirs)
+    texts = calendar.build_texts(script.num_rows, seed=1, bad_text=script.num_rows // 2 if planted else None)
+    validation = calendar.build_texts(NUM_VALIDATION, seed=2)
+    return Material(partial(calendar.build_student, len(ours), seed), teacher, (ours, theirs), texts, validation)
 
 
 def load_material(student: str, teacher: str, train_file: str) -> Material:

@@ -24,7 +24,7 @@ from trl import GRPOTrainer
 
 from hf_nanguard import ArgumentError, GuardedGRPOConfig, GuardedGRPOTrainer
 from hf_nanguard.examples.compare import Outcome, compare_runs, measure_rewards
-from hf_nanguard.examples.recipe.command_line import CaseArguments, argument, check_rows, exit_code, parse_arguments
+from hf_nanguard.examples.recipe.command_line import CaseArguments, argument, exit_code, parse_arguments
 from hf_nanguard.examples.tasks import pictures as picture
 
 BAD_ROW = 5
@@ -59,7 +59,7 @@ class ScriptArguments(CaseArguments):
     num_rows: int = argument(64, f"Rows of training data, more than {BAD_ROW}.")
 
     def __post_init__(self) -> None:
-        check_rows(self.num_rows, BAD_ROW)
+        self.check_rows(BAD_ROW)
 
 
 def build_data(script: ScriptArguments, seed: int) -> Dataset:

@@ -26,14 +26,7 @@ from transformers import BertConfig, BertModel, Trainer, TrainingArguments
 
 from hf_nanguard import GuardedTrainingArguments, guarded, masked_cross_entropy, normalized_mse
 from hf_nanguard.examples.compare import Figures, Outcome, compare_runs
-from hf_nanguard.examples.recipe.command_line import (
-    COMMON,
-    CaseArguments,
-    argument,
-    check_rows,
-    exit_code,
-    parse_arguments,
-)
+from hf_nanguard.examples.recipe.command_line import COMMON, CaseArguments, argument, exit_code, parse_arguments
 from hf_nanguard.hf.named_terms import weigh_term
 
 PAD, BLANK, FIRST, NUM_TOKENS = 0, 1, 2, 50
@@ -72,7 +65,7 @@ class ScriptArguments(CaseArguments):
     num_rows: int = argument(256, f"Rows of training data, more than {BAD_ROW}.")
 
     def __post_init__(self) -> None:
-        check_rows(self.num_rows, BAD_ROW)
+        self.check_rows(BAD_ROW)
         if self.stable_losses is None:
             self.stable_losses = self.plant == "none"
 

@@ -110,7 +110,7 @@ def compare_runs(
     `compare` is false, only the guarded run is made, in `args.output_dir` itself and with all its output. The guarded run
     is the last of the outcomes.
     """
-    console = build_console()
+    console = Console(quiet=not PartialState().is_main_process)
     console.print(f"{escape(planted)}\n", highlight=False, soft_wrap=True)
     outcomes = []
     if not compare:
@@ -145,11 +145,6 @@ def quiet_hosts() -> Iterator[None]:
             logging.enable_progress_bar()
         if datasets_bars:
             datasets.enable_progress_bars()
-
-
-def build_console() -> Console:
-    """Returns a console that prints on the main process only."""
-    return Console(quiet=not PartialState().is_main_process)
 
 
 def format_number(value: float | str) -> str:

@@ -44,12 +44,12 @@ class CaseArguments:
     """Arguments of a recipe that reproduces a field report with and without the guard; it adds its own `plant`."""
 
     compare: bool = argument(True, "Run stock and guarded; false runs guarded only.")
+    num_rows: int = argument(256, "Rows of training data.")
 
-
-def check_rows(num_rows: int, bad_row: int) -> None:
-    """Raises if there are too few rows to contain the planted one."""
-    if num_rows <= bad_row:
-        raise ValueError(f"--num_rows must be more than {bad_row}, got {num_rows}.")
+    def check_rows(self, bad_row: int) -> None:
+        """Raises if there are too few rows to contain the planted one."""
+        if self.num_rows <= bad_row:
+            raise ValueError(f"--num_rows must be more than {bad_row}, got {self.num_rows}.")
 
 
 class RecipeParser(HfArgumentParser):
