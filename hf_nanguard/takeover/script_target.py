@@ -107,7 +107,7 @@ def _first_on_path(folder: str | None) -> Iterator[None]:
 
 def _run_as_main(loader: Any, spec: ModuleSpec | None = None) -> None:
     """Runs a file, or the module of a spec, as the main module of this process, as `python file` and `python -m` do."""
-    module, file = ModuleType("__main__"), loader.path if spec is None else spec.origin
+    module, file = ModuleType("__main__"), str(loader.path if spec is None else spec.origin)
     names = {"__file__": file, "__loader__": loader, "__spec__": spec, "__builtins__": builtins, "__annotations__": {}}
     parts = {"__package__": spec and spec.parent, "__cached__": spec and spec.cached}
     vars(module).update(names, **parts)
