@@ -50,6 +50,9 @@ from hf_nanguard.hf.named_terms import weigh_term
 from hf_nanguard.plain_text import first_line
 
 MASKED = -100
+Tokenizers = Sequence[PreTrainedTokenizerBase]  # the student's and the teacher's
+# A function that builds the student, the teacher, their tokenizers, texts, and texts for validation.
+Material = tuple[Callable[[], nn.Module], nn.Module, Tokenizers, list[str], list[str]]
 NUM_VALIDATION = 48
 DEFAULTS = {
     **COMMON,
@@ -112,17 +115,6 @@ class ScriptArguments(CaseArguments):
         self.router_lr = usual if self.router_lr is None else self.router_lr
 
 
-@dataclass
-class Material:
-    """Models, tokenizers (the student's first) and texts."""
-
-    build_student: Callable[[], nn.Module]
-    teacher: nn.Module
-    tokenizers: Sequence[PreTrainedTokenizerBase]
-    texts: list[str]
-    validation: list[str]
-
-
 def build_material(script: ScriptArguments, seed: int) -> Material:
     """Builds models, tokenizers and texts in code."""
     ours, theirs = calendar.build_tokenizers()
@@ -132,7 +124,7 @@ def build_material(script: ScriptArguments, seed: int) -> Material:
         calendar.spoil_word(teacher, theirs)
     texts = calendar.build_texts(script.num_rows, seed=1, bad_text=script.num_rows // 2 if planted else None)
     validation = calendar.build_texts(NUM_VALIDATION, seed=2)
-    return Material(partial(calendar.build_student, len(ours), seed), teacher, (ours, theirs), texts, validation)
+    return partial(calendar.build_student, len(ours), seed), teacher, (ours, theirs), texts, validation
 
 
 def load_material(student: str, teacher: str, train_file: str) -> Material:
@@ -153,12 +145,10 @@ def load_material(student: str, teacher: str, train_file: str) -> Material:
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     num_train = len(texts) - max(1, len(texts) // 10)
     build = partial(AutoModelForCausalLM.from_pretrained, student)
-    return Material(build, frozen, tokenizers, texts[:num_train], texts[num_train:])
+    return build, frozen, tokenizers, texts[:num_train], texts[num_train:]
 
 
-def collate(
-    rows: list[dict[str, str]], tokenizers: Sequence[PreTrainedTokenizerBase], max_length: int
-) -> dict[str, Tensor]:
+def collate(rows: list[dict[str, str]], tokenizers: Tokenizers, max_length: int) -> dict[str, Tensor]:
     """Tokenizes texts with both tokenizers, truncated to `max_length` tokens, and aligns the positions."""
     ours, theirs = (
         tokenizer(
@@ -281,17 +271,18 @@ def run(argv: Sequence[str] | None = None) -> list[Outcome]:
     if script.plant == "eps":
         args.optim, args.adam_epsilon = "adamw_torch", 1e-8
     material = load_material(*script.named) if script.named else build_material(script, args.seed)
-    shared = share_vocabulary(*material.tokenizers)
+    build_student, teacher, tokenizers, texts, validation = material
+    shared = share_vocabulary(*tokenizers)
     if not shared[0]:
         raise ArgumentError("Student and teacher share no tokens, so they cannot be compared. Choose another teacher.")
 
     def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
         trainer_class: type = guarded(DistillationTrainer) if guard else DistillationTrainer
-        train, test = ([{"text": text} for text in texts] for texts in (material.texts, material.validation))
+        train, test = ([{"text": text} for text in part] for part in (texts, validation))
         return trainer_class(
-            material.build_student().to(getattr(torch, script.model_dtype)), args, train_dataset=train, eval_dataset=test,
-            data_collator=partial(collate, tokenizers=material.tokenizers, max_length=script.max_length),
-            processing_class=material.tokenizers[0], script=script, teacher=material.teacher, shared=shared,
+            build_student().to(getattr(torch, script.model_dtype)), args, train_dataset=train, eval_dataset=test,
+            data_collator=partial(collate, tokenizers=tokenizers, max_length=script.max_length),
+            processing_class=tokenizers[0], script=script, teacher=teacher, shared=shared,
         )  # fmt: skip
 
     return compare_runs(build_trainer, args, PLANTED[script.plant], measure, script.compare)

@@ -62,14 +62,6 @@ class ScriptArguments(CaseArguments):
         self.check_rows(BAD_ROW)
 
 
-def build_data(script: ScriptArguments, seed: int) -> Dataset:
-    """Returns pictures with questions, one of them with a NaN pixel if that is to be planted."""
-    rows = picture.build_rows(script.num_rows, seed).to_list()
-    if script.plant == "picture":
-        rows[BAD_ROW]["images"][0][0][0][0] = float("nan")
-    return Dataset.from_list(rows)
-
-
 def run(argv: Sequence[str] | None = None) -> list[Outcome]:
     """Runs the recipe and returns the outcomes of its runs, the guarded one last."""
     script, args = parse_arguments([ScriptArguments, GuardedGRPOConfig], argv, DEFAULTS, __doc__, "grpo")
@@ -79,11 +71,15 @@ def run(argv: Sequence[str] | None = None) -> list[Outcome]:
             f"--compare must be false on several processes, got {args.world_size}: the stock run fails on one of them only."
         )
 
+    rows = picture.build_rows(script.num_rows, args.seed).to_list()
+    if script.plant == "picture":
+        rows[BAD_ROW]["images"][0][0][0][0] = float("nan")
+
     def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
         trainer_class: type = GuardedGRPOTrainer if guard else GRPOTrainer
         return trainer_class(
             picture.build_model(args.seed), reward_funcs=picture.reward_answer, args=args,
-            train_dataset=build_data(script, args.seed), processing_class=picture.build_processor(),
+            train_dataset=Dataset.from_list(rows), processing_class=picture.build_processor(),
         )  # fmt: skip
 
     return compare_runs(

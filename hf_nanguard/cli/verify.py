@@ -119,11 +119,10 @@ def run(arguments: argparse.Namespace) -> int:
         with stdout_aside(arguments.json), quiet_hosts(), guard_log(console), progress(console) as begin:
             trainer = build(recipe.KIND.trainer, args=args, **recipe.gather_parts(parsed))
             report = begin(f"{arguments.task}, guarded", arguments.steps)
-
-            def report_loss(step: int, loss: float) -> None:
-                report(step, f"logged loss {loss:.4g}", False)
-
-            found = verify(trainer, arguments.steps, folder, report_loss, arguments.memory_limit)
+            found = verify(
+                trainer, arguments.steps, folder, lambda step, loss: report(step, f"logged loss {loss:.4g}", False),
+                arguments.memory_limit,
+            )  # fmt: skip
     if arguments.json:
         print(json.dumps(found.as_dict(), indent=2, allow_nan=False))
     else:

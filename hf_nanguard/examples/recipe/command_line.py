@@ -199,9 +199,7 @@ def parse_arguments(
 
 
 def exit_code(run: Callable[[Sequence[str] | None], list[Outcome]], argv: Sequence[str] | None = None) -> int:
-    """Runs a recipe and returns its exit code: 0 if its guarded run succeeded, 1 if not, 2 for bad arguments, 130 for
-    Ctrl-C.
-    """
+    """Runs a recipe and returns 0 if its guarded run succeeded, 1 if not, 2 for bad arguments, 130 for Ctrl-C."""
     try:
         return 0 if run(argv)[-1].is_sound else 1
     except ArgumentError as error:

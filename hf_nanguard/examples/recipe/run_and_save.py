@@ -1,6 +1,4 @@
-"""The trainer of a recipe: built, trained and saved, or compared with a stock one. Errors about arguments and data become
-one sentence.
-"""
+"""The trainer of a recipe: built, trained and saved, or compared with a stock one. Bad arguments are one sentence."""
 
 import json
 import signal
