@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 
 from transformers import PreTrainedTokenizerBase, Trainer
@@ -20,7 +21,7 @@ from trl.scripts.grpo import GRPOScriptArguments
 
 from hf_nanguard import ArgumentError, GuardedGRPOConfig, GuardedGRPOTrainer
 from hf_nanguard.cli.main import main as nanguard
-from hf_nanguard.examples.compare import Figures, Options, measure_rewards
+from hf_nanguard.examples.compare import Options, measure_rewards
 from hf_nanguard.examples.planted_failures import blank_scores, find_third
 from hf_nanguard.examples.recipe.recipe_parser import RecipeArguments, RecipeKind, parse
 from hf_nanguard.examples.recipe.run_and_save import build, compare, print_result, train_and_save
@@ -118,11 +119,6 @@ def gather_parts(arguments: RecipeArguments) -> Options:
     return {**parts, "train_dataset": rows, "reward_funcs": reward}
 
 
-def measure(trainer: Trainer, arguments: RecipeArguments) -> Figures:
-    """Returns the mean reward at the beginning and at the end."""
-    return measure_rewards(trainer, "reward, " if arguments.flags.compare else "")
-
-
 def main(words: Sequence[str]) -> int:
     """Runs the recipe with the words of a command line and returns the exit code."""
     arguments = parse(words, KIND)
@@ -139,10 +135,12 @@ def main(words: Sequence[str]) -> int:
             sentence = (
                 f"Planted: in generation {generation} the scores of one completion are NaN when its tokens are sampled."
             )
-            result |= compare(GRPOTrainer, parts, arguments, plant, sentence, measure)
+            result |= compare(
+                GRPOTrainer, parts, arguments, plant, sentence, partial(measure_rewards, prefix="reward, ")
+            )
         else:
             trainer = build(GuardedGRPOTrainer, args=args, **parts)
-            result |= train_and_save(trainer, arguments, measure)
+            result |= train_and_save(trainer, arguments, measure_rewards)
             if result["figures"]:
                 text = ", ".join(f"{name} {value:.3f}" for name, value in result["figures"].items())
                 trainer.accelerator.print(f"mean reward: {text}")

@@ -10,6 +10,7 @@
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase, Trainer
 from trl import ScriptArguments
@@ -86,10 +87,10 @@ def main(words: Sequence[str]) -> int:
                 f"Planted: one sample of micro-batch {batch} was cut off before its answer. All its labels are masked, so "
                 "the mean loss over its answer is 0/0."
             )
-            result |= compare(AnswerTrainer, parts, arguments, plant, sentence, measure)
+            result |= compare(AnswerTrainer, parts, arguments, plant, sentence, partial(measure, arguments=arguments))
         else:
             trainer = build(GuardedSFTTrainer, args=args, **parts)
-            result |= train_and_save(trainer, arguments, measure)
+            result |= train_and_save(trainer, arguments, partial(measure, arguments=arguments))
             if result["is_sound"] and arguments.embedded_data:
                 text = ", ".join(f"{name} {value:.2f}" for name, value in result["figures"].items())
                 sharded = "accuracy: not measured because the model is sharded"

@@ -13,6 +13,13 @@ from .command_parser import Subparsers, add_command, load_recipe
 from .setting_flags import add_flags
 
 PRESETS = ("balanced", "ultra_conservative")
+# Flags with the name of their value, none for a switch, and their help.
+OWN = {
+    "--config": ("FILE", "YAML file with any of the arguments, one per line"),
+    "--compare": (None, "plant a failure, run stock and guarded, and print both outcomes"),
+    "--json": (None, "print the result as one JSON object, and everything else on standard error"),
+    "--help_all": (None, "list all flags, including those of TRL, and exit"),
+}
 COMMON = {
     "--model_name_or_path": ("NAME", "folder of a model, or its name on the hub"),
     "--dataset_name": ("NAME", "folder of data files, or the name of a dataset on the hub"),
@@ -52,22 +59,11 @@ def add_recipe(
         allow_abbrev=False,
     )
     parser.add_argument("--preset", choices=PRESETS, help="arguments that work for this kind of training")
-    parser.add_argument("--config", metavar="FILE", help="YAML file with any of the arguments, one per line")
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="plant a failure, run stock and guarded, and print both outcomes",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the result as one JSON object, and everything else on standard error"
-    )
-    parser.add_argument("--help_all", action="store_true", help="list all flags, including those of TRL, and exit")
-    group = parser.add_argument_group("common flags of TRL")
-    for flag, (metavar, text) in {**COMMON, **common}.items():
-        if metavar is None:
-            group.add_argument(flag, action="store_true", help=text)
-        else:
-            group.add_argument(flag, metavar=metavar, help=text)
+    host = parser.add_argument_group("common flags of TRL")
+    for group, flags in ((parser, OWN), (host, {**COMMON, **common})):
+        for flag, (metavar, text) in flags.items():
+            kind = {"action": "store_true"} if metavar is None else {"metavar": metavar}
+            group.add_argument(flag, help=text, **kind)  # type: ignore[arg-type] # mypy checks each keyword for each type
     add_flags(parser.add_argument_group("settings of the guard"))
 
 

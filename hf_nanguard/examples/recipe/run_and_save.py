@@ -27,7 +27,7 @@ from .recipe_parser import RecipeArguments
 INPUT_ERRORS = (
     AttributeError, HTTPError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError, ZeroDivisionError,
 )  # fmt: skip
-Measure = Callable[[Trainer, RecipeArguments], Figures]
+Measure = Callable[[Trainer], Figures]
 
 
 class StepWatch(TrainerCallback):
@@ -118,7 +118,7 @@ def train_and_save(trainer: Trainer, arguments: RecipeArguments, measure: Measur
     say(f"events: {format_counts(counts)}" + (f", see {file}" if file else ""))
     return {
         "is_sound": error is None, "error": error, "steps": trainer.state.global_step, "output_dir": folder,
-        "figures": measure(trainer, arguments) if error is None else {}, "events": dict(counts), "events_file": file,
+        "figures": measure(trainer) if error is None else {}, "events": dict(counts), "events_file": file,
     }  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def compare(
         plant(trainer)
         return trainer
 
-    outcomes = compare_runs(build_trainer, arguments.training, sentence, lambda trainer: measure(trainer, arguments))
+    outcomes = compare_runs(build_trainer, arguments.training, sentence, measure)
     runs = [outcome.as_dict() for outcome in outcomes]
     return {"is_sound": outcomes[-1].is_sound, "planted": sentence, "runs": runs}
 
