@@ -1,24 +1,15 @@
-"""Shared by the commands: how they are added to the command line, ranges of integers, and the import of what they run."""
+"""Shared by the commands: the type of their parsers, ranges of integers, and the import of what they run."""
 
 import argparse
 import runpy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from ..errors import ArgumentError
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-
-
-def add_command(
-    subparsers: Subparsers, name: str, run: Callable[[argparse.Namespace], int], **options: Any
-) -> argparse.ArgumentParser:
-    """Adds a command whose help shows its texts as they are written; `run` is called with the parsed arguments."""
-    parser = subparsers.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
-    parser.set_defaults(run=run)
-    return parser
 
 
 def between(lowest: int, highest: int) -> Callable[[str], int]:

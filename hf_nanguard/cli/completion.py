@@ -7,7 +7,7 @@ import argparse
 
 import shtab
 
-from .command_parser import Subparsers, add_command
+from .command_parser import Subparsers
 
 EPILOG = """examples:
   source <(nanguard completion bash)                                         # or in ~/.bashrc
@@ -29,15 +29,14 @@ PATHS = {
 
 def add_parser(subparsers: Subparsers) -> None:
     """Adds the command to the command line."""
-    parser = add_command(
-        subparsers,
+    parser = subparsers.add_parser(
         "completion",
-        run,
         help=f"print a completion script for {', '.join(shtab.SUPPORTED_SHELLS)}",
         description="Prints a script with which a shell completes nanguard's commands, options and their values.",
         epilog=EPILOG,
     )
     parser.add_argument("shell", choices=shtab.SUPPORTED_SHELLS, help="your shell")
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

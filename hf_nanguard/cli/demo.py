@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .command_parser import Subparsers, add_command, between, needs_trl
+from .command_parser import Subparsers, between, needs_trl
 from .live_output import build_console, guard_log, print_plain, progress
 
 if TYPE_CHECKING:
@@ -31,10 +31,8 @@ Exit codes: 0, 2 for bad arguments, 130 for Ctrl-C.
 
 def add_parser(subparsers: Subparsers) -> None:
     """Adds the command to the command line."""
-    parser = add_command(
-        subparsers,
+    parser = subparsers.add_parser(
         "demo",
-        run,
         help="show four failures, stock and guarded, side by side",
         description="Plants four failures in small runs on the CPU and compares a stock with a guarded trainer: one bad\n"
         "row, GRPO that samples from NaN, a NaN that never shows in the log, a float16 overflow. Takes about a\n"
@@ -49,6 +47,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--seed", type=between(0, 2**31), default=0, help="seed of data, weights and dropout (default: %(default)s)"
     )
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

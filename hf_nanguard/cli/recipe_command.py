@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from .command_parser import Subparsers, add_command, load_recipe
+from .command_parser import Subparsers, load_recipe
 from .setting_flags import add_flags
 
 PRESETS = ("balanced", "ultra_conservative")
@@ -48,10 +48,8 @@ def add_recipe(
     common: dict[str, tuple[str | None, str]],
 ) -> None:
     """Adds the command of a recipe to the command line; its help shows the flags `common` besides those of all recipes."""
-    parser = add_command(
-        subparsers,
+    parser = subparsers.add_parser(
         name,
-        run,
         help=summary,
         usage=f"nanguard {name} [--preset NAME] [--config FILE] [--compare] [--json] [any flag of TRL's {name} script]",
         description=description,
@@ -65,6 +63,7 @@ def add_recipe(
             kind = {"action": "store_true"} if metavar is None else {"metavar": metavar}
             group.add_argument(flag, help=text, **kind)  # type: ignore[arg-type] # mypy checks each keyword for each type
     add_flags(parser.add_argument_group("settings of the guard"))
+    parser.set_defaults(run=run)
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
 from ..plain_text import printable
-from .command_parser import Subparsers, add_command
+from .command_parser import Subparsers
 
 if TYPE_CHECKING:
     from ..core.autopsy.bundle.reader import Bundle
@@ -36,10 +36,8 @@ exit codes: 0 the same verdict, 1 another one or none, 2 bad arguments or a bad 
 
 def add_parser(subparsers: Subparsers) -> None:
     """Adds the command to the command line."""
-    parser = add_command(
-        subparsers,
+    parser = subparsers.add_parser(
         "replay",
-        run,
         help="reproduce the verdict of an autopsy from its bundle",
         description="Rebuilds the model and the loss of a bundle, runs its bad micro-batch and reports where the first\n"
         "NaN or inf appears. Nothing is downloaded.",
@@ -57,6 +55,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--remedies", action="store_true", help="try remedies again (default: show the recorded ones)")
     parser.add_argument("--device", help="where to run it (default: where it ran, if this machine has such a device)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from types import TracebackType
 from ..takeover.child_processes import guard_children, mark_built, say
 from ..takeover.script_target import find_target
 from ..takeover.takeover import Takeover
-from .command_parser import Subparsers, add_command
+from .command_parser import Subparsers
 from .setting_flags import CONFIG_VARIABLE, add_flags, as_environment, gather
 
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
@@ -39,10 +39,8 @@ exit codes: those of the script; 2 for bad arguments, before it starts; 130 for 
 
 def add_parser(subparsers: Subparsers) -> None:
     """Adds the command to the command line."""
-    parser = add_command(
-        subparsers,
+    parser = subparsers.add_parser(
         "run",
-        run,
         help="run an existing training script with the guard",
         usage="nanguard run [options] [--] script.py ... | -m module ... | command ...",
         description="Runs a script, a module or a Python command, unchanged, in this process. Guards every\n"
@@ -55,6 +53,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings of the guard")
     parser.add_argument("--full-traceback", action="store_true", help="show the guard's own frames in tracebacks")
     add_flags(parser.add_argument_group("settings of the guard"))
+    parser.set_defaults(run=run)
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:

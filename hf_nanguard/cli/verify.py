@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
 from ..report.run_files import GUARD_FOLDER, events_path
-from .command_parser import Subparsers, add_command, between, load_recipe
+from .command_parser import Subparsers, between, load_recipe
 from .live_output import build_console, guard_log, print_plain, progress
 
 if TYPE_CHECKING:
@@ -53,10 +53,8 @@ exit codes: 0 for best and acceptable, 1 for failed, 2 for bad arguments, 130 fo
 
 def add_parser(subparsers: Subparsers) -> None:
     """Adds the command to the command line."""
-    parser = add_command(
-        subparsers,
+    parser = subparsers.add_parser(
         "verify",
-        run,
         help="run a configuration for a few guarded steps and get a verdict",
         usage="nanguard verify [--task sft|grpo] [--steps N] [--memory_limit GB] [--json] [--output_dir FOLDER] [--config FILE] [any flag of "
         "nanguard sft or grpo]",
@@ -80,6 +78,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="folder for events and autopsies (default: a temporary folder, kept if there are events)",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file, as for nanguard sft and grpo")
+    parser.set_defaults(run=run)
 
 
 def _gigabytes(text: str) -> int:
