@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from textwrap import shorten
@@ -132,19 +132,16 @@ def compare_runs(
 @contextmanager
 def quiet_hosts() -> Iterator[None]:
     """Turns off warnings and progress bars of transformers and datasets; messages of the guard stay."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    datasets_bars = datasets.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    try:
+    with ExitStack() as undo:
+        undo.callback(logging.set_verbosity, logging.get_verbosity())
+        logging.set_verbosity_error()
+        if logging.is_progress_bar_enabled():
+            undo.callback(logging.enable_progress_bar)
+        if datasets.is_progress_bar_enabled():
+            undo.callback(datasets.enable_progress_bars)
+        logging.disable_progress_bar()
+        datasets.disable_progress_bars()
         yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-        if datasets_bars:
-            datasets.enable_progress_bars()
 
 
 def format_number(value: float | str) -> str:
