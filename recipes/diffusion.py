@@ -16,7 +16,7 @@ With `--max_weight 100` the weights are clamped in both cases, and noise level 0
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -27,8 +27,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_nanguard import GuardedTrainingArguments, clamp_weight, guarded
 from hf_nanguard.examples.compare import Figures, Outcome, compare_runs
-from hf_nanguard.examples.recipe.command_line import parse_arguments
-from hf_nanguard.examples.recipe.field_report_case import COMMON, CaseArguments, check_rows, exit_code
+from hf_nanguard.examples.recipe.command_line import COMMON, CaseArguments, argument, exit_code, parse_arguments
 from hf_nanguard.hf.named_terms import watch_tensor, weigh_term
 
 SIDE, BAD_ROW = 12, 33
@@ -53,18 +52,15 @@ PLANTED = {
 class ScriptArguments(CaseArguments):
     """Arguments of this recipe besides the guarded training arguments."""
 
-    plant: Literal["snr_weight", "input", "none"] = field(
-        default="snr_weight", metadata={"help": "Failure to plant, or none."}
+    plant: Literal["snr_weight", "input", "none"] = argument("snr_weight", "Failure to plant, or none.")
+    max_weight: float | None = argument(
+        None, "Largest loss weight. Defaults to 100, or to no bound with --plant snr_weight."
     )
-    max_weight: float | None = field(
-        default=None,
-        metadata={"help": "Largest loss weight. Defaults to 100, or to no bound with --plant snr_weight."},
-    )
-    num_levels: int = field(default=200, metadata={"help": "Number of noise levels, at least 2."})
-    num_rows: int = field(default=256, metadata={"help": f"Rows of training data, more than {BAD_ROW}."})
+    num_levels: int = argument(200, "Number of noise levels, at least 2.")
+    num_rows: int = argument(256, f"Rows of training data, more than {BAD_ROW}.")
 
     def __post_init__(self) -> None:
-        check_rows(self.num_rows, BAD_ROW)
+        self.check_rows(BAD_ROW)
         if self.num_levels < 2:
             raise ValueError(f"--num_levels must be at least 2, got {self.num_levels}.")
         if self.max_weight is None and self.plant != "snr_weight":
@@ -76,12 +72,8 @@ class Denoiser(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(
-            *(
-                nn.Sequential(nn.Conv2d(width, 24, 5, padding=2), nn.GroupNorm(4, 24), nn.SiLU())
-                for width in (3, 24, 24)
-            )
-        )
+        layers = [[nn.Conv2d(width, 24, 5, padding=2), nn.GroupNorm(4, 24), nn.SiLU()] for width in (3, 24, 24)]
+        self.blocks = nn.Sequential(*(nn.Sequential(*layer) for layer in layers))
         self.head = nn.Conv2d(24, 2, 3, padding=1)
 
     def forward(self, noisy: Tensor, place: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,9 +128,7 @@ def weigh(level: Tensor) -> Tensor:
 class DenoisingTrainer(Trainer):
     """A plain `Trainer` with a denoising loss. If guarded, its loss weights, predictions and terms are checked by name."""
 
-    def __init__(self, *args, script: ScriptArguments, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.script = script
+    script: ScriptArguments
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         signal, level = inputs["signal"], inputs["level"]
@@ -175,7 +165,9 @@ def run(argv: Sequence[str] | None = None) -> list[Outcome]:
         trainer_class: type = guarded(DenoisingTrainer) if guard else DenoisingTrainer
         rows = build_rows(script.num_rows, seed=1, plant=script.plant)
         collator = NoisyCollator(0 if script.plant == "snr_weight" else 1, script.num_levels)
-        return trainer_class(Denoiser(), args, data_collator=collator, train_dataset=rows, script=script)
+        trainer = trainer_class(Denoiser(), args, data_collator=collator, train_dataset=rows)
+        trainer.script = script
+        return trainer
 
     return compare_runs(build_trainer, args, PLANTED[script.plant], measure, script.compare)
 

@@ -23,22 +23,14 @@ import math
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BatchEncoding,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 from hf_nanguard import (
     ArgumentError,
@@ -51,21 +43,16 @@ from hf_nanguard import (
     soft_cap,
 )
 from hf_nanguard.examples.compare import Figures, Outcome, compare_runs
-from hf_nanguard.examples.recipe.command_line import parse_arguments
-from hf_nanguard.examples.recipe.field_report_case import COMMON, CaseArguments, exit_code
-from hf_nanguard.examples.tasks.calendar_words import (
-    BAD_WORD,
-    build_student,
-    build_teacher,
-    build_texts,
-    build_tokenizers,
-    spoil_word,
-)
+from hf_nanguard.examples.recipe.command_line import COMMON, CaseArguments, argument, exit_code, parse_arguments
+from hf_nanguard.examples.tasks import calendar_words as calendar
 from hf_nanguard.examples.tasks.token_alignment import align_positions, share_vocabulary
 from hf_nanguard.hf.named_terms import weigh_term
 from hf_nanguard.plain_text import first_line
 
 MASKED = -100
+Tokenizers = Sequence[PreTrainedTokenizerBase]  # the student's and the teacher's
+# A function that builds the student, the teacher, their tokenizers, texts, and texts for validation.
+Material = tuple[Callable[[], nn.Module], nn.Module, Tokenizers, list[str], list[str]]
 NUM_VALIDATION = 48
 DEFAULTS = {
     **COMMON,
@@ -84,7 +71,7 @@ DEFAULTS = {
 }
 PLANTED = {
     "none": "No failure is planted.",
-    "teacher_row": f"Planted: the teacher's embedding of {BAD_WORD!r}, a word of one text, is NaN (term kd).",
+    "teacher_row": f"Planted: the teacher's embedding of {calendar.BAD_WORD!r}, a word of one text, is NaN (term kd).",
     "eps": "Planted: AdamW with an eps of 1e-8, which is 0 in float16.",
 }
 
@@ -93,39 +80,26 @@ PLANTED = {
 class ScriptArguments(CaseArguments):
     """Arguments of this recipe besides the guarded training arguments."""
 
-    plant: Literal["teacher_row", "eps", "none"] = field(
-        default="teacher_row", metadata={"help": "Failure to plant, or none."}
+    plant: Literal["teacher_row", "eps", "none"] = argument("teacher_row", "Failure to plant, or none.")
+    student_lr: float | None = argument(
+        None, "Learning rate. Defaults to 1e-5 for a given student, 5e-3 for the built-in one."
     )
-    student_lr: float | None = field(
-        default=None,
-        metadata={"help": "Learning rate. Defaults to 1e-5 for a given student, 5e-3 for the built-in one."},
+    router_lr: float | None = argument(None, "Learning rate of the router; same defaults as --student_lr.")
+    temperature: float = argument(2.0, "Temperature of the logits in kd.")
+    alpha_kd: float = argument(0.1, "Weight of the divergence from the teacher.")
+    alpha_ce: float = argument(0.9, "Weight of the cross-entropy.")
+    model_dtype: Literal["float16", "bfloat16", "float32"] = argument("float16", "Dtype of the student.")
+    logits_cap: float | None = argument(
+        None, "Smooth cap of the student's logits, e.g. 30; use the same cap for sampling."
     )
-    router_lr: float | None = field(
-        default=None, metadata={"help": "Learning rate of the router; same defaults as --student_lr."}
-    )
-    temperature: float = field(default=2.0, metadata={"help": "Temperature of the logits in kd."})
-    alpha_kd: float = field(default=0.1, metadata={"help": "Weight of the divergence from the teacher."})
-    alpha_ce: float = field(default=0.9, metadata={"help": "Weight of the cross-entropy."})
-    model_dtype: Literal["float16", "bfloat16", "float32"] = field(
-        default="float16", metadata={"help": "Dtype of the student."}
-    )
-    logits_cap: float | None = field(
-        default=None, metadata={"help": "Smooth cap of the student's logits, e.g. 30; use the same cap for sampling."}
-    )
-    loss_bound: float | None = field(
-        default=None, metadata={"help": "Above this, ce grows logarithmically and keeps a gradient; e.g. 6."}
-    )
-    total_loss_bound: float | None = field(
-        default=None, metadata={"help": "The same for the weighted sum of both terms."}
-    )
-    model_name_or_path: str | None = field(default=None, metadata={"help": "The student. Built in code by default."})
-    teacher_name_or_path: str | None = field(default=None, metadata={"help": "The teacher. Built in code by default."})
-    train_file: str | None = field(
-        default=None, metadata={"help": "Texts, one per line; the last 10 % are for validation."}
-    )
-    max_length: int = field(default=512, metadata={"help": "Longer texts are truncated to this number of tokens."})
-    num_rows: int = field(default=128, metadata={"help": "Number of built-in training texts."})
-    teacher_steps: int = field(default=120, metadata={"help": "Training steps of the built-in teacher."})
+    loss_bound: float | None = argument(None, "Above this, ce grows logarithmically and keeps a gradient; e.g. 6.")
+    total_loss_bound: float | None = argument(None, "The same for the weighted sum of both terms.")
+    model_name_or_path: str | None = argument(None, "The student. Built in code by default.")
+    teacher_name_or_path: str | None = argument(None, "The teacher. Built in code by default.")
+    train_file: str | None = argument(None, "Texts, one per line; the last 10 % are for validation.")
+    max_length: int = argument(512, "Longer texts are truncated to this number of tokens.")
+    num_rows: int = argument(128, "Number of built-in training texts.")
+    teacher_steps: int = argument(120, "Training steps of the built-in teacher.")
 
     def __post_init__(self) -> None:
         names = [self.model_name_or_path, self.teacher_name_or_path, self.train_file]
@@ -141,28 +115,16 @@ class ScriptArguments(CaseArguments):
         self.router_lr = usual if self.router_lr is None else self.router_lr
 
 
-@dataclass
-class Material:
-    """Models, tokenizers and texts."""
-
-    build_student: Callable[[], nn.Module]
-    teacher: nn.Module
-    student_tokenizer: PreTrainedTokenizerBase
-    teacher_tokenizer: PreTrainedTokenizerBase
-    texts: list[str]
-    validation: list[str]
-
-
 def build_material(script: ScriptArguments, seed: int) -> Material:
     """Builds models, tokenizers and texts in code."""
-    ours, theirs = build_tokenizers()
-    teacher = build_teacher(theirs, script.teacher_steps, seed)
+    ours, theirs = calendar.build_tokenizers()
+    teacher = calendar.build_teacher(theirs, script.teacher_steps, seed)
     planted = script.plant == "teacher_row"
     if planted:
-        spoil_word(teacher, theirs)
-    texts = build_texts(script.num_rows, seed=1, bad_text=script.num_rows // 2 if planted else None)
-    validation = build_texts(NUM_VALIDATION, seed=2)
-    return Material(partial(build_student, len(ours), seed), teacher, ours, theirs, texts, validation)
+        calendar.spoil_word(teacher, theirs)
+    texts = calendar.build_texts(script.num_rows, seed=1, bad_text=script.num_rows // 2 if planted else None)
+    validation = calendar.build_texts(NUM_VALIDATION, seed=2)
+    return partial(calendar.build_student, len(ours), seed), teacher, (ours, theirs), texts, validation
 
 
 def load_material(student: str, teacher: str, train_file: str) -> Material:
@@ -182,49 +144,45 @@ def load_material(student: str, teacher: str, train_file: str) -> Material:
             )
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     num_train = len(texts) - max(1, len(texts) // 10)
-    parts = (texts[:num_train], texts[num_train:])
-    return Material(
-        partial(AutoModelForCausalLM.from_pretrained, student), frozen, tokenizers[0], tokenizers[1], *parts
-    )
+    build = partial(AutoModelForCausalLM.from_pretrained, student)
+    return build, frozen, tokenizers, texts[:num_train], texts[num_train:]
 
 
-class PairCollator:
+def collate(rows: list[dict[str, str]], tokenizers: Tokenizers, max_length: int) -> dict[str, Tensor]:
     """Tokenizes texts with both tokenizers, truncated to `max_length` tokens, and aligns the positions."""
+    ours, theirs = (
+        tokenizer(
+            [row["text"] for row in rows], return_tensors="pt", padding=True, padding_side="right", truncation=True,
+            max_length=max_length, return_offsets_mapping=True,
+        )
+        for tokenizer in tokenizers
+    )  # fmt: skip
+    spans = zip(ours["offset_mapping"].tolist(), theirs["offset_mapping"].tolist(), strict=True)
+    return {
+        "input_ids": ours["input_ids"],
+        "attention_mask": ours["attention_mask"],
+        "labels": ours["input_ids"].masked_fill(ours["attention_mask"] == 0, MASKED),
+        "teacher_input_ids": theirs["input_ids"],
+        "teacher_attention_mask": theirs["attention_mask"],
+        "teacher_positions": torch.tensor([align_positions(*pair) for pair in spans]),
+    }
 
-    def __init__(self, student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, max_length: int):
-        self.student = student
-        self.teacher = teacher
-        self.max_length = max_length
 
-    def _encode(self, tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> BatchEncoding:
-        return tokenizer(
-            texts, return_tensors="pt", padding=True, padding_side="right", truncation=True, max_length=self.max_length,
-            return_offsets_mapping=True,
-        )  # fmt: skip
-
-    def __call__(self, rows: list[dict[str, str]]) -> dict[str, Tensor]:
-        texts = [row["text"] for row in rows]
-        ours, theirs = self._encode(self.student, texts), self._encode(self.teacher, texts)
-        spans = zip(ours["offset_mapping"].tolist(), theirs["offset_mapping"].tolist(), strict=True)
-        return {
-            "input_ids": ours["input_ids"],
-            "attention_mask": ours["attention_mask"],
-            "labels": ours["input_ids"].masked_fill(ours["attention_mask"] == 0, MASKED),
-            "teacher_input_ids": theirs["input_ids"],
-            "teacher_attention_mask": theirs["attention_mask"],
-            "teacher_positions": torch.tensor([align_positions(*pair) for pair in spans]),
-        }
+def perplexity(loss: float) -> float:
+    """Returns exp(loss), or inf if that overflows."""
+    return torch.tensor(loss, dtype=torch.float64).exp().item()
 
 
 class DistillationTrainer(Trainer):
     """A plain `Trainer` with ce and kd. If guarded, they are checked by name, and a non-finite kd is dropped."""
 
-    def __init__(self, *args, script: ScriptArguments, teacher: nn.Module, shared: tuple[Tensor, Tensor], **kwargs):
+    def __init__(self, *args, script: ScriptArguments, teacher: nn.Module, shared: Sequence[list[int]], **kwargs):
         super().__init__(*args, **kwargs)
         self.script = script
         self.teacher = teacher.to(self.args.device).eval().requires_grad_(False)
-        self.shared = tuple(ids.to(self.args.device) for ids in shared)
+        self.shared = tuple(torch.tensor(ids, device=self.args.device) for ids in shared)
         self.model_accepts_loss_kwargs = False  # both terms are means over the micro-batch
+        self.best_perplexity = math.inf
 
     def get_teacher_logits(self, inputs: dict[str, Tensor]) -> Tensor:
         """Returns the teacher's logits of shared tokens at the student's positions; those without a pair have any values."""
@@ -266,32 +224,19 @@ class DistillationTrainer(Trainer):
     def log(self, logs, *args, **kwargs):
         if "eval_loss" in logs:
             logs["eval_perplexity"] = perplexity(logs["eval_loss"])
+            if self.is_world_process_zero():
+                self.print_validation(logs["eval_perplexity"])
         super().log(logs, *args, **kwargs)
 
-
-def perplexity(loss: float) -> float:
-    """Returns exp(loss), or inf if that overflows."""
-    return torch.tensor(loss, dtype=torch.float64).exp().item()
-
-
-class EpochLine(TrainerCallback):
-    """Prints a line after every evaluation."""
-
-    def __init__(self) -> None:
-        self.best = math.inf
-
-    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
-        if not state.is_world_process_zero:
-            return
-        last: dict[str, float] = next((row for row in reversed(state.log_history) if "loss" in row), {})
+    def print_validation(self, score: float) -> None:
+        """Prints the validation perplexity, with the last logged loss and its terms."""
+        last: dict[str, float] = next((row for row in reversed(self.state.log_history) if "loss" in row), {})
         terms = [f"{name}={last[key]:.4f}" for name in ("kd", "ce") if (key := f"nanguard/term/{name}") in last]
         rate = f" ({', '.join(terms)}) success_rate={last['nanguard/success_rate']:.0%}" if terms else ""
-        score = perplexity(metrics["eval_loss"])
-        mark = ", best so far" if score < self.best else ""
-        self.best = min(self.best, score) if not math.isnan(score) else self.best
-        print(
-            f"  step {state.global_step}: loss={last.get('loss', math.nan):.4f}{rate}, validation perplexity {score:.2f}{mark}"
-        )
+        mark = ", best so far" if score < self.best_perplexity else ""
+        self.best_perplexity = score if mark else self.best_perplexity
+        loss = f"loss={last.get('loss', math.nan):.4f}{rate}"
+        print(f"  step {self.state.global_step}: {loss}, validation perplexity {score:.2f}{mark}")
 
 
 def measure(trainer: Trainer) -> Figures:
@@ -326,18 +271,18 @@ def run(argv: Sequence[str] | None = None) -> list[Outcome]:
     if script.plant == "eps":
         args.optim, args.adam_epsilon = "adamw_torch", 1e-8
     material = load_material(*script.named) if script.named else build_material(script, args.seed)
-    ours, theirs = share_vocabulary(material.student_tokenizer, material.teacher_tokenizer)
-    if not ours:
+    build_student, teacher, tokenizers, texts, validation = material
+    shared = share_vocabulary(*tokenizers)
+    if not shared[0]:
         raise ArgumentError("Student and teacher share no tokens, so they cannot be compared. Choose another teacher.")
 
     def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
         trainer_class: type = guarded(DistillationTrainer) if guard else DistillationTrainer
-        train, test = ([{"text": text} for text in texts] for texts in (material.texts, material.validation))
+        train, test = ([{"text": text} for text in part] for part in (texts, validation))
         return trainer_class(
-            material.build_student().to(getattr(torch, script.model_dtype)), args, train_dataset=train, eval_dataset=test,
-            data_collator=PairCollator(material.student_tokenizer, material.teacher_tokenizer, script.max_length),
-            processing_class=material.student_tokenizer, callbacks=[EpochLine()], script=script, teacher=material.teacher,
-            shared=(torch.tensor(ours), torch.tensor(theirs)),
+            build_student().to(getattr(torch, script.model_dtype)), args, train_dataset=train, eval_dataset=test,
+            data_collator=partial(collate, tokenizers=tokenizers, max_length=script.max_length),
+            processing_class=tokenizers[0], script=script, teacher=teacher, shared=shared,
         )  # fmt: skip
 
     return compare_runs(build_trainer, args, PLANTED[script.plant], measure, script.compare)

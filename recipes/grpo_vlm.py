@@ -13,7 +13,7 @@ reports an event with their dataset row.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -23,10 +23,8 @@ from transformers import Trainer, TrainingArguments
 from trl import GRPOTrainer
 
 from hf_nanguard import ArgumentError, GuardedGRPOConfig, GuardedGRPOTrainer
-from hf_nanguard.examples.compare import Outcome, compare_runs
-from hf_nanguard.examples.recipe.command_line import parse_arguments
-from hf_nanguard.examples.recipe.field_report_case import CaseArguments, check_rows, exit_code
-from hf_nanguard.examples.recipe.grpo_recipe import measure_rewards
+from hf_nanguard.examples.compare import Outcome, compare_runs, measure_rewards
+from hf_nanguard.examples.recipe.command_line import CaseArguments, argument, exit_code, parse_arguments
 from hf_nanguard.examples.tasks import pictures as picture
 
 BAD_ROW = 5
@@ -57,19 +55,11 @@ PLANTED = {
 class ScriptArguments(CaseArguments):
     """Arguments of this recipe besides the guarded arguments of GRPO."""
 
-    plant: Literal["picture", "none"] = field(default="picture", metadata={"help": "Failure to plant, or none."})
-    num_rows: int = field(default=64, metadata={"help": f"Rows of training data, more than {BAD_ROW}."})
+    plant: Literal["picture", "none"] = argument("picture", "Failure to plant, or none.")
+    num_rows: int = argument(64, f"Rows of training data, more than {BAD_ROW}.")
 
     def __post_init__(self) -> None:
-        check_rows(self.num_rows, BAD_ROW)
-
-
-def build_data(script: ScriptArguments, seed: int) -> Dataset:
-    """Returns pictures with questions, one of them with a NaN pixel if that is to be planted."""
-    rows = picture.build_rows(script.num_rows, seed).to_list()
-    if script.plant == "picture":
-        rows[BAD_ROW]["images"][0][0][0][0] = float("nan")
-    return Dataset.from_list(rows)
+        self.check_rows(BAD_ROW)
 
 
 def run(argv: Sequence[str] | None = None) -> list[Outcome]:
@@ -81,11 +71,15 @@ def run(argv: Sequence[str] | None = None) -> list[Outcome]:
             f"--compare must be false on several processes, got {args.world_size}: the stock run fails on one of them only."
         )
 
+    rows = picture.build_rows(script.num_rows, args.seed).to_list()
+    if script.plant == "picture":
+        rows[BAD_ROW]["images"][0][0][0][0] = float("nan")
+
     def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
         trainer_class: type = GuardedGRPOTrainer if guard else GRPOTrainer
         return trainer_class(
             picture.build_model(args.seed), reward_funcs=picture.reward_answer, args=args,
-            train_dataset=build_data(script, args.seed), processing_class=picture.build_processor(),
+            train_dataset=Dataset.from_list(rows), processing_class=picture.build_processor(),
         )  # fmt: skip
 
     return compare_runs(

@@ -15,7 +15,7 @@ the whole text. Model and data are built in code; nothing is downloaded. Planted
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -26,8 +26,7 @@ from transformers import BertConfig, BertModel, Trainer, TrainingArguments
 
 from hf_nanguard import GuardedTrainingArguments, guarded, masked_cross_entropy, normalized_mse
 from hf_nanguard.examples.compare import Figures, Outcome, compare_runs
-from hf_nanguard.examples.recipe.command_line import parse_arguments
-from hf_nanguard.examples.recipe.field_report_case import COMMON, CaseArguments, check_rows, exit_code
+from hf_nanguard.examples.recipe.command_line import COMMON, CaseArguments, argument, exit_code, parse_arguments
 from hf_nanguard.hf.named_terms import weigh_term
 
 PAD, BLANK, FIRST, NUM_TOKENS = 0, 1, 2, 50
@@ -54,22 +53,19 @@ PLANTED = {
 class ScriptArguments(CaseArguments):
     """Arguments of this recipe besides the guarded training arguments."""
 
-    plant: Literal["empty_mask", "zero_latent", "none"] = field(
-        default="empty_mask", metadata={"help": "Failure to plant, or none."}
+    plant: Literal["empty_mask", "zero_latent", "none"] = argument("empty_mask", "Failure to plant, or none.")
+    stable_losses: bool | None = argument(
+        None, "Use the losses of hf_nanguard. By default only if no failure is planted."
     )
-    stable_losses: bool | None = field(
-        default=None,
-        metadata={"help": "Use the losses of hf_nanguard. By default only if no failure is planted."},
+    on_bad_term: Literal["keep", "drop"] = argument(
+        "keep", "For a non-finite term, drop the micro-batch (keep) or only the term (drop)."
     )
-    on_bad_term: Literal["keep", "drop"] = field(
-        default="keep", metadata={"help": "For a non-finite term, drop the micro-batch (keep) or only the term (drop)."}
-    )
-    text_loss_weight: float = field(default=1.0, metadata={"help": "Weight of the cross-entropy."})
-    latent_loss_weight: float = field(default=0.1, metadata={"help": "Weight of the latent regression."})
-    num_rows: int = field(default=256, metadata={"help": f"Rows of training data, more than {BAD_ROW}."})
+    text_loss_weight: float = argument(1.0, "Weight of the cross-entropy.")
+    latent_loss_weight: float = argument(0.1, "Weight of the latent regression.")
+    num_rows: int = argument(256, f"Rows of training data, more than {BAD_ROW}.")
 
     def __post_init__(self) -> None:
-        check_rows(self.num_rows, BAD_ROW)
+        self.check_rows(BAD_ROW)
         if self.stable_losses is None:
             self.stable_losses = self.plant == "none"
 
@@ -128,9 +124,7 @@ def plain_latent_loss(prediction: Tensor, target: Tensor) -> Tensor:
 class LatentTrainer(Trainer):
     """A plain `Trainer` with a loss of two terms. If guarded, they are checked by name."""
 
-    def __init__(self, *args, script: ScriptArguments, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.script = script
+    script: ScriptArguments
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         logits, latents = model(inputs["input_ids"])
@@ -166,7 +160,9 @@ def run(argv: Sequence[str] | None = None) -> list[Outcome]:
         torch.manual_seed(args.seed)
         trainer_class: type = guarded(LatentTrainer) if guard else LatentTrainer
         rows = build_rows(script.num_rows, seed=1, plant=script.plant)
-        return trainer_class(TextLatentModel(), args, data_collator=default_collate, train_dataset=rows, script=script)
+        trainer = trainer_class(TextLatentModel(), args, data_collator=default_collate, train_dataset=rows)
+        trainer.script = script
+        return trainer
 
     return compare_runs(build_trainer, args, PLANTED[script.plant], measure, script.compare)
 

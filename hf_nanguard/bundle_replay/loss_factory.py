@@ -55,10 +55,8 @@ def make_model_loss(inputs: object, mixed_precision: str | None, device: torch.d
     """Returns the loss that a model computes itself in the recorded calls of its forward, under the same autocast.
 
     A model that returns no loss is given the mean of its first differentiable output, without masked logits: this reaches
-    every operator of forward and backward, but not with the gradients of the trainer's loss.
-
-    Raises:
-        ArgumentError: The inputs are not calls of a model's forward.
+    every operator of forward and backward, but not with the gradients of the trainer's loss. Other inputs than calls of a
+    model's forward raise an [`ArgumentError`].
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision or "no")
     read_calls(inputs)

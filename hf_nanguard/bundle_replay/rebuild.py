@@ -1,10 +1,12 @@
 """A bad micro-batch rebuilt from its bundle: model, loss and inputs as they were, ready to be run again."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import transformers
@@ -123,16 +125,6 @@ def fill(model: nn.Module, bundle: Bundle, recorded: Facts, known: set[int] | No
         fill_model(model, bundle, recorded, known)
 
 
-class PreparedInputs:
-    """Stands where a guarded trainer hands out held inputs: a rebuilt one takes its inputs as they are."""
-
-    num_backwards = 0
-
-    def replaying(self, held: HeldInputs) -> AbstractContextManager[None]:
-        """Returns a context that changes nothing."""
-        return nullcontext()
-
-
 def hold_trainer(
     bundle: Bundle, name: str, model: nn.Module, recorded: Facts, known: set[int] | None, device: torch.device
 ) -> SuspectBatch:
@@ -141,7 +133,9 @@ def hold_trainer(
     fill(trainer.model, bundle, recorded, known)
     set_up_training(trainer, bundle.facts)
     model = trainer.accelerator.prepare_model(trainer.model)
-    runner = TrainerRunner(trainer, model, Ranks(trainer.args.device), PreparedInputs())
+    # Stands where a guarded trainer hands out held inputs: a rebuilt one takes its inputs as they are.
+    prepared: Any = SimpleNamespace(num_backwards=0, replaying=lambda held: nullcontext())
+    runner = TrainerRunner(trainer, model, Ranks(trainer.args.device), prepared)
     inputs = map_tensors(bundle.inputs, lambda tensor: tensor.to(trainer.args.device))
     return hold(bundle, runner, HeldInputs.of(inputs), build_weight(bundle.facts, inputs, trainer.args.device))
 

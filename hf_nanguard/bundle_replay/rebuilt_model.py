@@ -104,17 +104,17 @@ def build_config(facts: Facts, model_class: type[PreTrainedModel]) -> PreTrained
     if recorded.get("quantization_config") is not None:
         raise needs_factory("The bundle's model was quantized, and quantized weights cannot be built from a config")
     config = config_class.from_dict(clean_config(recorded))
-    for name, allowed in ((compat_model.ATTENTION, ATTENTIONS), (compat_model.EXPERTS, EXPERTS)):
-        parts = facts.get("attention" if name == compat_model.ATTENTION else "experts") or {}
-        checked: dict[str, str] = {}
-        for key, value in (parts if isinstance(parts, dict) else {"": parts}).items():
-            if not isinstance(value, str) or value not in allowed:
+    kinds = (("attention", compat_model.ATTENTION, ATTENTIONS), ("experts", compat_model.EXPERTS, EXPERTS))
+    for fact, name, allowed in kinds:
+        parts = facts.get(fact) or {}
+        chosen: dict[str, Any] = parts if isinstance(parts, dict) else {"": parts}
+        for value in chosen.values():
+            if value not in allowed:
                 raise needs_factory(
                     f"The bundle's {name.strip('_')} must be one of {', '.join(allowed)} because kernels are not downloaded, "
                     f"got {value!r}"
                 )
-            checked[key] = value
-        compat_model.set_implementation(config, name, checked)
+        compat_model.set_implementation(config, name, chosen)
     return config
 
 

@@ -83,7 +83,7 @@ def build_trainer(name: str, model: nn.Module, facts: Facts, device: torch.devic
 
             kwargs = {"train_dataset": Dataset.from_dict({"prompt": [""]}), "processing_class": build_tokenizer(model)}
         if hasattr(args, "num_generations"):
-            kwargs["reward_funcs"] = _no_reward
+            kwargs["reward_funcs"] = lambda completions, **kwargs: [0.0] * len(completions)
         trainer = without_data(getattr(host, name))(model, args=args, **kwargs)
     trainer.processing_class = None  # a stand-in, which must not decode anything
     attributes: Facts = take(facts, "attributes", dict) or {}
@@ -119,10 +119,6 @@ def build_arguments(
     if "precompute_ref_log_probs" in known:  # otherwise the constructor loads a reference model
         kwargs["precompute_ref_log_probs"] = True
     return arguments_class(**kwargs)
-
-
-def _no_reward(completions: list, **kwargs: object) -> list[float]:
-    return [0.0] * len(completions)
 
 
 def build_tokenizer(model: nn.Module) -> PreTrainedTokenizerFast:

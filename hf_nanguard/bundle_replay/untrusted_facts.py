@@ -15,11 +15,7 @@ Facts = Mapping[str, object]
 
 
 def take(facts: Facts, name: str, kind: type[Kind]) -> Kind | None:
-    """Returns a fact of the given type, `None` if it was not recorded.
-
-    Raises:
-        ArgumentError: The fact has another type.
-    """
+    """Returns a fact, `None` if it was not recorded, or raises an [`ArgumentError`] if it is not of the given type."""
     value = facts.get(name)
     if value is not None and not isinstance(value, kind):
         raise ArgumentError(f"The bundle's fact {name!r} must be a {kind.__name__}, got {str(value)[:60]!r}.")

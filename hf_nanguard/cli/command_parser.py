@@ -1,9 +1,10 @@
 """Shared by the commands: the type of their parsers, ranges of integers, and the import of what they run."""
 
 import argparse
-from collections.abc import Callable
-from importlib import import_module
-from types import ModuleType
+import runpy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TypeAlias
 
 from ..errors import ArgumentError
@@ -22,9 +23,18 @@ def between(lowest: int, highest: int) -> Callable[[str], int]:
     return integer
 
 
-def import_example(command: str, module: str) -> ModuleType:
-    """Imports a module of `examples`, or says which library the command needs for that."""
+@contextmanager
+def needs_trl(command: str) -> Iterator[None]:
+    """Says which library a command needs if an import inside the context fails."""
     try:
-        return import_module(f"..examples.{module}", __package__)
+        yield
     except ModuleNotFoundError as error:
         raise ArgumentError(f"nanguard {command} needs {error.name}. Run pip install 'hf-nanguard[trl]'.") from error
+
+
+def load_recipe(command: str, name: str) -> SimpleNamespace:
+    """Returns what the script `recipes/<name>.py` defines; recipes are beside the presets."""
+    from ..examples.recipe.presets import find_configs
+
+    with needs_trl(command):
+        return SimpleNamespace(**runpy.run_path(str(find_configs().parent / "recipes" / f"{name}.py")))

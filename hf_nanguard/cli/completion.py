@@ -34,7 +34,6 @@ def add_parser(subparsers: Subparsers) -> None:
         help=f"print a completion script for {', '.join(shtab.SUPPORTED_SHELLS)}",
         description="Prints a script with which a shell completes nanguard's commands, options and their values.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("shell", choices=shtab.SUPPORTED_SHELLS, help="your shell")
     parser.set_defaults(run=run)

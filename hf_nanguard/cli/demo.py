@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .command_parser import Subparsers, between, import_example
+from .command_parser import Subparsers, between, needs_trl
 from .live_output import build_console, guard_log, print_plain, progress
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ def add_parser(subparsers: Subparsers) -> None:
         "row, GRPO that samples from NaN, a NaN that never shows in the log, a float16 overflow. Takes about a\n"
         "minute and downloads nothing.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--output-dir", default="runs/demo", help="folder of the runs (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="only the first failure, the bad row")
@@ -56,7 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ..examples.output_folder import make_folder
 
     folder = make_folder("--output-dir", arguments.output_dir)
-    scenarios = import_example("demo", "demo.scenarios").SCENARIOS
+    with needs_trl("demo"):
+        from ..examples.demo.scenarios import SCENARIOS
     import torch
 
     from ..examples.compare import quiet_hosts
@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     console = build_console()
     shown = []
     with quiet_hosts(), guard_log(console):
-        for number, run_scenario in enumerate(scenarios[:1] if arguments.quick else scenarios, 1):
+        for number, run_scenario in enumerate(SCENARIOS[:1] if arguments.quick else SCENARIOS, 1):
 
             def announce(description: str, number: int = number) -> None:
                 console.print(f"{number}. {description}", markup=False, highlight=False)
@@ -88,11 +88,10 @@ def show(console: Console, scenarios: Sequence[Scenario]) -> None:
     table = Table(title="the same failure, stock and guarded", show_lines=True, width=min(console.width, 120))
     for title, ratio in (("planted", 4), ("stock", 7), ("guarded", 9)):
         table.add_column(title, ratio=ratio)
-    for number, scenario in enumerate(scenarios, 1):
-        found = [describe(outcome).items() for outcome in (scenario.stock, scenario.guarded)]
-        cells = ["\n".join(f"{topic}: {text}" for topic, text in topics) for topics in found]
-        table.add_row(escape(f"{number}. {scenario.title}"), *map(escape, cells))
+    for number, (title, *outcomes) in enumerate(scenarios, 1):
+        cells = ["\n".join(f"{topic}: {text}" for topic, text in describe(outcome).items()) for outcome in outcomes]
+        table.add_row(escape(f"{number}. {title}"), *map(escape, cells))
     console.print(table)
-    for number, scenario in enumerate(scenarios, 1):
-        for kind, path in find_evidence(scenario.guarded).items():
+    for number, (*_, guarded) in enumerate(scenarios, 1):
+        for kind, path in find_evidence(guarded).items():
             print_plain(console, f"{kind} of failure {number}: {path}")

@@ -1,6 +1,7 @@
 """`nanguard grpo`: reinforcement learning (GRPO) with the guard and the flags of TRL's script."""
 
-from .command_parser import Subparsers
+from functools import partial
+
 from .recipe_command import add_recipe
 
 EXAMPLES = """  nanguard grpo
@@ -11,21 +12,19 @@ EXAMPLES = """  nanguard grpo
 """
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Adds the command to the command line."""
-    add_recipe(
-        subparsers,
-        "grpo",
-        "reinforcement learning (GRPO) with the guard; a built-in task if no model is given",
-        "Trains a model with rewards and the guard. Without a model and a dataset, a small built-in Llama learns sums,\n"
-        "in about a minute on a CPU and without a network; the mean reward of the first and of the last steps is\n"
-        "printed.",
-        EXAMPLES,
-        {
-            "--reward_funcs": ("NAME", "reward functions of TRL by name, or your module.function"),
-            "--reward_model_name_or_path": ("NAME", "reward model"),
-            "--num_generations": ("N", "completions per prompt"),
-            "--max_completion_length": ("N", "largest number of tokens per completion"),
-            "--temperature": ("X", "sampling temperature"),
-        },
-    )
+add_parser = partial(
+    add_recipe,
+    name="grpo",
+    summary="reinforcement learning (GRPO) with the guard; a built-in task if no model is given",
+    description="Trains a model with rewards and the guard. Without a model and a dataset, a small built-in Llama learns sums,\n"
+    "in about a minute on a CPU and without a network; the mean reward of the first and of the last steps is\n"
+    "printed.",
+    examples=EXAMPLES,
+    common={
+        "--reward_funcs": ("NAME", "reward functions of TRL by name, or your module.function"),
+        "--reward_model_name_or_path": ("NAME", "reward model"),
+        "--num_generations": ("N", "completions per prompt"),
+        "--max_completion_length": ("N", "largest number of tokens per completion"),
+        "--temperature": ("X", "sampling temperature"),
+    },
+)

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .. import __version__
 from ..errors import ArgumentError
@@ -32,7 +32,10 @@ Run `nanguard <command> --help` for the options of a command.
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one message, without the usage block."""
+    """An argument parser whose help is shown as it is written, and whose errors are one message without the usage block."""
+
+    def __init__(self, **options: Any):
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
         raise ArgumentError(f"{message}. Run `{self.prog} --help` for its options.")
@@ -44,7 +47,6 @@ def build_parser() -> argparse.ArgumentParser:
         prog="nanguard",
         description="Numerical safety for Hugging Face training: a bad step leaves no trace.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"nanguard {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)

@@ -9,10 +9,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from .command_parser import Subparsers, import_example
+from .command_parser import Subparsers, load_recipe
 from .setting_flags import add_flags
 
 PRESETS = ("balanced", "ultra_conservative")
+# Flags with the name of their value, none for a switch, and their help.
+OWN = {
+    "--config": ("FILE", "YAML file with any of the arguments, one per line"),
+    "--compare": (None, "plant a failure, run stock and guarded, and print both outcomes"),
+    "--json": (None, "print the result as one JSON object, and everything else on standard error"),
+    "--help_all": (None, "list all flags, including those of TRL, and exit"),
+}
 COMMON = {
     "--model_name_or_path": ("NAME", "folder of a model, or its name on the hub"),
     "--dataset_name": ("NAME", "folder of data files, or the name of a dataset on the hub"),
@@ -47,28 +54,16 @@ def add_recipe(
         usage=f"nanguard {name} [--preset NAME] [--config FILE] [--compare] [--json] [any flag of TRL's {name} script]",
         description=description,
         epilog=f"{SETTINGS}\nexamples:\n{examples}\n{EXIT_CODES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--preset", choices=PRESETS, help="arguments that work for this kind of training")
-    parser.add_argument("--config", metavar="FILE", help="YAML file with any of the arguments, one per line")
-    parser.add_argument(
-        "--compare",
-        action="store_true",
-        help="plant a failure, run stock and guarded, and print both outcomes",
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the result as one JSON object, and everything else on standard error"
-    )
-    parser.add_argument("--help_all", action="store_true", help="list all flags, including those of TRL, and exit")
-    group = parser.add_argument_group("common flags of TRL")
-    for flag, (metavar, text) in {**COMMON, **common}.items():
-        if metavar is None:
-            group.add_argument(flag, action="store_true", help=text)
-        else:
-            group.add_argument(flag, metavar=metavar, help=text)
+    host = parser.add_argument_group("common flags of TRL")
+    for group, flags in ((parser, OWN), (host, {**COMMON, **common})):
+        for flag, (metavar, text) in flags.items():
+            kind = {"action": "store_true"} if metavar is None else {"metavar": metavar}
+            group.add_argument(flag, help=text, **kind)  # type: ignore[arg-type] # mypy checks each keyword for each type
     add_flags(parser.add_argument_group("settings of the guard"))
-    parser.set_defaults(run=run, recipe=name)
+    parser.set_defaults(run=run)
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -80,11 +75,10 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the recipe and returns its exit code."""
-    name = arguments.recipe
-    recipe = import_example(name, f"recipe.{name}_recipe").RECIPE
+    recipe = load_recipe(arguments.command, arguments.command)
     if "--help_all" in arguments.words:
         from ..examples.recipe.recipe_parser import build_parser
 
-        build_parser(recipe.kind).print_help()
+        build_parser(recipe.KIND).print_help()
         return 0
-    return recipe.run(arguments.words)
+    return recipe.main(arguments.words)

@@ -18,7 +18,6 @@ from .command_parser import Subparsers
 if TYPE_CHECKING:
     from ..core.autopsy.bundle.reader import Bundle
     from ..core.autopsy.evidence.verdict import Verdict
-    from ..core.event import Remedy
 
 PATIENCE = 2.0
 ORIGIN = ("op", "module", "source", "phase", "leaf")
@@ -43,7 +42,6 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Rebuilds the model and the loss of a bundle, runs its bad micro-batch and reports where the first\n"
         "NaN or inf appears. Nothing is downloaded.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "bundle", metavar="BUNDLE", help="the folder that an autopsy wrote, e.g. nanguard/autopsy/step-42"
@@ -132,6 +130,24 @@ def compare(bundle: Bundle, verdict: Verdict) -> list[str]:
     return [f"{name} was {was!r}, is {value!r}" for name, was, value in pairs if was != value]
 
 
+def compare_versions(bundle: Bundle) -> list[str]:
+    """Returns which libraries had other versions in the run."""
+    from ..hf.trainer.trainer_facts import find_versions
+
+    here, there = (
+        {name: version.split("+")[0] for name, version in found.items()} for found in (find_versions(), bundle.versions)
+    )
+    return [f"{name} was {there[name]}, is {here[name]}" for name in here if there.get(name, here[name]) != here[name]]
+
+
+# ---- what the run recorded: anybody may have written it, so values of another type are left out ----
+
+
+def as_dict(value: object) -> dict:
+    """Returns a mapping of a bundle, empty if it is anything else."""
+    return value if isinstance(value, dict) else {}
+
+
 def original_samples(bundle: Bundle, samples: list[int] | None) -> list[int] | None:
     """Returns positions in the micro-batch of the run, of which the bundle may contain only the culprits."""
     kept = as_dict(bundle.verdict.get("blame")).get("samples")
@@ -140,18 +156,21 @@ def original_samples(bundle: Bundle, samples: list[int] | None) -> list[int] | N
     return [kept[sample] for sample in samples if sample < len(kept)]
 
 
-def compare_versions(bundle: Bundle) -> list[str]:
-    """Returns which libraries had other versions in the run."""
-    from ..hf.trainer.trainer_facts import find_versions
+def add_recorded(verdict: Verdict, bundle: Bundle, with_data: bool, with_remedies: bool) -> Verdict:
+    """Returns the verdict with what only the run could know: rows and texts of the culprit samples, and remedies it tried."""
+    from ..core.event import Remedy
 
-    here = {name: version.split("+")[0] for name, version in find_versions().items()}
-    there = {name: version.split("+")[0] for name, version in bundle.versions.items()}
-    return [f"{name} was {there[name]}, is {here[name]}" for name in here if there.get(name, here[name]) != here[name]]
-
-
-def as_dict(value: object) -> dict:
-    """Returns a mapping of a bundle, empty if it is anything else."""
-    return value if isinstance(value, dict) else {}
+    blame, remedies = as_dict(bundle.verdict.get("blame")), bundle.verdict.get("remedies")
+    if with_data and original_samples(bundle, verdict.blame.samples) == blame.get("samples"):
+        rows, texts = blame.get("rows"), as_dict(blame.get("texts")).items()
+        known = rows if isinstance(rows, list) and all(isinstance(row, int) for row in rows) else verdict.blame.rows
+        texts_by_sample = {int(key): str(text) for key, text in texts if key.isdecimal() and len(key) < 10}
+        verdict = replace(verdict, blame=replace(verdict.blame, rows=known, texts=texts_by_sample))
+    if with_remedies:
+        items = [as_dict(item) for item in remedies] if isinstance(remedies, list) else []
+        tried = [(str(item.get("name"))[:80], item.get("tried") is True, item.get("works") is True) for item in items]
+        verdict = replace(verdict, remedies=tuple(Remedy(*one) for one in tried))
+    return verdict
 
 
 # ---- output ----
@@ -161,15 +180,9 @@ def format_replay(bundle: Bundle, verdict: Verdict, differences: list[str], trie
     """Returns the verdict as in the log of the run, and how it compares to the recorded one."""
     from ..core.autopsy.evidence.verdict import format_verdict
 
-    recorded = recorded_remedies(bundle.verdict)
-    if not tried:
-        verdict = replace(verdict, remedies=recorded)
-    blame = as_dict(bundle.verdict.get("blame"))
-    samples = original_samples(bundle, verdict.blame.samples)
-    if not differences and samples == blame.get("samples"):
-        verdict = replace(verdict, blame=replace(verdict.blame, **recorded_data(blame)))
+    verdict = add_recorded(verdict, bundle, with_data=not differences, with_remedies=not tried)
     lines = [format_verdict(verdict, bundle.step, bundle.micro_step)]
-    if recorded and not tried:
+    if verdict.remedies and not tried:
         lines.append("Remedies are those recorded in the run; --remedies tries them again.")
     lines.append(f"Not as recorded: {'; '.join(differences)}." if differences else "The same verdict as recorded.")
     versions = compare_versions(bundle)
@@ -192,22 +205,3 @@ def as_json(bundle: Bundle, verdict: Verdict, differences: list[str]) -> dict[st
         "versions": compare_versions(bundle),
         "left_out": bundle.left_out,
     }
-
-
-def recorded_data(blame: dict) -> dict:
-    """Returns dataset rows and texts of the culprit samples, which only the run could know."""
-    rows = blame.get("rows")
-    texts = as_dict(blame.get("texts")).items()
-    texts_by_sample = {int(key): str(text) for key, text in texts if key.isdecimal() and len(key) < 10}
-    known = isinstance(rows, list) and all(isinstance(row, int) for row in rows)
-    return {"texts": texts_by_sample} | ({"rows": rows} if known else {})
-
-
-def recorded_remedies(verdict: dict) -> tuple[Remedy, ...]:
-    """Returns the remedies that were tried in the run."""
-    from ..core.event import Remedy
-
-    remedies = verdict.get("remedies")
-    items = [as_dict(item) for item in (remedies if isinstance(remedies, list) else [])]
-    results = [(item, item["works"] if isinstance(item.get("works"), bool) else None) for item in items]
-    return tuple(Remedy(str(item.get("name"))[:80], item.get("tried") is True, works) for item, works in results)

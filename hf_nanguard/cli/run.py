@@ -47,7 +47,6 @@ def add_parser(subparsers: Subparsers) -> None:
         "transformers.Trainer and TRL trainer that it builds, also in processes that it starts. All words after the\n"
         "script are passed to it.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("script", nargs="*", help="what to run, and its own arguments")

@@ -1,6 +1,7 @@
 """`nanguard sft`: supervised fine-tuning with the guard and the flags of TRL's script."""
 
-from .command_parser import Subparsers
+from functools import partial
+
 from .recipe_command import add_recipe
 
 EXAMPLES = """  nanguard sft
@@ -12,15 +13,13 @@ EXAMPLES = """  nanguard sft
 """
 
 
-def add_parser(subparsers: Subparsers) -> None:
-    """Adds the command to the command line."""
-    add_recipe(
-        subparsers,
-        "sft",
-        "supervised fine-tuning with the guard; a built-in task if no model is given",
-        "Fine-tunes a model on texts, conversations or prompts with completions, with the guard. Without a model and a\n"
-        "dataset, a small built-in Llama learns sums, in about a minute on a CPU and without a network; accuracy and\n"
-        "answer rate are printed.",
-        EXAMPLES,
-        {"--max_length": ("N", "tokens per sample"), "--packing": (None, "pack several samples into a row")},
-    )
+add_parser = partial(
+    add_recipe,
+    name="sft",
+    summary="supervised fine-tuning with the guard; a built-in task if no model is given",
+    description="Fine-tunes a model on texts, conversations or prompts with completions, with the guard. Without a model and a\n"
+    "dataset, a small built-in Llama learns sums, in about a minute on a CPU and without a network; accuracy and\n"
+    "answer rate are printed.",
+    examples=EXAMPLES,
+    common={"--max_length": ("N", "tokens per sample"), "--packing": (None, "pack several samples into a row")},
+)

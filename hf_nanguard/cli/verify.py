@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
 from ..report.run_files import GUARD_FOLDER, events_path
-from .command_parser import Subparsers, between, import_example
+from .command_parser import Subparsers, between, load_recipe
 from .live_output import build_console, guard_log, print_plain, progress
 
 if TYPE_CHECKING:
@@ -61,7 +61,6 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Trains for a few steps with the guard, with your model, data and arguments, and measures whether they\n"
         "work. Without a model and a dataset it runs the built-in task.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--task", choices=TASKS, default="sft", help="kind of training (default: sft)")
@@ -99,14 +98,14 @@ def run(arguments: argparse.Namespace) -> int:
         raise ArgumentError(
             f"nanguard verify must run in one process, got WORLD_SIZE={os.environ['WORLD_SIZE']}. Start it without a launcher."
         )
-    recipe = import_example("verify", f"recipe.{arguments.task}_recipe").RECIPE
+    recipe = load_recipe("verify", arguments.task)
     from ..examples.compare import quiet_hosts
     from ..examples.recipe.recipe_parser import parse
     from ..examples.recipe.run_and_save import build, stdout_aside
     from ..verification.measured_run import verify
 
     config = [] if arguments.config is None else ["--config", arguments.config]
-    parsed = parse([*arguments.words, *config], recipe.kind)
+    parsed = parse([*arguments.words, *config], recipe.KIND)
     if parsed.flags.compare:
         raise ArgumentError(f"--compare must not be given here. Run `nanguard {arguments.task} --compare`.")
     console = build_console(stderr=arguments.json)
@@ -117,13 +116,12 @@ def run(arguments: argparse.Namespace) -> int:
         for note in parsed.notes:
             print_plain(console, f"note: {note}")
         with stdout_aside(arguments.json), quiet_hosts(), guard_log(console), progress(console) as begin:
-            trainer = build(recipe.trainer_class, args=args, **recipe.gather_parts(parsed))
+            trainer = build(recipe.KIND.trainer, args=args, **recipe.gather_parts(parsed))
             report = begin(f"{arguments.task}, guarded", arguments.steps)
-
-            def report_loss(step: int, loss: float) -> None:
-                report(step, f"logged loss {loss:.4g}", False)
-
-            found = verify(trainer, arguments.steps, folder, report_loss, arguments.memory_limit)
+            found = verify(
+                trainer, arguments.steps, folder, lambda step, loss: report(step, f"logged loss {loss:.4g}", False),
+                arguments.memory_limit,
+            )  # fmt: skip
     if arguments.json:
         print(json.dumps(found.as_dict(), indent=2, allow_nan=False))
     else:

@@ -2,9 +2,8 @@
 
 import copy
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from textwrap import shorten
@@ -22,7 +21,7 @@ from transformers.utils import logging
 from ..core.finite import find_nonfinite
 from ..errors import NonFiniteError
 from ..plain_text import format_error
-from ..report.run_files import GUARD_FOLDER, Tail, events_path
+from ..report.run_files import GUARD_FOLDER, Tail, count_events, events_path, format_counts
 
 # How a run ends whose numbers are not finite; any other error is a mistake in the recipe and is raised.
 FAILURES = (ArithmeticError, IndexError, RuntimeError, ValueError)
@@ -111,7 +110,7 @@ def compare_runs(
     `compare` is false, only the guarded run is made, in `args.output_dir` itself and with all its output. The guarded run
     is the last of the outcomes.
     """
-    console = build_console()
+    console = Console(quiet=not PartialState().is_main_process)
     console.print(f"{escape(planted)}\n", highlight=False, soft_wrap=True)
     outcomes = []
     if not compare:
@@ -133,24 +132,16 @@ def compare_runs(
 @contextmanager
 def quiet_hosts() -> Iterator[None]:
     """Turns off warnings and progress bars of transformers and datasets; messages of the guard stay."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    datasets_bars = datasets.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    try:
+    with ExitStack() as undo:
+        undo.callback(logging.set_verbosity, logging.get_verbosity())
+        logging.set_verbosity_error()
+        if logging.is_progress_bar_enabled():
+            undo.callback(logging.enable_progress_bar)
+        if datasets.is_progress_bar_enabled():
+            undo.callback(datasets.enable_progress_bars)
+        logging.disable_progress_bar()
+        datasets.disable_progress_bars()
         yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
-        if datasets_bars:
-            datasets.enable_progress_bars()
-
-
-def build_console() -> Console:
-    """Returns a console that prints on the main process only."""
-    return Console(quiet=not PartialState().is_main_process)
 
 
 def format_number(value: float | str) -> str:
@@ -181,16 +172,6 @@ def format_event(event: EventRow) -> str:
 def find_first(events: Sequence[EventRow]) -> EventRow:
     """Returns the first event in which the guard acted, or the first of all if it only observed."""
     return next((event for event in events if event["action"] != "observed"), events[0])
-
-
-def count_events(events: Sequence[EventRow]) -> Counter[str]:
-    """Returns how often each signal met each action."""
-    return Counter(f"{event['signal']} {event['action']}" for event in events)
-
-
-def format_counts(counts: Counter[str]) -> str:
-    """Returns counts of events in one line."""
-    return ", ".join(f"{number} {kind}" for kind, number in counts.items()) or "none"
 
 
 def describe(outcome: Outcome) -> dict[str, str]:
@@ -224,6 +205,16 @@ def print_comparison(outcomes: Sequence[Outcome], console: Console) -> None:
     for outcome in outcomes:
         for kind, path in find_evidence(outcome).items():
             console.print(f"{kind} of the {outcome.name} run: {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def measure_rewards(trainer: Trainer, prefix: str = "") -> Figures:
+    """Returns the mean reward at the beginning and at the end of a run, each over a tenth of its logged rows."""
+    rewards = [row["reward"] for row in trainer.state.log_history if row.get("reward") is not None]
+    rewards = [reward for reward in rewards if reward == reward]  # NaN if no completion of the row could be scored
+    if not rewards:
+        return {}
+    num = max(len(rewards) // 10, 1)
+    return {f"{prefix}first": sum(rewards[:num]) / num, f"{prefix}last": sum(rewards[-num:]) / num}
 
 
 def find_evidence(outcome: Outcome) -> dict[str, Path]:

@@ -2,7 +2,8 @@
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,16 @@ def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
         except json.JSONDecodeError:
             if number < len(lines) - 1:
                 raise
+
+
+def count_events(events: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    """Returns how often each signal met each action."""
+    return Counter(f"{event['signal']} {event['action']}" for event in events)
+
+
+def format_counts(counts: Counter[str]) -> str:
+    """Returns counts of events in one line."""
+    return ", ".join(f"{number} {kind}" for kind, number in counts.items()) or "none"
 
 
 class Tail:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.metadata import entry_points
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from ..errors import ArgumentError
@@ -69,14 +69,8 @@ def _find_script(path: str, arguments: list[str]) -> Target:
             raise ArgumentError(f"{path} is the Python interpreter. Leave it out: nanguard run script.py.")
         if not (first.startswith(b"#!") and b"python" in first):
             raise ArgumentError(f"{path} is not a Python script. {WAY_OUT}")
-    full = os.path.abspath(path)
-
-    def run() -> None:
-        with io.open_code(full) as file:
-            source = file.read()
-        _run_as_main(lambda: compile(source, full, "exec", dont_inherit=True), full, SourceFileLoader("__main__", full))
-
-    return Target([path, *arguments], os.path.dirname(os.path.realpath(path)), run)
+    loader = SourceFileLoader("__main__", os.path.abspath(path))
+    return Target([path, *arguments], os.path.dirname(os.path.realpath(path)), lambda: _run_as_main(loader))
 
 
 def _find_module(name: str, arguments: list[str]) -> Target:
@@ -86,12 +80,7 @@ def _find_module(name: str, arguments: list[str]) -> Target:
             spec = _find_spec(f"{name}.__main__")
     if spec is None or spec.loader is None or spec.origin is None:
         raise ArgumentError(f"No module named {name} can be run. Is it installed, or in this folder?")
-    code_of: Any = spec.loader
-
-    def run() -> None:
-        _run_as_main(lambda: code_of.get_code(spec.name), str(spec.origin), code_of, spec)
-
-    return Target([spec.origin, *arguments], os.getcwd(), run)
+    return Target([spec.origin, *arguments], os.getcwd(), lambda: _run_as_main(spec.loader, spec))
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
@@ -116,13 +105,16 @@ def _first_on_path(folder: str | None) -> Iterator[None]:
         sys.path[:] = before
 
 
-def _run_as_main(
-    compile_code: Callable[[], CodeType], file: str, loader: object, spec: ModuleSpec | None = None
-) -> None:
-    """Runs code as the main module of this process, as `python file` (or `python -m`) does."""
-    module = ModuleType("__main__")
+def _run_as_main(loader: Any, spec: ModuleSpec | None = None) -> None:
+    """Runs a file, or the module of a spec, as the main module of this process, as `python file` and `python -m` do."""
+    module, file = ModuleType("__main__"), str(loader.path if spec is None else spec.origin)
     names = {"__file__": file, "__loader__": loader, "__spec__": spec, "__builtins__": builtins, "__annotations__": {}}
     parts = {"__package__": spec and spec.parent, "__cached__": spec and spec.cached}
     vars(module).update(names, **parts)
     sys.modules["__main__"] = module
-    exec(compile_code(), vars(module))
+    if spec is None:
+        with io.open_code(file) as opened:
+            code = compile(opened.read(), file, "exec", dont_inherit=True)
+    else:
+        code = loader.get_code(spec.name)
+    exec(code, vars(module))

@@ -1,11 +1,11 @@
 """Measurements of a short run of a configuration, and their verdict: best, acceptable or failed."""
 
 import math
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
 
 from ..core.event import strict
+from ..report.run_files import count_events, format_counts
 
 BEST, ACCEPTABLE, FAILED = "best", "acceptable", "failed"
 UNKNOWN, SHOWN = "not measured", "measured"  # these do not count
@@ -25,61 +25,30 @@ class Check:
 
 @dataclass
 class Verification:
-    """Everything that was measured.
+    """Everything that was measured."""
 
-    Args:
-        num_steps (`int`), num_done (`int`):
-            Optimizer steps that were requested, and that were completed.
-        error (`str`, *optional*):
-            The error that ended the run early, in one line.
-        num_forwards (`int`), num_bad_forwards (`int`):
-            Forwards whose logits (or log-probabilities, if a trainer computes no logits) were checked, and how many of
-            them contained NaN or +inf; -inf is a mask.
-        num_bad_steps (`int`), num_nan_gradients (`int`), num_inf_gradients (`int`):
-            Steps with non-finite gradients, and the number of such gradient tensors.
-        norms (`list[float]`), norms_after (`list[float]`):
-            Gradient norms of each step that was taken, before and after clipping.
-        max_grad_norm (`float`):
-            The norm that gradients are clipped to; 0 for no clipping.
-        num_seen (`int`), num_used (`int`):
-            Micro-batches in all, and micro-batches trained on.
-        bad_weights (`dict[str, str]`):
-            Weight tensors with NaN or inf at the end, by name.
-        measure (`str`):
-            The measure on held-out data: `"loss"`, or `"reward"` for an online trainer.
-        before (`float`, *optional*), after (`float`, *optional*):
-            That measure at the start and at the end.
-        memory (`int`, *optional*), memory_kind (`str`):
-            The memory peak in bytes, and which memory it is.
-        memory_limit (`int`, *optional*):
-            The largest allowed peak, in bytes.
-        events (`list[dict]`):
-            Events of the guard.
-        output_dir (`str`):
-            The output folder of the run.
-    """
-
-    num_steps: int
-    num_done: int = 0
-    error: str | None = None
+    num_steps: int  # optimizer steps that were requested
+    num_done: int = 0  # and that were completed
+    error: str | None = None  # that ended the run early, in one line
+    # Forwards whose logits (log-probabilities, if a trainer computes no logits) were checked, and those with NaN or +inf.
     num_forwards: int = 0
     num_bad_forwards: int = 0
-    num_bad_steps: int = 0
-    num_nan_gradients: int = 0
+    num_bad_steps: int = 0  # with non-finite gradients
+    num_nan_gradients: int = 0  # tensors
     num_inf_gradients: int = 0
-    norms: list[float] = field(default_factory=list)
-    norms_after: list[float] = field(default_factory=list)
-    max_grad_norm: float = 0.0
-    num_seen: int = 0
-    num_used: int = 0
-    bad_weights: dict[str, str] = field(default_factory=dict)
-    measure: str = "loss"
-    before: float | None = None
-    after: float | None = None
-    memory: int | None = None
+    norms: list[float] = field(default_factory=list)  # of the gradients of each step that was taken, before clipping
+    norms_after: list[float] = field(default_factory=list)  # after clipping
+    max_grad_norm: float = 0.0  # 0 for no clipping
+    num_seen: int = 0  # micro-batches
+    num_used: int = 0  # micro-batches trained on
+    bad_weights: dict[str, str] = field(default_factory=dict)  # tensors with NaN or inf at the end, by name
+    measure: str = "loss"  # what is measured on held-out data: "loss", or "reward" for an online trainer
+    before: float | None = None  # that measure at the start
+    after: float | None = None  # and at the end
+    memory: int | None = None  # peak in bytes
     memory_kind: str = ""
-    memory_limit: int | None = None
-    events: list[dict] = field(default_factory=list)
+    memory_limit: int | None = None  # in bytes
+    events: list[dict] = field(default_factory=list)  # of the guard
     output_dir: str = ""
 
     @property
@@ -105,15 +74,9 @@ class Verification:
 
     def as_dict(self) -> dict[str, object]:
         """Returns everything in types of strict JSON."""
-        return strict(
-            {
-                "verdict": self.verdict,
-                "reasons": self.reasons,
-                "checks": [asdict(check) for check in self.checks],
-                **asdict(self),
-                "success_rate": self.success_rate,
-            }
-        )
+        checks = [asdict(check) for check in self.checks]
+        graded = {"verdict": self.verdict, "reasons": self.reasons, "checks": checks}
+        return strict({**graded, **asdict(self), "success_rate": self.success_rate})
 
 
 def check_completion(found: Verification) -> Check:
@@ -199,8 +162,7 @@ def check_memory(found: Verification) -> Check:
 
 def check_events(found: Verification) -> Check:
     """Events of the guard, for information; the other checks cover what they mean."""
-    counts = Counter(f"{event['signal']} {event['action']}" for event in found.events)
-    return Check("events", SHOWN, ", ".join(f"{number} {kind}" for kind, number in counts.items()) or "none")
+    return Check("events", SHOWN, format_counts(count_events(found.events)))
 
 
 CHECKS = (

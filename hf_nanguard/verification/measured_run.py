@@ -93,7 +93,7 @@ def verify(
     except Exception as raised:  # user code may raise anything, and an early end is a result of the verification
         error = format_error(raised)
     finally:
-        watch.remove()
+        watch.handle.remove()
     counter, (memory, memory_kind) = guard.guard.counter, measure_memory(device)
     return Verification(
         num_steps=steps, num_done=trainer.state.global_step, error=error, num_nan_gradients=counter.num_nan,
@@ -136,10 +136,6 @@ class Watch(TrainerCallback):
         self.after: dict[int, Tensor] = {}
         self.num_bad_steps = 0
         self.handle = model.register_forward_hook(self._on_forward)
-
-    def remove(self) -> None:
-        """Removes the hook from the model."""
-        self.handle.remove()
 
     @torch.no_grad()
     def _on_forward(self, module: nn.Module, args: tuple, output: object) -> None:

@@ -41,12 +41,11 @@ def test_help_all_lists_the_flags_of_trl(capsys):
 def test_help_shows_flags_that_are(capsys):
     """What the short help shows is taken by the parser that reads it."""
     from hf_nanguard.cli.main import build_parser
-    from hf_nanguard.examples.recipe import grpo_recipe as grpo
-    from hf_nanguard.examples.recipe import sft_recipe as sft
     from hf_nanguard.examples.recipe.recipe_parser import build_parser as build_trl_parser
+    from recipes import grpo, sft
 
     [subparsers] = [action for action in build_parser()._actions if action.dest == "command"]
-    for kind in (sft.RECIPE.kind, grpo.RECIPE.kind):
+    for kind in (sft.KIND, grpo.KIND):
         shown = {name for action in subparsers.choices[kind.name]._actions for name in action.option_strings}
         taken = {name for action in build_trl_parser(kind)._actions for name in action.option_strings}
         assert shown - taken == {"--help_all"}
@@ -156,11 +155,11 @@ def test_bad_rows(rows, told, tmp_path, capsys):
 
 
 def test_a_column_that_is_not_used_may_be_empty(tmp_path):
-    from hf_nanguard.examples.recipe.sft_recipe import RECIPE
+    from recipes import sft
 
     data = save_rows(tmp_path / "data", [{"text": None, "prompt": "1+1=", "completion": "2"}])
     words = ["--model_name_or_path", "any", "--dataset_name", data, "--output_dir", str(tmp_path / "out")]
-    assert len(RECIPE.load_task(parse(words, RECIPE.kind))["train_dataset"]) == 1
+    assert len(sft.gather_data(parse(words, sft.KIND), None)["train_dataset"]) == 1
 
 
 def test_a_model_without_a_tokenizer(tmp_path, capsys):
@@ -202,11 +201,11 @@ def test_an_output_folder_that_cannot_be(tmp_path, capsys):
 
 
 def test_environment_of_the_file(tmp_path, monkeypatch):
-    from hf_nanguard.examples.recipe import sft_recipe as sft
+    from recipes import sft
 
     monkeypatch.delenv("MY_SETTING", raising=False)
     (tmp_path / "mine.yaml").write_text("env:\n  MY_SETTING: 3\nmax_steps: 4\n", encoding="utf-8")
-    parsed = parse(["--config", str(tmp_path / "mine.yaml"), "--output_dir", str(tmp_path)], sft.RECIPE.kind)
+    parsed = parse(["--config", str(tmp_path / "mine.yaml"), "--output_dir", str(tmp_path)], sft.KIND)
     assert (parsed.training.max_steps, os.environ["MY_SETTING"]) == (4, "3")
     monkeypatch.delenv("MY_SETTING")
 

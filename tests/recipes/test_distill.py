@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_nanguard import bounded_loss
-from hf_nanguard.examples.recipe.field_report_case import exit_code
+from hf_nanguard.examples.recipe.command_line import exit_code
 from hf_nanguard.examples.tasks.calendar_words import (
     BAD_WORD,
     build_student,

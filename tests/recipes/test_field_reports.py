@@ -21,16 +21,15 @@ from hf_nanguard import GuardArguments, GuardedGRPOConfig, GuardedSFTConfig, Gua
 from hf_nanguard.cli.main import build_parser
 from hf_nanguard.core.event import Event
 from hf_nanguard.core.vocabulary import Action, Cause, Signal
-from hf_nanguard.examples.recipe import grpo_recipe as grpo
 from hf_nanguard.examples.recipe import recipe_parser as dialect
-from hf_nanguard.examples.recipe import sft_recipe as sft
+from recipes import grpo, sft
 
 from .markdown import ROOT, find_sections, find_tables, is_said, named_in, read_page
 
 PAGE = read_page("docs/field-reports.md")
 REPORTS = {title: body for title, body in find_sections(PAGE, 2).items() if re.match(r"\d\. ", title)}
 LACKING = "not here"
-TRL = {"sft": sft.RECIPE.kind, "grpo": grpo.RECIPE.kind}
+TRL = {"sft": sft.KIND, "grpo": grpo.KIND}
 CONFIGS = (GuardedTrainingArguments, GuardedSFTConfig, GuardedGRPOConfig)
 # What the reports call their classes, functions, flags and measures.
 NAMES = {

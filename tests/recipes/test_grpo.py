@@ -5,8 +5,8 @@ import re
 import pytest
 
 from hf_nanguard.cli.main import main
-from hf_nanguard.examples.recipe.grpo_recipe import build_reward
 from hf_nanguard.examples.tasks.sums import build_tokenizer
+from recipes.grpo import build_reward
 
 from .test_sft import QUIET, check_silent, save_model, save_rows, sections
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_nanguard.examples.recipe.field_report_case import exit_code
+from hf_nanguard.examples.recipe.command_line import exit_code
 from hf_nanguard.examples.tasks import pictures as picture
 from hf_nanguard.report.run_files import read_jsonl
 

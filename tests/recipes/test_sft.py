@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from hf_nanguard.cli.main import main
 from hf_nanguard.core.finite import find_nonfinite
 from hf_nanguard.examples.recipe.recipe_parser import parse
-from hf_nanguard.examples.recipe.sft_recipe import RECIPE
 from hf_nanguard.examples.tasks import sums as arithmetic
 from hf_nanguard.report.run_files import read_jsonl
+from recipes import sft
 
 QUIET = ["--disable_tqdm", "true"]
 
@@ -111,7 +111,7 @@ def test_a_halt_is_told_and_ends_with_1(tmp_path, capsys):
 
 def test_the_embedded_model_has_the_dtype_and_the_attention_that_were_asked_for(tmp_path):
     words = ["--dtype", "bfloat16", "--attn_implementation", "eager", "--output_dir", str(tmp_path)]
-    model = RECIPE.gather_parts(parse(words, RECIPE.kind))["model"]()
+    model = sft.gather_parts(parse(words, sft.KIND))["model"]()
     assert model.dtype == torch.bfloat16
     assert model.config._attn_implementation == "eager"
 

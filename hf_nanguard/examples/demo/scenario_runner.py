@@ -3,7 +3,9 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -14,6 +16,8 @@ from ..compare import Figures, Outcome, format_number, watch_run
 
 CLOCK = 2.0  # seconds by which the clock of a file system may be coarse
 
+# The title of a scenario, and the same failure in a stock and in a guarded run.
+Scenario = tuple[str, Outcome, Outcome]
 # Called with the number of steps done, a short text about them, and whether these are the last.
 Report = Callable[[int, str, bool], None]
 
@@ -70,6 +74,15 @@ class ScenarioRunner:
         lost = {"steps lost": f"{reporter.num_lost} of {outcome.steps}"} if reporter.num_lost else {}
         return outcome.with_figures({**lost, **_count_checkpoints(outcome.folder, started)})
 
+    def run_both(
+        self, what: str, folder: str, steps: int, build: Callable[[bool, Path], Trainer], *how: Any
+    ) -> list[Outcome]:
+        """Runs stock and guarded; `build` is called with whether to guard. `how` is as in [`run`]."""
+        return [
+            self.run(f"{name}{what}", f"{folder}-{name}", steps, partial(build, name == "guarded"), *how)
+            for name in ("stock", "guarded")
+        ]
+
 
 def _count_checkpoints(folder: Path, started: float) -> Figures:
     """Returns how many checkpoints a run has saved, and how many of them contain NaN or inf; nothing if it saved none."""
@@ -77,12 +90,3 @@ def _count_checkpoints(folder: Path, started: float) -> Figures:
     own = [file for file in files if file.stat().st_mtime >= started - CLOCK]  # others are of an earlier demo
     num_bad = sum(bool(find_nonfinite(load_file(file).items())) for file in own)
     return {"checkpoints": f"{len(own)} saved, {num_bad} with NaN"} if own else {}
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """The result of a scenario: the same failure in a stock and in a guarded run."""
-
-    title: str
-    stock: Outcome
-    guarded: Outcome

@@ -1,6 +1,5 @@
 """The scenarios of `nanguard demo`: each plants one failure and runs a stock and a guarded trainer on sums."""
 
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -88,7 +87,7 @@ def run_bad_row(runner: ScenarioRunner) -> Scenario:
         "held-out loss on healthy data": fine.figures["held-out loss"],
         "bit-identical to a run without that batch": f"{sum(same)} of {len(same)} weight tensors",
     }
-    return Scenario(f"one bad row in {len(rows)}", stock, guarded_run.with_figures(compared))
+    return f"one bad row in {len(rows)}", stock, guarded_run.with_figures(compared)
 
 
 def run_bad_sampling(runner: ScenarioRunner) -> Scenario:
@@ -99,7 +98,8 @@ def run_bad_sampling(runner: ScenarioRunner) -> Scenario:
         "scores of one completion are NaN when its tokens are sampled."
     )
 
-    def build(trainer_class: type, folder: Path) -> Trainer:
+    def build(guard: bool, folder: Path) -> Trainer:
+        trainer_class: type = guarded(GRPOTrainer) if guard else GRPOTrainer
         args = GRPOConfig(
             str(folder), max_steps=SAMPLING_STEPS, per_device_train_batch_size=8 * GROUP, num_generations=GROUP,
             gradient_accumulation_steps=1, max_completion_length=3, learning_rate=3e-3, seed=runner.seed, **COMMON,
@@ -111,11 +111,8 @@ def run_bad_sampling(runner: ScenarioRunner) -> Scenario:
         blank_scores(trainer.model, bad_step)
         return trainer
 
-    def run(name: str, trainer_class: type) -> Outcome:
-        build_one = partial(build, trainer_class)
-        return runner.run(f"{name} GRPO", f"grpo-{name}", SAMPLING_STEPS, build_one, measure_reward, "reward")
-
-    return Scenario("GRPO that samples from NaN", run("stock", GRPOTrainer), run("guarded", guarded(GRPOTrainer)))
+    stock, guarded_run = runner.run_both(" GRPO", "grpo", SAMPLING_STEPS, build, measure_reward, "reward")
+    return "GRPO that samples from NaN", stock, guarded_run
 
 
 class SpoilMoment(TrainerCallback):
@@ -138,15 +135,14 @@ def run_silent_nan(runner: ScenarioRunner) -> Scenario:
     )
     rows = sums.build_examples(SILENT_STEPS * BATCH_SIZE, runner.seed)
 
-    def build(guard: GuardArguments | None, folder: Path) -> Trainer:
+    def build(guard: bool, folder: Path) -> Trainer:
         saving: Options = {"save_strategy": "steps", "save_steps": SAVE_STEPS, "save_only_model": True}
-        trainer = build_trainer(rows, runner.seed, guard, folder, **saving)
+        trainer = build_trainer(rows, runner.seed, GuardArguments() if guard else None, folder, **saving)
         trainer.add_callback(SpoilMoment(token, bad_step))
         return trainer
 
-    stock = runner.run("stock", "silent-stock", SILENT_STEPS, partial(build, None))
-    guarded_run = runner.run("guarded", "silent-guarded", SILENT_STEPS, partial(build, GuardArguments()))
-    return Scenario("a silent NaN in Adam", stock, guarded_run)
+    stock, guarded_run = runner.run_both("", "silent", SILENT_STEPS, build)
+    return "a silent NaN in Adam", stock, guarded_run
 
 
 class GrowingTrainer(AnswerTrainer):
@@ -171,22 +167,25 @@ def run_overflow(runner: ScenarioRunner) -> Scenario:
     )
     rows = sums.build_examples(GROWING_STEPS * BATCH_SIZE, runner.seed)
 
-    def run(name: str, guard: GuardArguments | None) -> Outcome:
-        build = partial(
-            build_trainer, rows, runner.seed, guard, trainer_class=GrowingTrainer, dtype=torch.float16, optim="sgd",
-            learning_rate=1e-2,
-        )  # fmt: skip
-        return runner.run(f"{name} float16", f"overflow-{name}", GROWING_STEPS, build)
+    settings = GuardArguments(nanguard_activation_steps=2, nanguard_max_bad_steps=3)
 
-    stock = run("stock", None)
-    guarded_run = run("guarded", GuardArguments(nanguard_activation_steps=2, nanguard_max_bad_steps=3))
+    def build(guard: bool, folder: Path) -> Trainer:
+        options: Options = {
+            "trainer_class": GrowingTrainer,
+            "dtype": torch.float16,
+            "optim": "sgd",
+            "learning_rate": 1e-2,
+        }
+        return build_trainer(rows, runner.seed, settings if guard else None, folder, **options)
+
+    stock, guarded_run = runner.run_both(" float16", "overflow", GROWING_STEPS, build)
     forecast = guarded_run.find_event("activation_headroom")
     broken = guarded_run.find_event("loss_nonfinite", "grad_nonfinite")
     if forecast is not None and broken is not None:
         module, step = forecast["culprit"]["module"], forecast["values"]["overflow_step"]
         text = f"at step {forecast['step']} for step {step}, in {module}; it happened at step {broken['step']}"
         guarded_run = guarded_run.with_figures({"predicted": text})
-    return Scenario("a float16 overflow", stock, guarded_run)
+    return "a float16 overflow", stock, guarded_run
 
 
 SCENARIOS = (run_bad_row, run_bad_sampling, run_silent_nan, run_overflow)

@@ -10,15 +10,46 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import NoneType, UnionType
 from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
+import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from ...errors import ArgumentError
 from ...plain_text import printable
+from ..compare import Outcome
 from ..output_folder import make_folder
 from .presets import list_presets, read_preset, read_yaml
+
+# Training arguments of recipes on the plain `Trainer`.
+COMMON = {
+    "max_grad_norm": 0.5,
+    "save_strategy": "no",
+    "report_to": ["none"],
+    "remove_unused_columns": False,
+    "dataloader_pin_memory": False,
+    "use_cpu": not torch.accelerator.is_available(),  # without it the ranks of a launcher train apart on a CPU
+}
+
+
+def argument(default: object, help: str) -> Any:
+    """Returns a field of a dataclass of arguments."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass
+class CaseArguments:
+    """Arguments of a recipe that reproduces a field report with and without the guard; it adds its own `plant`."""
+
+    compare: bool = argument(True, "Run stock and guarded; false runs guarded only.")
+    num_rows: int = argument(256, "Rows of training data.")
+
+    def check_rows(self, bad_row: int) -> None:
+        """Raises if there are too few rows to contain the planted one."""
+        if self.num_rows <= bad_row:
+            raise ValueError(f"--num_rows must be more than {bad_row}, got {self.num_rows}.")
 
 
 class RecipeParser(HfArgumentParser):
@@ -40,20 +71,17 @@ class RecipeParser(HfArgumentParser):
 
     def read_config(self, words: Sequence[str]) -> tuple[argparse.Namespace, dict[str, object]]:
         """Returns the flags, with the values of the `--config` file below them, and those values."""
-        path = self._read_flags(words).config
+        given, unknown = self.parse_known_args(list(words))
+        if unknown:
+            self.error(self._format_unknown(unknown[0]))
+        path = given.config
         config = {} if path is None else read_yaml(path)
         variables = config.pop("env", {})
         if not isinstance(variables, dict):
             raise ArgumentError(f"{path}: env must contain names and values, got {variables!r}.")
         os.environ.update({str(name): str(value) for name, value in variables.items()})
         self.set_layer(config, f"--config {path}")
-        return self._read_flags(words), config
-
-    def _read_flags(self, words: Sequence[str]) -> argparse.Namespace:
-        given, unknown = self.parse_known_args(list(words))
-        if unknown:
-            self.error(self._format_unknown(unknown[0]))
-        return given
+        return self.parse_args(list(words)), config
 
     def set_layer(self, values: Mapping[str, object], source: str) -> None:
         """Makes values the defaults of their flags, after the checks that a flag would get. Errors name `source`."""
@@ -168,3 +196,16 @@ def parse_arguments(
     parsed = parser.parse_all(words)
     check_output(parsed[-1])
     return parsed
+
+
+def exit_code(run: Callable[[Sequence[str] | None], list[Outcome]], argv: Sequence[str] | None = None) -> int:
+    """Runs a recipe and returns 0 if its guarded run succeeded, 1 if not, 2 for bad arguments, 130 for Ctrl-C."""
+    try:
+        return 0 if run(argv)[-1].is_sound else 1
+    except ArgumentError as error:
+        if is_local_first():
+            print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C", file=sys.stderr)
+        return 130

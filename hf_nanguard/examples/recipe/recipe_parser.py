@@ -6,7 +6,7 @@ file sets one.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from transformers.utils import is_torch_bf16_gpu_available
 from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 
 from ...errors import ArgumentError
-from .command_line import RecipeParser
+from .command_line import RecipeParser, argument
 from .presets import read_preset
 
 PRECISIONS = ("bf16", "fp16")
@@ -24,24 +24,21 @@ PRECISIONS = ("bf16", "fp16")
 class RecipeFlags:
     """Flags of a recipe besides those of TRL's scripts."""
 
-    preset: str | None = field(default=None, metadata={"help": "Arguments that work: balanced or ultra_conservative."})
-    compare: bool = field(
-        default=False,
-        metadata={"help": "Plant a failure, run stock and guarded, below --output_dir, and print both outcomes."},
+    preset: str | None = argument(None, "Arguments that work: balanced or ultra_conservative.")
+    compare: bool = argument(
+        False, "Plant a failure, run stock and guarded, below --output_dir, and print both outcomes."
     )
-    json: bool = field(
-        default=False,
-        metadata={"help": "Print the result as one JSON object, and everything else on standard error."},
-    )
+    json: bool = argument(False, "Print the result as one JSON object, and everything else on standard error.")
 
 
 @dataclass(frozen=True)
 class RecipeKind:
-    """A kind of training: the name of its command and presets, and the dataclasses of its arguments."""
+    """A kind of training: the name of its command and presets, the dataclasses of its arguments, and its guarded trainer."""
 
     name: str
     script: type
     training: type
+    trainer: type
     embedded: Mapping[str, object]  # defaults when neither a model nor data is given, for the small built-in model
     task: Mapping[str, object]  # defaults when a model is given, but no data
 
@@ -50,6 +47,7 @@ class RecipeKind:
 class RecipeArguments:
     """A parsed command line: TRL's own objects, whether model and data are the built-in ones, and notes to print."""
 
+    kind: RecipeKind
     flags: RecipeFlags
     script: ScriptArguments
     training: Any
@@ -94,7 +92,7 @@ def parse(words: Sequence[str], kind: RecipeKind) -> RecipeArguments:
         notes.append(f"--dataset_name {given.dataset_name} is ignored because datasets is given.")
     parser.set_layer({**base, **preset, **config}, f"--preset {given.preset}")
     flags, script, training, model, mixture = parser.parse_all(words)
-    return RecipeArguments(flags, script, training, model, mixture, no_model, no_data, notes)
+    return RecipeArguments(kind, flags, script, training, model, mixture, no_model, no_data, notes)
 
 
 def find_precision() -> tuple[dict[str, bool], list[str]]:

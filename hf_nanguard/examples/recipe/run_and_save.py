@@ -1,50 +1,33 @@
-"""Builds the trainer of a recipe, trains and saves. Errors about arguments and data become one sentence."""
+"""The trainer of a recipe: built, trained and saved, or compared with a stock one. Bad arguments are one sentence."""
 
+import json
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from accelerate import PartialState
 from huggingface_hub.errors import HTTPError
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from ...errors import ArgumentError, NanGuardError
+from ...core.event import strict
+from ...errors import ArgumentError, NanGuardError, NonFiniteError
+from ...hf.guarded_trainer import guarded
 from ...plain_text import printable
+from ...report.run_files import GUARD_FOLDER, Tail, count_events, events_path, format_counts
+from ..compare import Figures, Options, compare_runs
+from .command_line import check_output
 from .recipe_parser import RecipeArguments
 
 # Raised by host libraries for bad arguments and data: values, missing packages, files, columns of another type, the hub.
 INPUT_ERRORS = (
     AttributeError, HTTPError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError, ZeroDivisionError,
 )  # fmt: skip
-
-
-def convert_error(trainer_class: type, error: Exception) -> ArgumentError:
-    """Returns an error of a host library about arguments or data as one sentence."""
-    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-    kind = f"the hub: {kind}" if isinstance(error, HTTPError) else kind
-    return ArgumentError(
-        f"{trainer_class.__name__} refused its arguments or data: {kind}{printable(str(error).strip())}"
-    )
-
-
-def build(trainer_class: type, **parts: Any) -> Trainer:
-    """Builds a trainer. A model that is a function is built now, for this trainer alone."""
-    try:
-        model = parts.pop("model")
-        trainer = trainer_class(model=model() if callable(model) else model, **parts)
-    except NanGuardError:
-        raise
-    except INPUT_ERRORS as error:
-        raise convert_error(trainer_class, error) from error
-    if isinstance(trainer.train_dataset, Sized) and not len(trainer.train_dataset):
-        raise ArgumentError(
-            "the training data must contain a row with labels, got none. If rows are cut off before their answers, raise "
-            "--max_length."
-        )
-    return trainer
+Measure = Callable[[Trainer], Figures]
 
 
 class StepWatch(TrainerCallback):
@@ -89,20 +72,62 @@ class StepWatch(TrainerCallback):
         print("nanguard: stopping after this step; press Ctrl-C again to stop at once.", file=sys.stderr)
 
 
-def train_and_save(trainer: Trainer, arguments: RecipeArguments) -> None:
-    """Trains, saves the model, and pushes it to the hub if asked to, as TRL's scripts do."""
-    args = arguments.training
-    watch = StepWatch()
+@contextmanager
+def one_sentence(trainer_class: type, watch: StepWatch) -> Iterator[None]:
+    """Turns errors of host libraries about arguments or data into an [`ArgumentError`]."""
+    try:
+        yield
+    except NanGuardError:
+        raise
+    except INPUT_ERRORS as error:
+        if not isinstance(error, watch.input_errors):
+            raise
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        kind = f"the hub: {kind}" if isinstance(error, HTTPError) else kind
+        raise ArgumentError(
+            f"{trainer_class.__name__} refused its arguments or data: {kind}{printable(str(error).strip())}"
+        ) from error
+
+
+def build(trainer_class: type, **parts: Any) -> Any:
+    """Builds a trainer. A model that is a function is built now, for this trainer alone."""
+    with one_sentence(trainer_class, StepWatch()):
+        model = parts.pop("model")
+        trainer = trainer_class(model=model() if callable(model) else model, **parts)
+    if isinstance(trainer.train_dataset, Sized) and not len(trainer.train_dataset):
+        raise ArgumentError(
+            "the training data must contain a row with labels, got none. If rows are cut off before their answers, raise "
+            "--max_length."
+        )
+    return trainer
+
+
+def train_and_save(trainer: Trainer, arguments: RecipeArguments, measure: Measure) -> Options:
+    """Trains, saves and pushes as TRL's scripts do, prints what happened, and returns the result; a halt is one."""
+    say, folder, error = trainer.accelerator.print, arguments.training.output_dir, None
+    for note in arguments.notes:
+        say(f"note: {note}")
+    tail = Tail(events_path(Path(folder) / GUARD_FOLDER, 0))
+    try:
+        _train(trainer, arguments)
+    except NonFiniteError as halt:
+        error = str(halt)
+        print(f"nanguard: {error}", file=sys.stderr)
+    events = tail.read()
+    counts, file = count_events(events), str(tail.path) if events else None
+    say(f"events: {format_counts(counts)}" + (f", see {file}" if file else ""))
+    return {
+        "is_sound": error is None, "error": error, "steps": trainer.state.global_step, "output_dir": folder,
+        "figures": measure(trainer) if error is None else {}, "events": dict(counts), "events_file": file,
+    }  # fmt: skip
+
+
+def _train(trainer: Trainer, arguments: RecipeArguments) -> None:
+    args, watch = arguments.training, StepWatch()
     trainer.add_callback(watch)
     with watch.handling_ctrl_c():
-        try:
+        with one_sentence(type(trainer), watch):
             trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-        except NanGuardError:
-            raise
-        except INPUT_ERRORS as error:
-            if not isinstance(error, watch.input_errors):
-                raise
-            raise convert_error(type(trainer), error) from error
         if not trainer.state.global_step:
             raise ArgumentError(
                 "no step was taken because the training data has too few rows. Lower --per_device_train_batch_size, or add "
@@ -118,6 +143,37 @@ def train_and_save(trainer: Trainer, arguments: RecipeArguments) -> None:
             raise ArgumentError(
                 f"--push_to_hub failed ({printable(str(error))}). The model is in {args.output_dir}."
             ) from error
+
+
+def compare(
+    stock: type,
+    parts: Options,
+    arguments: RecipeArguments,
+    plant: Callable[[Trainer], None],
+    sentence: str,
+    measure: Measure,
+) -> Options:
+    """Runs a stock trainer and its guarded class on a planted failure, and returns the result."""
+
+    def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
+        trainer = build(guarded(stock) if guard else stock, args=args, **parts)
+        plant(trainer)
+        return trainer
+
+    outcomes = compare_runs(build_trainer, arguments.training, sentence, measure)
+    runs = [outcome.as_dict() for outcome in outcomes]
+    return {"is_sound": outcomes[-1].is_sound, "planted": sentence, "runs": runs}
+
+
+@contextmanager
+def print_result(arguments: RecipeArguments) -> Iterator[Options]:
+    """Makes the output folder and yields the result to be filled in; with `--json`, prints it at the end as one object."""
+    check_output(arguments.training)
+    result: Options = {"task": arguments.kind.name}
+    with stdout_aside(arguments.flags.json):
+        yield result
+    if arguments.flags.json and PartialState().is_main_process:
+        print(json.dumps(strict(result), allow_nan=False))
 
 
 def stdout_aside(is_json: bool) -> AbstractContextManager:

@@ -1,17 +1,18 @@
 """The model and data that the user named, loaded as TRL's scripts do. Errors are one sentence."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from trl import get_dataset, get_peft_config, get_quantization_config
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from trl import ModelConfig, get_dataset, get_peft_config, get_quantization_config
 
 from ...errors import ArgumentError
 from ...plain_text import first_line
 from ..compare import Options
+from ..tasks import sums
 from .recipe_parser import RecipeArguments
 
 Rows: TypeAlias = Dataset | IterableDataset
@@ -20,30 +21,50 @@ Rows: TypeAlias = Dataset | IterableDataset
 UNREADABLE = (DatasetNotFoundError, DatasetGenerationError, LookupError, OSError, StopIteration, ValueError)
 
 
-def check_model(arguments: RecipeArguments) -> None:
-    """Checks that the model exists before anything is built."""
-    _load(AutoConfig, arguments, "be a folder with a model or the name of one on the hub")
+def load_model(arguments: RecipeArguments, build_model: Callable[[int], PreTrainedModel]) -> Options:
+    """Returns the arguments of a trainer's constructor about its model, as TRL's scripts pass them.
 
+    The built-in model is given as a function that builds it. A tokenizer is part of them if the data is built in.
+    """
+    options, args = arguments.model, arguments.training
+    source = {"revision": options.model_revision, "trust_remote_code": args.trust_remote_code}
 
-def load_tokenizer(arguments: RecipeArguments) -> PreTrainedTokenizerBase:
-    """Returns the tokenizer of the model."""
-    return _load(AutoTokenizer, arguments, "come with a tokenizer")
+    def load(auto_class: type[AutoConfig] | type[AutoTokenizer], must: str):
+        name = str(options.model_name_or_path)
+        try:
+            return auto_class.from_pretrained(name, **source)
+        except (OSError, ValueError) as error:
+            raise ArgumentError(f"--model_name_or_path must {must}, got {name!r} ({first_line(error)}).") from error
 
-
-def _load(auto_class: type[AutoConfig] | type[AutoTokenizer], arguments: RecipeArguments, must: str):
-    name = str(arguments.model.model_name_or_path)
+    parts: Options = {"model": options.model_name_or_path}
+    if arguments.embedded_model:
+        parts = {
+            "model": lambda: fit_model(build_model(args.seed), options),
+            "processing_class": sums.build_tokenizer(),
+        }
+    else:
+        load(AutoConfig, "be a folder with a model or the name of one on the hub")
+        # TRL's trainers read these; what the user gave there takes precedence over the flags.
+        flags = {"attn_implementation": options.attn_implementation, "dtype": options.dtype}
+        args.model_init_kwargs = {**source, **flags, **(args.model_init_kwargs or {})}
+        if arguments.embedded_data:
+            parts["processing_class"] = load(AutoTokenizer, "come with a tokenizer")
     try:
-        return auto_class.from_pretrained(name, **_name_source(arguments))
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"--model_name_or_path must {must}, got {name!r} ({first_line(error)}).") from error
+        peft = get_peft_config(options)
+        return {**parts, "peft_config": peft, "quantization_config": get_quantization_config(options)}
+    except ValueError as error:  # peft is not installed
+        raise ArgumentError(f"--use_peft cannot work: {first_line(error)}") from error
 
 
-def _name_source(arguments: RecipeArguments) -> Options:
-    return {"revision": arguments.model.model_revision, "trust_remote_code": arguments.training.trust_remote_code}
+def fit_model(model: PreTrainedModel, options: ModelConfig) -> PreTrainedModel:
+    """Returns the built-in model with the attention and the dtype of the flags."""
+    if options.attn_implementation is not None:
+        model.set_attn_implementation(options.attn_implementation)
+    return model if options.dtype in (None, "auto") else model.to(getattr(torch, options.dtype))
 
 
-def load_data(arguments: RecipeArguments, forms: Sequence[Sequence[str]]) -> tuple[Rows, Rows | None]:
-    """Returns the training data, and the evaluation data if the training arguments evaluate.
+def load_data(arguments: RecipeArguments, forms: Sequence[Sequence[str]]) -> Options:
+    """Returns the training data, and the evaluation data if the training arguments evaluate, as arguments of a trainer.
 
     Each must have all columns of one of `forms`.
     """
@@ -60,22 +81,25 @@ def load_data(arguments: RecipeArguments, forms: Sequence[Sequence[str]]) -> tup
             f"{flag} must be a folder with data files or the name of a dataset on the hub, got {name!r} "
             f"({first_line(error)})."
         ) from error
-    train = _pick(splits, script.dataset_train_split, "--dataset_train_split", name)
-    evaluates = arguments.training.eval_strategy != "no"
-    test = _pick(splits, script.dataset_test_split, "--dataset_test_split", name) if evaluates else None
-    for rows in (train, test):
-        _check_columns(rows, forms, name)
-    return train, test
+
+    def pick(which: str) -> Rows:
+        split = getattr(script, f"dataset_{which}_split")
+        if split not in splits:
+            known = ", ".join(splits)
+            raise ArgumentError(f"--dataset_{which}_split must be one of {known} in dataset {name!r}, got {split!r}.")
+        return splits[split]
+
+    picked = {"train_dataset": pick("train")}
+    if arguments.training.eval_strategy != "no":
+        picked["eval_dataset"] = pick("test")
+    for rows in picked.values():
+        check_columns(rows, forms, name)
+    return picked
 
 
-def _pick(splits: Mapping[str, Rows], split: str, flag: str, name: str | None) -> Rows:
-    if split not in splits:
-        raise ArgumentError(f"{flag} must be one of {', '.join(splits)} in dataset {name!r}, got {split!r}.")
-    return splits[split]
-
-
-def _check_columns(rows: Rows | None, forms: Sequence[Sequence[str]], name: str | None) -> None:
-    columns = rows.column_names if rows is not None else None
+def check_columns(rows: Rows, forms: Sequence[Sequence[str]], name: str | None) -> None:
+    """Checks that the dataset has the columns of a form, and a value in each of its rows."""
+    columns = rows.column_names
     if columns is None:  # not known yet for some streams
         return
     present = [form for form in forms if set(form) <= set(columns)]
@@ -92,30 +116,3 @@ def _check_columns(rows: Rows | None, forms: Sequence[Sequence[str]], name: str 
         raise ArgumentError(
             f"the dataset must have a {column} in every row; in {name!r} {empty[column]} of {len(rows)} rows have none. Remove them."
         )
-
-
-def name_parts(arguments: RecipeArguments) -> Options:
-    """Returns the arguments with which a trainer's constructor loads the model, as TRL's scripts pass them."""
-    try:
-        return {
-            "model": arguments.model.model_name_or_path,
-            "peft_config": get_peft_config(arguments.model),
-            "quantization_config": get_quantization_config(arguments.model),
-        }
-    except ValueError as error:  # peft is not installed
-        raise ArgumentError(f"--use_peft cannot work: {first_line(error)}") from error
-
-
-def set_model_options(arguments: RecipeArguments) -> None:
-    """Puts the flags about loading a model into `model_init_kwargs`, which TRL's trainers read and which take precedence."""
-    flags = {"attn_implementation": arguments.model.attn_implementation, "dtype": arguments.model.dtype}
-    given = arguments.training.model_init_kwargs or {}
-    arguments.training.model_init_kwargs = {**_name_source(arguments), **flags, **given}
-
-
-def fit_model(model: PreTrainedModel, arguments: RecipeArguments) -> PreTrainedModel:
-    """Returns the built-in model with the attention and the dtype of the flags."""
-    options = arguments.model
-    if options.attn_implementation is not None:
-        model.set_attn_implementation(options.attn_implementation)
-    return model if options.dtype in (None, "auto") else model.to(getattr(torch, options.dtype))

@@ -110,6 +110,11 @@ def grade(said: str, right: str, ended: bool) -> float:
     return 1.0 if said == right and ended else NEAR / (1 + off)
 
 
+def find_form(tokenizer: PreTrainedTokenizerBase | None) -> str:
+    """Returns the form of prompts: conversational if the tokenizer has a chat template."""
+    return "conversational" if tokenizer is not None and tokenizer.chat_template else "plain"
+
+
 def format_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Text) -> str:
     """Returns a prompt in either form as text."""
     if isinstance(prompt, str):

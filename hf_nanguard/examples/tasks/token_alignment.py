@@ -42,10 +42,7 @@ def share_vocabulary(student: PreTrainedTokenizerBase, teacher: PreTrainedTokeni
 def align_positions(student: Sequence[Span], teacher: Sequence[Span]) -> list[int]:
     """Returns the teacher's position that predicts the same characters for every position of the student, -1 if there is none.
 
-    Args:
-        student (`Sequence[tuple[int, int]]`), teacher (`Sequence[tuple[int, int]]`):
-            Begin and end of each token in the text, as from `return_offsets_mapping`. Special tokens and padding are
-            empty.
+    Both are begins and ends of tokens in the text, as from `return_offsets_mapping`; special tokens and padding are empty.
 
     Example:
         >>> align_positions([(0, 2), (2, 4), (4, 6)], [(0, 0), (0, 2), (2, 3), (3, 4), (4, 6)])

@@ -7,8 +7,7 @@ import pytest
 
 from hf_nanguard import ArgumentError, GuardedTrainingArguments
 from hf_nanguard.examples.recipe import presets as preset
-from hf_nanguard.examples.recipe.command_line import parse_arguments
-from hf_nanguard.examples.recipe.field_report_case import exit_code
+from hf_nanguard.examples.recipe.command_line import exit_code, parse_arguments
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_nanguard.examples.recipe.field_report_case import exit_code
+from hf_nanguard.examples.recipe.command_line import exit_code
 from hf_nanguard.hf.named_terms import watch_tensor, weigh_term
 from recipes import diffusion, distill, latent
 

@@ -15,13 +15,12 @@ from safetensors.torch import load_file
 from hf_nanguard import ArgumentError
 from hf_nanguard.cli.main import main
 from hf_nanguard.cli.recipe_command import PRESETS
-from hf_nanguard.examples.recipe import grpo_recipe as grpo
 from hf_nanguard.examples.recipe import recipe_parser as dialect
-from hf_nanguard.examples.recipe import sft_recipe as sft
-from hf_nanguard.examples.recipe.field_report_case import exit_code
+from hf_nanguard.examples.recipe.command_line import exit_code
 from hf_nanguard.examples.recipe.presets import find_configs, list_presets, read_preset
 from hf_nanguard.examples.recipe.recipe_parser import parse
 from hf_nanguard.examples.tasks.sums import build_model
+from recipes import grpo, sft
 
 from ...distributed.launch import find_free_port
 
@@ -70,8 +69,8 @@ def test_values_of_the_field_reports(kind, name, values):
 def test_a_preset_runs(kind, name, tmp_path, capsys):
     assert main([*KINDS[kind], "--preset", name, "--output_dir", str(tmp_path), *SHORT]) == 0
     told = capsys.readouterr().out
-    recipe = grpo.RECIPE if kind == "grpo" else sft.RECIPE
-    assert f"keeps its learning_rate of {recipe.kind.embedded['learning_rate']};" in told
+    recipe = grpo if kind == "grpo" else sft
+    assert f"keeps its learning_rate of {recipe.KIND.embedded['learning_rate']};" in told
     assert "events: none" in told
     assert (tmp_path / ("adapter_model.safetensors" if kind == "lora" else "model.safetensors")).is_file()
 
@@ -91,7 +90,7 @@ def parse_sft(*words: str, config: dict | None = None, folder: Path):
     if config is not None:
         (folder / "mine.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
         words = ("--config", str(folder / "mine.yaml"), *words)
-    return parse(["--output_dir", str(folder), *words], sft.RECIPE.kind)
+    return parse(["--output_dir", str(folder), *words], sft.KIND)
 
 
 MODEL = ("--model_name_or_path", "some-model")
@@ -119,7 +118,7 @@ def test_a_preset_may_be_named_in_the_file(tmp_path):
 @pytest.mark.parametrize("spelling", ["--learning_rate=0.25", "--learning-rate=0.25"])
 def test_the_embedded_model_keeps_its_learning_rate_unless_told(spelling, tmp_path):
     kept = parse_sft("--preset", "balanced", folder=tmp_path)
-    assert kept.training.learning_rate == sft.RECIPE.kind.embedded["learning_rate"]
+    assert kept.training.learning_rate == sft.KIND.embedded["learning_rate"]
     assert len(kept.notes) == 1
     told = parse_sft("--preset", "balanced", spelling, folder=tmp_path)
     assert (told.training.learning_rate, told.notes) == (0.25, [])
@@ -145,7 +144,7 @@ def test_a_precision_that_is_given_rules_out_the_preset_s(words, tmp_path):
 def test_adapters_have_presets_of_their_own(tmp_path):
     parsed = parse_sft(*MODEL, "--use_peft", "--preset", "balanced", folder=tmp_path)
     assert (parsed.training.learning_rate, parsed.model.use_peft) == (2e-4, True)
-    parsed = parse(["--output_dir", str(tmp_path), *MODEL, "--use_peft", "--preset", "balanced"], grpo.RECIPE.kind)
+    parsed = parse(["--output_dir", str(tmp_path), *MODEL, "--use_peft", "--preset", "balanced"], grpo.KIND)
     assert (parsed.training.learning_rate, parsed.model.use_peft) == (1e-5, True)
 
 
