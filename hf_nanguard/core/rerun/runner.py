@@ -136,14 +136,17 @@ class Runner(ABC, Generic[Payload, Weight]):
 
     def named_parameters(self) -> list[tuple[str, Tensor]]:
         """Returns the trainable parameters with the names the user knows, in model order."""
+        return [(name, parameter) for name, parameter in self._all_named() if parameter.requires_grad]
+
+    def _all_named(self) -> list[tuple[str, Tensor]]:
         bare = self.model
         if isinstance(bare, (DistributedDataParallel, nn.DataParallel)):
             bare = bare.module
-        return [(plain_name(name), parameter) for name, parameter in bare.named_parameters() if parameter.requires_grad]
+        return [(plain_name(name), parameter) for name, parameter in bare.named_parameters()]
 
     def named_gradients(self) -> list[tuple[str, Tensor]]:
         """Returns the gradients that exist, in model order."""
-        return [(name, p.grad) for name, p in self.named_parameters() if p.grad is not None]
+        return [(name, p.grad) for name, p in self._all_named() if p.grad is not None]
 
     def measure(self) -> Tensor:
         """Unscales the gradients and returns their total norm on the device, the same on every rank."""
@@ -152,8 +155,12 @@ class Runner(ABC, Generic[Payload, Weight]):
 
     def norm(self) -> Tensor:
         """Returns the total norm of the gradients as they are."""
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         return same_on_all_ranks(torch.nn.utils.get_total_norm(gradients))
+
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        """Clips the gradients, given their norm; as in the hosts, also those of a parameter that was frozen since."""
+        torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), max_norm, norm)
 
     @contextmanager
     def unsynced(self) -> Iterator[None]:

@@ -189,7 +189,7 @@ class Guard:
     def _clip(self, runner: Runner, outcome: StepOutcome) -> None:
         bounds = [bound for bound in (self.max_grad_norm, outcome.clip_to) if bound is not None]
         if bounds and outcome.norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(runner.parameters, min(bounds), outcome.norm)
+            runner.clip(min(bounds), outcome.norm)
 
     def begin_group(self, weight: object = None) -> AccumulationGroup:
         """Begins a new group. [`Guard.watch`] and [`Guard.term`] add to it until the next one begins.

@@ -32,7 +32,11 @@ def clips_in_one_piece(trainer: HostTrainer, model: torch.nn.Module) -> bool:
     sharded = accelerator.distributed_type == DistributedType.FSDP and accelerator.is_fsdp2
     one_norm = sharded or accelerator.distributed_type in ONE_NORM
     replaced = "_clip_grad_norm" in vars(trainer) or "clip_grad_norm_" in vars(accelerator)
-    return own[0] is Trainer and not replaced and one_norm and not trainer._has_mixed_mesh_grads(model)
+    clips: list[Any] = [type(accelerator).clip_grad_norm_, torch.nn.utils.clip_grad_norm_]
+    files = {clip.__code__.co_filename for clip in clips}  # a patch may borrow a name, but not the file of its code
+    hosts = {sys.modules["accelerate.accelerator"].__file__, sys.modules["torch.nn.utils.clip_grad"].__file__}
+    is_hosts = own[0] is Trainer and not replaced and files == hosts
+    return is_hosts and one_norm and not trainer._has_mixed_mesh_grads(model)
 
 
 def metric_lists(trainer: HostTrainer) -> dict[str, list]:

@@ -387,7 +387,7 @@ class TrainerGuard:
             bounds = [outcome.clip_to] if outcome.clip_to else []
         if bounds:
             by = norm if host_clip is None else runner.norm()
-            torch.nn.utils.clip_grads_with_norm_(runner.parameters, min(bounds), by)
+            runner.clip(min(bounds), by)
         return norm
 
     def _correct_log(self, outcome: StepOutcome, runner: TrainerRunner) -> None:
