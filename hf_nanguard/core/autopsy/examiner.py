@@ -131,7 +131,7 @@ class Examiner:
         self.known: dict[tuple, Verdict] = {}
         self.spared: set[str] = set()
         self.num_traces = 0
-        self.logged: set[str] = set()
+        self.logged_finite: set[bool] = set()  # the outcomes of a finite trace that were logged
 
     @property
     def due(self) -> bool:
@@ -169,10 +169,8 @@ class Examiner:
             return self._report_finite(suspect, budget, step, full)
         known = self.known.get(origin.signature)
         if known is not None or full or suspect.runner.lockstep:  # locates it, without another examination
-            blame = find_blame(suspect, origin, lambda: False)
-            verdict = Verdict(origin, blame)
-            if known is not None:
-                verdict = replace(verdict, remedies=known.remedies, bundle=known.bundle)
+            verdict = replace(known or Verdict(origin), origin=origin, reproducible=None)
+            verdict = replace(verdict, blame=find_blame(suspect, origin, lambda: False))
             verdict = budget.conclude(suspect, verdict)
         else:
             verdict = explain(suspect, origin, budget, text=self.policy.bundle_text)
@@ -188,15 +186,10 @@ class Examiner:
             return budget.conclude(suspect, Verdict(None))
         again = not suspect.run(compiled=True).healthy  # as the loop runs it, which cannot be traced
         verdict = budget.conclude(suspect, Verdict(None, reproducible=again))
-        if self._is_first(f"finite under the trace, {again}"):
+        if again not in self.logged_finite:
+            self.logged_finite.add(again)
             self._log(verdict, step, suspect.micro)
         return verdict
-
-    def _is_first(self, topic: str) -> bool:
-        """Returns whether a topic comes up for the first time."""
-        first = topic not in self.logged
-        self.logged.add(topic)
-        return first
 
     def _log(self, verdict: Verdict, step: int, micro: MicroBatch) -> None:
         """Logs the verdict, with a bundle path that can be opened from the working directory."""

@@ -26,25 +26,12 @@ def write_bundle(
     folder: Path, suspect: SuspectBatch, verdict: Verdict, facts: JsonObject, *, weights: str = "none",
     text: bool = True, max_bytes: int = MAX_BYTES,
 ) -> Path:  # fmt: skip
-    """Writes a bundle completely or not at all and returns its folder.
+    """Writes a bundle completely or not at all, also if the disk is full, and returns its folder.
 
-    Args:
-        folder (`Path`):
-            Where, e.g. `autopsy/step-42`. If it exists, `step-42-2` is used, and so on.
-        facts (`dict`):
-            What a replay needs to rebuild model and loss, as JSON values without training data; `"versions"` among them
-            are added to the versions recorded here.
-        weights (`str`, *optional*, defaults to `"none"`):
-            `"none"`, `"trainable"` or `"all"`. A parameter that the verdict names is always saved.
-        text (`bool`, *optional*, defaults to `True`):
-            Whether decoded text may be saved. Token ids always are.
-        max_bytes (`int`, *optional*, defaults to 2 GiB):
-            Limit on the size of all tensors. Weights that do not fit are left out; of inputs that do not fit, only the
-            culprit samples are saved, if these are known and fit.
-
-    Raises:
-        ArgumentError: `weights` is not one of the three.
-        OSError: The disk is full or not writable. Nothing is left behind.
+    If the folder, e.g. `autopsy/step-42`, exists, `step-42-2` is used, and so on. `facts` are what a replay needs to rebuild
+    model and loss, as JSON values without training data; `"versions"` among them are added to those recorded here. A
+    parameter that the verdict names is saved whatever `weights` are asked for. Token ids are saved also without `text`.
+    Weights beyond `max_bytes` are left out; of inputs beyond it only the culprit samples are saved, if known and not too large.
     """
     SETTINGS["bundle_weights"].check(weights, "weights")
     content = gather_content(suspect, verdict, facts, _find_step(folder.name), weights, text, max_bytes)

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -47,16 +48,14 @@ def autocast_as(
         finally:  # instances are entered repeatedly: accelerate keeps one for the whole run
             self._enabled, self.fast_dtype = enabled, dtype
 
-    torch.autocast.__enter__ = enter  # type: ignore[method-assign]
     torch.clear_autocast_cache()
     try:
-        with ExitStack() as ambient:
+        with patch.object(torch.autocast, "__enter__", enter), ExitStack() as ambient:
             for device in devices:
                 if torch.is_autocast_enabled(device):
                     ambient.enter_context(torch.autocast(device, torch.get_autocast_dtype(device)))
             yield
     finally:
-        torch.autocast.__enter__ = original  # type: ignore[method-assign]
         torch.clear_autocast_cache()
 
 
@@ -64,7 +63,7 @@ def autocast_as(
 def upcast_module(suspect: SuspectBatch, module: nn.Module, narrow: torch.dtype, remarks: list[str]) -> Iterator[None]:
     """Computes one module in float32 and casts its output back."""
     cast = lambda tensor: tensor.float() if tensor.dtype in LOW_PRECISION else tensor  # noqa: E731
-    original, own = module.forward, "forward" in module.__dict__
+    original = module.forward
     device = suspect.runner.device_type
 
     def narrowed(tensor: Tensor) -> Tensor:
@@ -82,12 +81,5 @@ def upcast_module(suspect: SuspectBatch, module: nn.Module, narrow: torch.dtype,
             output = original(*map_tensors(args, cast), **map_tensors(kwargs, cast))
         return map_tensors(output, narrowed)
 
-    with swapped(suspect, module, cast):
-        module.forward = forward  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            if own:
-                module.forward = original  # type: ignore[method-assign]
-            else:
-                del module.forward
+    with swapped(suspect, module, cast), patch.object(module, "forward", forward):
+        yield
