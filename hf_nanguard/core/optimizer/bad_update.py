@@ -9,6 +9,7 @@ finite will make the next update bad, or keep its entries from ever moving again
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -47,14 +48,7 @@ def examine_update(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, 
 
     The first parameter that is bad and can be explained is reported.
     """
-    named = list(named)
-    bad = find_nonfinite(named)
-    for name, parameter in named:
-        if name in bad:
-            finding = _examine(optimizer, name, parameter)
-            if finding is not None:
-                return finding
-    return None
+    return _examine_first(optimizer, list(named), finite=False)
 
 
 def examine_state(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
@@ -62,39 +56,41 @@ def examine_state(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, T
 
     The first parameter that is finite and whose state is bad is reported, with cause `optimizer_state`.
     """
-    named = list(named)
-    bad = find_nonfinite(named)
-    finite = ((name, parameter) for name, parameter in named if name not in bad)
-    findings = (_examine(optimizer, name, parameter) for name, parameter in finite)
-    return next((finding for finding in findings if finding is not None), None)
+    return _examine_first(optimizer, list(named), finite=True)
 
 
 @torch.no_grad()
-def _examine(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor) -> UpdateFinding | None:
-    group = find_group(optimizer, parameter)
-    if group is None:
-        return None
-    finite = bool(torch.isfinite(local(parameter)).all())
-    evidence = _gather(optimizer, group, parameter)
-    # An entry has one cause; where entries differ, the one that explains most of them is reported.
-    (cause, state), entries = max(evidence.items(), key=lambda item: int(item[1].sum()), default=((None, None), None))
-    if cause is None or entries is None:
-        return None
-    num_bad = int(entries.sum())
-    rows = find_rows(entries)
-    dtype = dtype_name(parameter.dtype)
-    rate, eps = _number(group, "lr"), _number(group, "eps")
-    if finite:
-        message = _describe_state(_floats(optimizer, parameter), str(state), entries)
-        return UpdateFinding(name, cause, state, num_bad, rows, rate, eps, message)
+def _examine_first(
+    optimizer: torch.optim.Optimizer, named: list[tuple[str, Tensor]], finite: bool
+) -> UpdateFinding | None:
+    bad = find_nonfinite(named)
+    for name, parameter in named:
+        group = find_group(optimizer, parameter)
+        if (name in bad) == finite or group is None:
+            continue
+        evidence = _gather(optimizer, group, parameter)
+        if evidence:  # an entry has one cause; where entries differ, the one that explains most of them is reported
+            (cause, state), entries = max(evidence.items(), key=lambda item: int(item[1].sum()))
+            num_bad, rate, eps = int(entries.sum()), _number(group, "lr"), _number(group, "eps")
+            if finite:
+                message = _describe_state(_floats(optimizer, parameter), str(state), entries)
+            else:
+                message = _describe_update(cause, state, num_bad, rate, eps, dtype_name(parameter.dtype))
+            return UpdateFinding(name, cause, state, num_bad, find_rows(entries), rate, eps, message)
+    return None
+
+
+def _describe_update(
+    cause: Cause, state: str | None, num_bad: int, rate: float | None, eps: float | None, dtype: str
+) -> str:
+    """Returns how an update made weights non-finite."""
     size = "1 entry" if num_bad == 1 else f"{num_bad} entries"
-    kinds = "NaN or negative" if state in SECOND_MOMENTS else "NaN or inf"
-    messages = {
-        Cause.OPTIMIZER_STATE: f"the optimizer's {state} was already {kinds} in {size} before this update",
-        Cause.ADAM_EPS_UNDERFLOW: f"the update divided {size} by zero: {state} is 0, and eps {eps} is 0 in {dtype}",
-        Cause.LR_TOO_HIGH: f"the update of {size} at learning rate {rate} exceeds the range of {dtype}",
-    }
-    return UpdateFinding(name, cause, state, num_bad, rows, rate, eps, messages[cause])
+    if cause is Cause.OPTIMIZER_STATE:
+        kinds = "NaN or negative" if state in SECOND_MOMENTS else "NaN or inf"
+        return f"the optimizer's {state} was already {kinds} in {size} before this update"
+    if cause is Cause.ADAM_EPS_UNDERFLOW:
+        return f"the update divided {size} by zero: {state} is 0, and eps {eps} is 0 in {dtype}"
+    return f"the update of {size} at learning rate {rate} exceeds the range of {dtype}"
 
 
 def _describe_state(state: dict[str, Tensor], key: str, entries: Tensor) -> str:
@@ -214,7 +210,7 @@ def try_update_remedies(
     state = _floats(optimizer, parameter)
     if finding.state in state and _only_inf(state, finding.state) and finding.cause is Cause.OPTIMIZER_STATE:
         trials.append(_Trial("float32_state", "weights and state in float32", wide=True))
-        return tuple(Remedy(t.name, False, note=f"{t.note}; not tried because the update is zero") for t in trials)
+        return _leave(trials, "the update is zero")
     explained = _gather(optimizer, group, parameter).get((finding.cause, finding.state))
     bad = ~torch.isfinite(local(parameter))
     entries = (bad if explained is None or explained.shape != bad.shape else explained).reshape(-1).nonzero().flatten()
@@ -222,16 +218,14 @@ def try_update_remedies(
     def update(trial: _Trial) -> float:
         return _update_copy(optimizer, group, parameter, entries[:MAX_ENTRIES], trial)
 
-    try:
-        reproduced = not math.isfinite(update(_Trial("unchanged", "")))
-    except Exception:  # an optimizer whose constructor or state is not known here may raise anything
-        reproduced = False
-    if not reproduced:
-        return tuple(
-            Remedy(t.name, tried=False, note=f"{t.note}; not tried because the update stays finite on a copy")
-            for t in trials
-        )
-    return tuple(_try(update, trial) for trial in trials)
+    with suppress(Exception):  # an optimizer whose constructor or state is not known here may raise anything
+        if not math.isfinite(update(_Trial("unchanged", ""))):
+            return tuple(_try(update, trial) for trial in trials)
+    return _leave(trials, "the update stays finite on a copy")
+
+
+def _leave(trials: list[_Trial], why: str) -> tuple[Remedy, ...]:
+    return tuple(Remedy(t.name, tried=False, note=f"{t.note}; not tried because {why}") for t in trials)
 
 
 def _find_trials(group: Settings, cause: Cause, dtype: torch.dtype) -> list[_Trial]:

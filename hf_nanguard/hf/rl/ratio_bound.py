@@ -47,7 +47,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,26 +64,17 @@ PRODUCTS = (torch.mul, Tensor.mul)
 WATCHED = EXPONENTIALS + DIFFERENCES + PRODUCTS
 
 
-class _Context(Protocol):
-    """What a [`~torch.autograd.Function`] keeps from its forward to its backward."""
-
-    bound: float
-    saved_tensors: tuple[Tensor, ...]
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
-
-
 class _Bounded(torch.autograd.Function):
     """x within +/-bound; no gradient above, all of it below."""
 
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, bound: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bound: float) -> Tensor:
         ctx.save_for_backward(x)
         ctx.bound = bound
         return x.clamp(-bound, bound)
 
     @staticmethod
-    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
         return gradient.masked_fill(x > ctx.bound, 0.0), None
 
@@ -92,12 +83,12 @@ class _Cut(torch.autograd.Function):
     """x, with a gradient of 0 where `cut` is true."""
 
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, cut: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, cut: Tensor) -> Tensor:
         ctx.save_for_backward(cut)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (cut,) = ctx.saved_tensors
         return gradient.masked_fill(cut, 0.0), None
 
@@ -106,11 +97,11 @@ class _Selected(torch.autograd.Function):
     """x, with 0 for inactive entries that are not finite. The gradient is unchanged; the mask makes it 0 there."""
 
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, inactive: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, inactive: Tensor) -> Tensor:
         return torch.where(inactive, x.nan_to_num(0.0, 0.0, 0.0), x)
 
     @staticmethod
-    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
