@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...event import JsonObject, JsonValue, strict
 from ...rng import RngState
-from .tensor_file import why_not
+from .tensor_file import count_bytes, why_not
 
 REDACTED = "[redacted]"
 MAX_DEPTH = 32
@@ -32,6 +32,10 @@ class Packed:
     tree: JsonValue = None  # refers to tensors by name
     tensors: dict[str, Tensor] = field(default_factory=dict)  # by reference
     left_out: dict[str, str] = field(default_factory=dict)  # what could not be converted, and why
+
+    @property
+    def num_bytes(self) -> int:
+        return count_bytes(self.tensors.values())
 
 
 def pack_inputs(inputs: object, text: bool = True) -> Packed:
