@@ -47,6 +47,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -105,6 +106,7 @@ class _Selected(torch.autograd.Function):
         return gradient, None
 
 
+@dataclass(eq=False, repr=False)
 class _Bounding(TorchFunctionMode):
     """Bounds the arguments of `exp` in TRL's loss; entered once its log-probs are known.
 
@@ -112,24 +114,15 @@ class _Bounding(TorchFunctionMode):
     `overflow` nothing is counted.
     """
 
-    def __init__(
-        self,
-        bound: float,
-        reference: Tensor | None,
-        inactive: Tensor,
-        overflow: RatioOverflow | None,
-        rows: Tensor | None,
-    ):
-        super().__init__()
-        self.bound = bound
-        self.reference = reference
-        self.inactive = inactive
-        self.overflow = overflow
-        self.rows = rows
-        self.log_ratio: Tensor | None = None  # as TRL computed it, and its bounded exponential
-        self.ratio: Tensor | None = None
-        self.gap: Tensor | None = None  # likewise
-        self.bounded_gap: Tensor | None = None
+    bound: float
+    reference: Tensor | None
+    inactive: Tensor
+    overflow: RatioOverflow | None
+    rows: Tensor | None
+    log_ratio: Tensor | None = None  # as TRL computed it, and its bounded exponential
+    ratio: Tensor | None = None
+    gap: Tensor | None = None  # likewise
+    bounded_gap: Tensor | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict | None = None
@@ -142,7 +135,8 @@ class _Bounding(TorchFunctionMode):
         if by_loss and func in DIFFERENCES and args[0] is self.reference:
             return self.bound_gap(result)
         if by_loss and func in PRODUCTS and self.gap is not None and args[-1] is self.ratio:
-            return self.cut_product(result)
+            # the KL times the ratio gets no gradient where one of them was above its bound
+            return _Cut.apply(result, (self.gap > self.bound) | (self.log_ratio > self.bound))  # type: ignore[operator]
         return result
 
     def exponentiate(self, func: Callable[..., Tensor], log_ratio: Tensor, *args: object, **kwargs: object) -> Tensor:
@@ -159,10 +153,6 @@ class _Bounding(TorchFunctionMode):
             self.gap = gap.detach()
         self.bounded_gap = bounded = _Bounded.apply(gap, self.bound)
         return bounded
-
-    def cut_product(self, product: Tensor) -> Tensor:
-        """Returns the KL times the ratio, without a gradient where one of them was above its bound."""
-        return _Cut.apply(product, (self.gap > self.bound) | (self.log_ratio > self.bound))  # type: ignore[operator]
 
     @torch.no_grad()
     def count(self, name: str, x: Tensor) -> None:

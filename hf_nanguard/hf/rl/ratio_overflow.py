@@ -14,11 +14,11 @@ from ...core.journal import Journal
 from ...core.rerun.micro_batch import AccumulationGroup
 from ...core.vocabulary import Action, Cause, Signal
 
+# What each bounded term is called in an event, and the cause.
 TERMS = {
     "ratio": ("The log-ratio of new to old policy", Cause.RATIO_OVERFLOW),
     "kl": ("The log-ratio of reference to policy in the KL term", Cause.KL_OVERFLOW),
 }
-"""What each bounded term is called in an event, and the cause."""
 
 
 @dataclass(frozen=True)

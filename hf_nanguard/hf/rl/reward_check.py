@@ -103,11 +103,11 @@ class RewardCheck:
             marked = self._check_entries(place, read_entries(result), result)
             return [marked.get(i, entry) for i, entry in enumerate(result)] if marked and self.acts else result
         if is_listing(result):
-            detail = f"returned {len(result)} rewards for {len(self.prompts)} completions"
-            self._note(place, "length", detail, whole=True)
+            kind, detail = "length", f"returned {len(result)} rewards for {len(self.prompts)} completions"
         else:
-            kind = "None" if result is None else f"a {type(result).__name__}"
-            self._note(place, "type", f"returned {kind} in place of a list of rewards", whole=True)
+            returned = "None" if result is None else f"a {type(result).__name__}"
+            kind, detail = "type", f"returned {returned} in place of a list of rewards"
+        self._note(place, kind, detail, whole=True)
         return self._marks(len(self.prompts)) if self.acts else result
 
     def fail(self, place: int, error: Exception) -> list[float]:

@@ -63,11 +63,9 @@ class ReinforcementMixin(GuardedTrainerMixin):
     @entered_once
     def _compute_loss(self, model, inputs, *args, **kwargs):
         ratio = self._online.ratio
-        if ratio is None:
-            return super()._compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         counted = model.training and self.nanguard.watches and not self.nanguard.replaying
-        with ratio.around_loss(inputs, counted) as bounded:
-            return super()._compute_loss(model, bounded, *args, **kwargs)  # type: ignore[misc]
+        with nullcontext(inputs) if ratio is None else ratio.around_loss(inputs, counted) as given:
+            return super()._compute_loss(model, given, *args, **kwargs)  # type: ignore[misc]
 
     @entered_once
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):

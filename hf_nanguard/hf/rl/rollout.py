@@ -30,7 +30,7 @@ from ..data.learning_signal import NoSignal, StepSignal
 from ..generation.guard_generation import guard_generation
 from ..generation.sampling_record import GenerationWatch
 from .reward_check import MAX_KEPT, BadReward
-from .reward_values import holds_bad_reward, is_bad_advantage, mark_unscorable, zero_bad_advantages
+from .reward_values import MAX_ADVANTAGE, holds_bad_reward, mark_unscorable, zero_bad_advantages
 from .wrapped_rewards import checked_rewards
 
 MAX_SHARE = 0.5  # of unusable completions, above which the parameters are checked
@@ -162,7 +162,8 @@ class Rollout:
                 Signal.LOGITS_NONFINITE, Action.DROPPED, message, self._blame(self.unusable, "sampling"), values
             )
         known = logged_advantages(self.trainer)  # the host has read them already
-        if (known is None or any(map(is_bad_advantage, known))) and (zeroed := zero_bad_advantages(output)):
+        may_be_bad = known is None or not all(abs(advantage) < MAX_ADVANTAGE for advantage in known)  # also for a NaN
+        if may_be_bad and (zeroed := zero_bad_advantages(output)):
             message = (
                 f"Advantages of {len(zeroed)} completions set to 0 because they were NaN, inf or implausibly large"
             )

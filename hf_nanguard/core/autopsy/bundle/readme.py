@@ -1,6 +1,5 @@
 """The README of a bundle, for a colleague who received the folder and has never heard of hf_nanguard."""
 
-from ...event import JsonObject
 from ..evidence.verdict import format_verdict
 from .content import Content
 
@@ -12,6 +11,12 @@ def format_readme(content: Content, text: bool) -> str:
     """Returns the README of a bundle in 15 to 30 lines."""
     facts = content.facts
     weights = facts["weights"]["are"]
+    samples = (facts["inputs"]["samples"] or [])[:8]
+    inputs = {
+        "all": "the micro-batch as the loss received it",
+        "samples": f"only the samples {samples} of the micro-batch because all of it was too large",
+        "none": "no inputs because they were too large",
+    }
     block = format_verdict(content.verdict, facts["step"], facts["micro_step"])
     lines = [
         f"# Autopsy of a bad training step: step {facts['step']}",
@@ -31,7 +36,7 @@ def format_readme(content: Content, text: bool) -> str:
         "Nothing in this folder is pickled, and replaying it runs no code from it.",
         "",
         "- `facts.json`: the verdict, the settings of the run, library versions, what was left out and why",
-        f"- `inputs.safetensors`: {_describe_inputs(facts['inputs'])}; the random state of its forward pass",
+        f"- `inputs.safetensors`: {inputs[facts['inputs']['are']]}; the random state of its forward pass",
     ]
     if "weights.safetensors" in content.files:
         [first, *_] = content.files["weights.safetensors"]
@@ -49,11 +54,8 @@ def format_readme(content: Content, text: bool) -> str:
     if text:
         lines += ["", f"This folder contains training data, some of it readable. {share}"]
     else:
-        lines += [
-            "",
-            "This folder contains training data as token ids, which anyone with the tokenizer can decode.",
-            share,
-        ]
+        what = "This folder contains training data as token ids, which anyone with the tokenizer can decode."
+        lines += ["", what, share]
     versions = ", ".join(f"{library} {version}" for library, version in facts["versions"].items())
     return "\n".join([*lines, "", f"Written at {facts['time']} with {clean(versions)}.", ""])
 
@@ -66,11 +68,3 @@ def clean(text: str) -> str:
 def code(text: str) -> str:
     """Returns text from a run as Markdown code."""
     return f"`{clean(text).replace('`', chr(39))}`"
-
-
-def _describe_inputs(inputs: JsonObject) -> str:
-    if inputs["are"] == "samples":
-        return f"only the samples {inputs['samples'][:8]} of the micro-batch because all of it was too large"
-    return (
-        "the micro-batch as the loss received it" if inputs["are"] == "all" else "no inputs because they were too large"
-    )

@@ -121,18 +121,10 @@ class SuspectBatch(Generic[Payload, Weight]):
 
     def _probe(self, micro: MicroBatch[Payload], compiled: bool = False) -> Tensor:
         self.num_runs += 1
-        with nullcontext() if compiled else eager():
+        as_it_is = compiled or "torch._dynamo" not in sys.modules
+        # a compiled graph has no modules and no source lines
+        with nullcontext() if as_it_is else torch.compiler.set_stance("force_eager"):
             return self.runner.probe(micro, self.weight)
-
-
-@contextmanager
-def eager() -> Iterator[None]:
-    """Runs compiled models eagerly: a compiled graph has no modules and no source lines."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def find_fields(fields: dict[str, Tensor], names: Sequence[str]) -> list[Tensor]:

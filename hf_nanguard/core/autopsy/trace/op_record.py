@@ -76,10 +76,8 @@ class Operand:
     """A float input of an operator, as it was before the operator ran."""
 
     extent: Extent
-    dtype: torch.dtype
     writer: "Record | None" = None  # the operator that wrote the non-finite values in it
     leaf: Leaf | None = None  # which leaf it is, if no operator wrote them
-    shape: tuple[int, ...] = ()
     # whether it is 0 at a non-finite place of the output, or anywhere if it cannot be broadcast to the output;
     # determined only if no operator had written a NaN input
     zero: bool = False
@@ -131,11 +129,6 @@ class Record:
     def name(self) -> str:
         """The operator without namespace and overload: `exp`."""
         return self.op.split(".")[1] if "." in self.op else self.op
-
-    @property
-    def numel(self) -> int:
-        """The number of elements in its output."""
-        return math.prod(self.shape)
 
     @property
     def has_zero(self) -> bool:

@@ -24,7 +24,6 @@ from torch.autograd.graph import Node
 from ...rerun.nested_inputs import find_tensors
 from ...torch_private import (
     TorchDispatchMode,
-    is_operator,
     last_sequence_number,
     operator_arguments,
     running_node,
@@ -58,10 +57,10 @@ class _Signature(NamedTuple):
 
 
 @cache
-def _signature(func: object) -> _Signature:
-    if not is_operator(func):  # of higher order, e.g. flex attention: recorded as one operator
-        return _Signature(str(func), f"higher_order.{func}", False, False, (), True)
+def _signature(func: Any) -> _Signature:
     arguments = operator_arguments(func)
+    if arguments is None:  # of higher order: recorded as one operator
+        return _Signature(str(func), f"higher_order.{func}", False, False, (), True)
     op = str(func)
     name = op.split(".")[1]
     written = [(i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
@@ -191,7 +190,7 @@ class Trace(TorchDispatchMode):
                 self.memory.forget(output, key)
             else:
                 read = {} if signature.is_empty else self._judge_inputs(signature, output, number, before, args, kwargs)
-                self.memory.remember(output, self._record(signature, output, extent, node, read))
+                self.memory.remember(output, key, self._record(signature, output, extent, node, read))
             self.made[key] = self._describe(signature, output, inputs, node)
         return result
 
@@ -275,7 +274,7 @@ class Trace(TorchDispatchMode):
                 writer = self.memory.find_writer(tensor, extent) if is_bad else None
                 leaf = self._find_leaf(tensor) if is_bad and writer is None else None
                 selected = self.made.get(storage_key(tensor), _Made()).selected
-                operands[key] = Operand(extent, tensor.dtype, writer, leaf, tuple(tensor.shape), selected=selected)
+                operands[key] = Operand(extent, writer, leaf, selected=selected)
         found: dict[str, Any] = {
             "scalars": [value for value in (*args, *kwargs.values()) if isinstance(value, float)],
             "all_ignored": _ignores_all(signature.name, args),
@@ -300,7 +299,7 @@ class Trace(TorchDispatchMode):
         return next((leaf for leaf, (low, high) in spans if low < end and start < high), leaves[0])
 
     def find_writer(self, tensor: Tensor) -> Record | None:
-        """Returns the operator that wrote the non-finite values of `tensor`, `None` if there is none."""
+        """Returns the operator that wrote the non-finite values of `tensor`, `None` if there are none."""
         extent = measure(tensor)
         return None if extent.kind == "finite" else self.memory.find_writer(tensor, extent)
 
