@@ -20,7 +20,7 @@ from ..event import Remedy
 from ..finite import dtype_name, find_nonfinite, find_rows, local
 from ..state_tensors import is_plain
 from ..vocabulary import Cause
-from .copied_update import Settings, copy_entries, copy_settings, copy_state, find_group, step_copy
+from .copied_update import Settings, copy_entries, copy_settings, copy_state, step_copy
 
 MAX_ENTRIES = 4096
 FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
@@ -65,13 +65,13 @@ def _examine_first(
 ) -> UpdateFinding | None:
     bad = find_nonfinite(named)
     for name, parameter in named:
-        group = find_group(optimizer, parameter)
-        if (name in bad) == finite or group is None:
+        settings = copy_settings(optimizer, parameter)
+        if (name in bad) == finite or settings is None:
             continue
-        evidence = _gather(optimizer, group, parameter)
+        evidence = _gather(optimizer, settings, parameter)
         if evidence:  # an entry has one cause; where entries differ, the one that explains most of them is reported
             (cause, state), entries = max(evidence.items(), key=lambda item: int(item[1].sum()))
-            num_bad, rate, eps = int(entries.sum()), _number(group, "lr"), _number(group, "eps")
+            num_bad, rate, eps = int(entries.sum()), _number(settings, "lr"), _number(settings, "eps")
             if finite:
                 message = _describe_state(_floats(optimizer, parameter), str(state), entries)
             else:
@@ -110,8 +110,8 @@ def _only_inf(state: dict[str, Tensor], key: str) -> bool:
     return key in SECOND_MOMENTS and not bool((torch.isnan(state[key]) | (state[key] < 0)).any())
 
 
-def _number(group: Settings, key: str) -> float | None:
-    value = group.get(key)
+def _number(settings: Settings, key: str) -> float | None:
+    value = settings.get(key)
     return float(value) if isinstance(value, (int, float, Tensor)) else None
 
 
@@ -127,7 +127,7 @@ def _floats(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Te
 
 @torch.no_grad()
 def _gather(
-    optimizer: torch.optim.Optimizer, group: Settings, parameter: Tensor
+    optimizer: torch.optim.Optimizer, settings: Settings, parameter: Tensor
 ) -> dict[tuple[Cause, str | None], Tensor]:
     """Returns the entries that each possible cause explains."""
     weights = local(parameter)
@@ -147,7 +147,7 @@ def _gather(
             found[Cause.OPTIMIZER_STATE, key] = unusable
     if finite:
         return found
-    step, divisor, second = _redo(group, optimizer.state.get(parameter, {}), state, weights, parameter.grad)
+    step, divisor, second = _redo(settings, optimizer.state.get(parameter, {}), state, weights, parameter.grad)
     unexplained = bad & ~from_state
     if divisor is not None and (divided := unexplained & (divisor == 0)).any():
         found[Cause.ADAM_EPS_UNDERFLOW, second] = divided
@@ -162,7 +162,7 @@ def _gather(
 
 
 def _redo(
-    group: Settings, raw: Settings, state: dict[str, Tensor], weights: Tensor, gradient: Tensor | None
+    settings: Settings, raw: Settings, state: dict[str, Tensor], weights: Tensor, gradient: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, str | None]:
     """Returns the change of the weights (in float64), what it was divided by in the optimizer's own arithmetic, and the
     moment that makes up the divisor; each `None` where the optimizer keeps no such thing."""
@@ -171,15 +171,15 @@ def _redo(
     if first is None and gradient is not None and local(gradient).shape == weights.shape:
         first = local(gradient) if bool(torch.isfinite(local(gradient)).all()) else None  # else not that of this update
     second = next((key for key in SECOND_MOMENTS if key in alike), None)
-    rate = _number(group, "lr") or 0.0
+    rate = _number(settings, "lr") or 0.0
     if second is None:
         return (None if first is None else first.double() * rate), None, None
-    root = alike[second].float().sqrt() if group.get("fused") else alike[second].sqrt()
-    if "betas" in group and "step" in raw:
-        count, (beta1, beta2) = float(raw["step"]), group["betas"]
+    root = alike[second].float().sqrt() if settings.get("fused") else alike[second].sqrt()
+    if "betas" in settings and "step" in raw:
+        count, (beta1, beta2) = float(raw["step"]), settings["betas"]
         rate /= 1 - float(beta1) ** count or 1.0
         root = root / math.sqrt(1 - float(beta2) ** count or 1.0)
-    divisor = root.add(_number(group, "eps") or 0.0)
+    divisor = root.add(_number(settings, "eps") or 0.0)
     return (None if first is None else first.double() / divisor.double() * rate), divisor, second
 
 
@@ -203,20 +203,20 @@ def try_update_remedies(
     optimizer holds now. Nothing is tried if the copy stays finite with unchanged settings. Optimizer and parameter are only
     read. `finding` is what [`examine_update`] found about the parameter.
     """
-    group = find_group(optimizer, parameter)
-    if group is None:
+    settings = copy_settings(optimizer, parameter)
+    if settings is None:
         return ()
-    trials = _find_trials(group, finding.cause, parameter.dtype)
+    trials = _find_trials(settings, finding.cause, parameter.dtype)
     state = _floats(optimizer, parameter)
     if finding.state in state and _only_inf(state, finding.state) and finding.cause is Cause.OPTIMIZER_STATE:
         trials.append(_Trial("float32_state", "weights and state in float32", wide=True))
         return _leave(trials, "the update is zero")
-    explained = _gather(optimizer, group, parameter).get((finding.cause, finding.state))
+    explained = _gather(optimizer, settings, parameter).get((finding.cause, finding.state))
     bad = ~torch.isfinite(local(parameter))
     entries = (bad if explained is None or explained.shape != bad.shape else explained).reshape(-1).nonzero().flatten()
 
     def update(trial: _Trial) -> float:
-        return _update_copy(optimizer, group, parameter, entries[:MAX_ENTRIES], trial)
+        return _update_copy(optimizer, settings, parameter, entries[:MAX_ENTRIES], trial)
 
     with suppress(Exception):  # an optimizer whose constructor or state is not known here may raise anything
         if not math.isfinite(update(_Trial("unchanged", ""))):
@@ -228,17 +228,17 @@ def _leave(trials: list[_Trial], why: str) -> tuple[Remedy, ...]:
     return tuple(Remedy(t.name, tried=False, note=f"{t.note}; not tried because {why}") for t in trials)
 
 
-def _find_trials(group: Settings, cause: Cause, dtype: torch.dtype) -> list[_Trial]:
+def _find_trials(settings: Settings, cause: Cause, dtype: torch.dtype) -> list[_Trial]:
     if cause is Cause.OPTIMIZER_STATE:
         return [_Trial("reset_state", "state of these entries as 0", reset=True)]
     trials = []
-    safe, eps, rate = SAFE_EPS.get(dtype, 1e-8), _number(group, "eps"), _number(group, "lr")
+    safe, eps, rate = SAFE_EPS.get(dtype, 1e-8), _number(settings, "eps"), _number(settings, "lr")
     if eps is not None and eps < safe:
         trials.append(_Trial("larger_eps", f"eps {safe:g}", {"eps": safe}))
     if cause is Cause.LR_TOO_HIGH and rate is not None:
         trials.append(_Trial("smaller_lr", f"learning rate {rate / 10:g}", {"lr": rate / 10}))
     if dtype in (torch.float16, torch.bfloat16):
-        if not group.get("fused", True):
+        if not settings.get("fused", True):
             trials.append(_Trial("fused", "fused kernels compute in float32", {"fused": True, "foreach": False}))
         trials.append(_Trial("float32_state", "weights and state in float32", wide=True))
     return trials
@@ -253,10 +253,10 @@ def _try(update: Callable[[_Trial], float], trial: _Trial) -> Remedy:
 
 
 def _update_copy(
-    optimizer: torch.optim.Optimizer, group: Settings, parameter: Tensor, entries: Tensor, trial: _Trial
+    optimizer: torch.optim.Optimizer, settings: Settings, parameter: Tensor, entries: Tensor, trial: _Trial
 ) -> float:
     """Returns the largest change that the update of some entries makes."""
-    settings = copy_settings(group) | trial.settings
+    settings = settings | trial.settings
     dtype = torch.float32 if trial.wide else parameter.dtype
     change = torch.zeros_like if trial.reset else Tensor.float if trial.wide else None
     state = copy_state(optimizer, parameter, entries, settings, change)

@@ -16,14 +16,12 @@ from ..finite import local
 Settings: TypeAlias = dict[str, Any]
 
 
-def find_group(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Settings | None:
-    """Returns the parameter group that holds a parameter."""
-    return next((group for group in optimizer.param_groups if any(p is parameter for p in group["params"])), None)
-
-
-def copy_settings(group: Settings) -> Settings:
-    """Returns the settings of a parameter group, without its parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+def copy_settings(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Settings | None:
+    """Returns the settings of the group that holds a parameter, `None` if there is none."""
+    for group in optimizer.param_groups:
+        if any(p is parameter for p in group["params"]):
+            return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return None
 
 
 def copy_entries(tensor: Tensor, entries: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from ...plain_text import format_error
 from ..event import Remedy
 from ..finite import local
 from ..state_tensors import is_plain
-from .copied_update import copy_entries, copy_settings, copy_state, find_group, step_copy
+from .copied_update import copy_entries, copy_settings, copy_state, step_copy
 
 MOVES = 0.01  # the share of entries from which weights count as moving
 # Names that optimizers give to the part of a weight that its dtype cannot hold.
@@ -139,9 +139,8 @@ def _update_copy(
     optimizer: torch.optim.Optimizer, sample: Sample, dtype: torch.dtype, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Returns some entries before and after one more update on a copy."""
-    group = find_group(optimizer, sample.parameter)
-    assert group is not None
-    settings = copy_settings(group)
+    settings = copy_settings(optimizer, sample.parameter)
+    assert settings is not None
     if settings["lr"] is not None:
         settings["lr"] = settings["lr"] * factor
     before = copy_entries(sample.parameter, sample.entries).to(dtype)

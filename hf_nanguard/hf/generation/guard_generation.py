@@ -85,7 +85,6 @@ class GenerationGuard:
         ]
 
     def close(self) -> None:
-        """Restores the model."""
         for override in reversed(self.overrides):
             override.undo()
         for generation in self.watch.generations:

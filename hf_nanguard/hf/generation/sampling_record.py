@@ -43,7 +43,6 @@ class Generation:
             processor.subscribe(self.note)
 
     def close(self) -> None:
-        """Stops recording."""
         for processor in self.processors:
             processor.unsubscribe(self.note)
 
@@ -104,11 +103,9 @@ class RequestNotes(Generation):
         self.num_users += 1
 
     def close(self) -> None:
-        """Removes a user."""
         self.num_users -= 1
 
     def set_order(self, request_ids: Iterable[str]) -> None:
-        """Sets the order in which the requests are returned."""
         self.request_ids = list(request_ids)
 
     def slot(self, request_id: str | None) -> int:

@@ -82,7 +82,6 @@ class AttentionProbe:
         return start
 
     def close(self) -> None:
-        """Removes the hooks."""
         self._hooks.close()
 
     def finish(self) -> None:

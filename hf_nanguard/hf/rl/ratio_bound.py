@@ -140,7 +140,6 @@ class _Bounding(TorchFunctionMode):
         return result
 
     def exponentiate(self, func: Callable[..., Tensor], log_ratio: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """Returns the ratio."""
         self.count("ratio", log_ratio)
         self.log_ratio = log_ratio.detach()
         self.ratio = ratio = func(_Bounded.apply(log_ratio, self.bound), *args, **kwargs)

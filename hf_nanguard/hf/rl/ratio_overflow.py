@@ -44,7 +44,6 @@ class RatioOverflow:
         self._is_reported = False
 
     def begin_loss(self) -> None:
-        """Begins the loss of the next micro-batch."""
         self._micro_step += 1
 
     def add(self, name: str, log_ratios: Tensor, beyond: Tensor, rows: Tensor | None) -> None:

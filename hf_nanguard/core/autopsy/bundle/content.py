@@ -3,7 +3,6 @@
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 import torch
@@ -11,11 +10,12 @@ from torch import Tensor, nn
 
 from .... import __version__
 from ...event import JsonObject, strict
+from ...finite import local
 from ...torch_private import plain_name
 from ..evidence.suspect_batch import SuspectBatch
 from ..evidence.verdict import Verdict
 from .packing import Packed, pack_inputs, pack_rng
-from .tensor_file import count_bytes, local_of, why_not
+from .tensor_file import why_not
 
 SCHEMA = 1
 MAX_FACTS = 16 * 2**20
@@ -23,38 +23,22 @@ MAX_CULPRIT = 512 * 2**20
 MAX_NOTES = 200
 
 
-@dataclass
-class Content:
-    """The content of a bundle."""
-
-    verdict: Verdict  # without text if none is to be kept
-    facts: JsonObject = field(default_factory=dict)  # what becomes `facts.json`
-    # the tensors of each safetensors file, by reference
-    files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of all tensors."""
-        return sum(count_bytes(tensors.values()) for tensors in self.files.values())
-
-
 @torch.no_grad()
 def gather_content(
     suspect: SuspectBatch, verdict: Verdict, facts: JsonObject, step: int, weights: str, text: bool, max_bytes: int
-) -> Content:
-    """Gathers what fits: the inputs first, then the weights that were asked for, or else the parameter to blame."""
-    if not text:
-        verdict = replace(verdict, blame=replace(verdict.blame, texts={}))
-    content = Content(verdict)
+) -> tuple[JsonObject, dict[str, dict[str, Tensor]]]:
+    """Gathers what fits: the inputs first, then the weights that were asked for, or else the parameter to blame.
+
+    Returns what becomes `facts.json`, and the tensors of each safetensors file, by reference.
+    """
     rng = pack_rng(suspect.micro.rng)
     inputs, inputs_are = _choose_inputs(suspect, verdict, text, max_bytes - rng.num_bytes)
     redacted = {} if text else {"text": "strings are replaced because nanguard_bundle_text is off"}
-    content.files["inputs.safetensors"] = inputs.tensors | rng.tensors
-    saved, weights_are = _choose_weights(suspect.model, weights, verdict, max_bytes - content.num_bytes)
-    if saved.tensors:
-        content.files["weights.safetensors"] = saved.tensors
+    room = max_bytes - rng.num_bytes - inputs.num_bytes
+    saved, weights_are = _choose_weights(suspect.model, weights, verdict, room)
+    files = {"inputs.safetensors": inputs.tensors | rng.tensors, "weights.safetensors": saved.tensors}
     given = facts.get("versions")
-    content.facts = {
+    document = {
         "schema": SCHEMA,
         "time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "step": step,
@@ -71,7 +55,7 @@ def gather_content(
         "rng": rng.tree,
         "tree": inputs.tree,
     }  # fmt: skip
-    return content
+    return document, {name: tensors for name, tensors in files.items() if tensors}
 
 
 def _choose_inputs(suspect: SuspectBatch, verdict: Verdict, text: bool, room: int) -> tuple[Packed, str]:
@@ -105,7 +89,7 @@ def _pack_weights(named: Mapping[str, object]) -> Packed:
         if reason is not None or not isinstance(value, Tensor):
             packed.left_out[name] = str(reason)
             continue
-        part = local_of(value)
+        part = local(value)
         key = (part.device, part.data_ptr(), part.dtype, part.shape, part.stride())
         if first.setdefault(key, name) == name:
             packed.tensors[name] = value

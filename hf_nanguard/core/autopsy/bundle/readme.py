@@ -1,15 +1,14 @@
 """The README of a bundle, for a colleague who received the folder and has never heard of hf_nanguard."""
 
-from ..evidence.verdict import format_verdict
-from .content import Content
+from ...event import JsonObject
+from ..evidence.verdict import Verdict, format_verdict
 
 MAX_LEFT_OUT = 6
 MAX_LINE = 500
 
 
-def format_readme(content: Content, text: bool) -> str:
-    """Returns the README of a bundle in 15 to 30 lines."""
-    facts = content.facts
+def format_readme(verdict: Verdict, facts: JsonObject, saved: list[str], text: bool) -> str:
+    """Returns the README of a bundle in 15 to 30 lines; `saved` are the weights in it."""
     weights = facts["weights"]["are"]
     samples = (facts["inputs"]["samples"] or [])[:8]
     inputs = {
@@ -17,7 +16,7 @@ def format_readme(content: Content, text: bool) -> str:
         "samples": f"only the samples {samples} of the micro-batch because all of it was too large",
         "none": "no inputs because they were too large",
     }
-    block = format_verdict(content.verdict, facts["step"], facts["micro_step"])
+    block = format_verdict(verdict, facts["step"], facts["micro_step"])
     lines = [
         f"# Autopsy of a bad training step: step {facts['step']}",
         "",
@@ -38,13 +37,9 @@ def format_readme(content: Content, text: bool) -> str:
         "- `facts.json`: the verdict, the settings of the run, library versions, what was left out and why",
         f"- `inputs.safetensors`: {inputs[facts['inputs']['are']]}; the random state of its forward pass",
     ]
-    if "weights.safetensors" in content.files:
-        [first, *_] = content.files["weights.safetensors"]
-        what = (
-            f"only {code(first)}, which contains the bad value"
-            if weights == "none"
-            else f"{weights} weights at that moment"
-        )
+    if saved:
+        culprit = f"only {code(saved[0])}, which contains the bad value"
+        what = culprit if weights == "none" else f"{weights} weights at that moment"
         lines.append(f"- `weights.safetensors`: {what}")
     if facts["left_out"]:
         shown = list(facts["left_out"])[:MAX_LEFT_OUT]

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from glob import escape
 from itertools import count
 from pathlib import Path
@@ -15,7 +16,7 @@ from ..evidence.suspect_batch import SuspectBatch
 from ..evidence.verdict import Verdict
 from .content import MAX_FACTS, format_bytes, gather_content
 from .readme import format_readme
-from .tensor_file import save_tensors
+from .tensor_file import count_bytes, save_tensors
 
 WEIGHTS = SETTINGS["bundle_weights"].choices
 MAX_BYTES = 2 * 2**30
@@ -34,18 +35,20 @@ def write_bundle(
     Weights beyond `max_bytes` are left out; of inputs beyond it only the culprit samples are saved, if known and not too large.
     """
     SETTINGS["bundle_weights"].check(weights, "weights")
-    content = gather_content(suspect, verdict, facts, _find_step(folder.name), weights, text, max_bytes)
-    document = _encode(content.facts)
-    readme = format_readme(content, text)
+    if not text:
+        verdict = replace(verdict, blame=replace(verdict.blame, texts={}))
+    facts, files = gather_content(suspect, verdict, facts, _find_step(folder.name), weights, text, max_bytes)
+    document, readme = _encode(facts), format_readme(verdict, facts, list(files.get("weights.safetensors", ())), text)
     folder.parent.mkdir(parents=True, exist_ok=True)
     clear_leftovers(folder)
-    _check_space(folder.parent, content.num_bytes + len(document) + len(readme))
+    num_bytes = sum(count_bytes(tensors.values()) for tensors in files.values())
+    _check_space(folder.parent, num_bytes + len(document) + len(readme))
     draft = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
         draft.mkdir()
         (draft / "facts.json").write_bytes(document)
         (draft / "README.md").write_text(readme, encoding="utf-8", errors="backslashreplace")
-        for name, tensors in content.files.items():
+        for name, tensors in files.items():
             save_tensors(draft / name, tensors)
             with suppress(PermissionError):  # safetensors lets only the owner read; a colleague should as well
                 shutil.copymode(draft / "facts.json", draft / name)

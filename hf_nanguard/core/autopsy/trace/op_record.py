@@ -31,7 +31,6 @@ class Extent(NamedTuple):
 
     @property
     def largest(self) -> float:
-        """The largest magnitude."""
         return max(abs(self.low), abs(self.high)) if self.kind != "nan" else math.nan
 
 
@@ -137,7 +136,6 @@ class Record:
 
     @property
     def bad_operands(self) -> list[Operand]:
-        """The inputs that were not finite."""
         return [operand for operand in self.operands if operand.extent.kind != "finite"]
 
     def _has_mask(self) -> bool:

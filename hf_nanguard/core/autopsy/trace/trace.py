@@ -76,13 +76,6 @@ def _pick(places: Iterable[tuple[int, str]], args: Sequence, kwargs: Mapping[str
     return list(find_tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in places]))
 
 
-class _Made(NamedTuple):
-    """How a value was made: whether it is a sum, and whether the backward of a selection has put zeros into it."""
-
-    of_sum: bool = False
-    selected: bool = False
-
-
 @cache
 def _role(code: CodeType) -> str:
     if code.co_name == "_engine_run_backward":
@@ -121,7 +114,8 @@ class Trace(TorchDispatchMode):
         self.num_ops = 0
         self.stack: list[str | None] = []
         self.memory = Memory()
-        self.made: dict[int, _Made] = {}
+        self.sums: set[int] = set()  # storages that hold a sum
+        self.selected: set[int] = set()  # storages into which the backward of a selection has put zeros
         self.forwards: dict[int, Forward] = {}
 
     @contextmanager
@@ -191,7 +185,7 @@ class Trace(TorchDispatchMode):
             else:
                 read = {} if signature.is_empty else self._judge_inputs(signature, output, number, before, args, kwargs)
                 self.memory.remember(output, key, self._record(signature, output, extent, node, read))
-            self.made[key] = self._describe(signature, output, inputs, node)
+            self._note_kind(signature, output, key, inputs, node)
         return result
 
     def _note_forward(self, signature: _Signature, inputs: list[Tensor], node: Node | None) -> None:
@@ -200,10 +194,9 @@ class Trace(TorchDispatchMode):
         known = self.forwards.get(sequence)
         if known is not None and not (known.provisional and any(tensor.requires_grad for tensor in inputs)):
             return
-        place = self._locate_running(node) or self._forward_place(
-            node
-        )  # the gradient of a gradient: that of the first one
-        of_sum = any(self.made.get(storage_key(tensor), _Made()).of_sum for tensor in inputs)
+        # The gradient of a gradient has the place of the first one.
+        place = self._locate_running(node) or self._forward_place(node)
+        of_sum = any(storage_key(tensor) in self.sums for tensor in inputs)
         self.forwards[sequence] = Forward(signature.op, place, of_sum)
         if signature.written:  # a view that is written in place gets one more node, and that one will run
             self.forwards[sequence + 1] = Forward(signature.op, place, of_sum, provisional=True)
@@ -221,15 +214,17 @@ class Trace(TorchDispatchMode):
         forward = None if node is None else self.forwards.get(sequence_number(node))
         return forward.place if forward else Place()
 
-    def _describe(self, signature: _Signature, output: Tensor, inputs: list[Tensor], node: Node | None) -> _Made:
-        size = output.numel()
-        same = [self.made.get(storage_key(tensor), _Made()) for tensor in inputs if tensor.numel() == size]
+    def _note_kind(
+        self, signature: _Signature, output: Tensor, key: int, inputs: list[Tensor], node: Node | None
+    ) -> None:
+        same = {storage_key(tensor) for tensor in inputs if tensor.numel() == output.numel()}
         name = signature.name.rstrip("_")
-        of_sum = name in _SUMS or (name in _ADJUSTMENTS and any(made.of_sum for made in same))
-        selected = node is not None and name not in _PRODUCTS and any(made.selected for made in same)
+        of_sum = name in _SUMS or (name in _ADJUSTMENTS and not same.isdisjoint(self.sums))
+        selected = node is not None and name not in _PRODUCTS and not same.isdisjoint(self.selected)
         if node is not None and not selected and node.name().startswith(_SELECTING):
             selected = _puts_zeros(name, inputs)
-        return _Made(of_sum, selected)
+        for found, kind in ((of_sum, self.sums), (selected, self.selected)):
+            (kind.add if found else kind.discard)(key)
 
     # ---- a non-finite output ----
 
@@ -273,8 +268,7 @@ class Trace(TorchDispatchMode):
                 is_bad = extent.kind != "finite"
                 writer = self.memory.find_writer(tensor, extent) if is_bad else None
                 leaf = self._find_leaf(tensor) if is_bad and writer is None else None
-                selected = self.made.get(storage_key(tensor), _Made()).selected
-                operands[key] = Operand(extent, writer, leaf, selected=selected)
+                operands[key] = Operand(extent, writer, leaf, selected=storage_key(tensor) in self.selected)
         found: dict[str, Any] = {
             "scalars": [value for value in (*args, *kwargs.values()) if isinstance(value, float)],
             "all_ignored": _ignores_all(signature.name, args),
