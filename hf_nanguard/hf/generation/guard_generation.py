@@ -8,7 +8,7 @@ bit-identical: clipping it would make the sampled policy differ from the one who
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from accelerate.utils import extract_model_from_parallel
@@ -219,8 +219,5 @@ def guard_generation(
         raise ArgumentError(
             f"model must be one that can generate, got {type(model).__name__}. Give a causal or seq2seq LM."
         )
-    guard = GenerationGuard(generator, watch, processor)
-    try:
+    with closing(GenerationGuard(generator, watch, processor)):
         yield watch
-    finally:
-        guard.close()

@@ -8,6 +8,7 @@ checked, and the run ends rather than train on meaningless samples.
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 
@@ -124,9 +125,9 @@ class Rollout:
             rewards = calculate(inputs, prompts, completions, *args, **kwargs)
         action = (Action.HALTED if halts else Action.DROPPED) if acts else Action.OBSERVED
         for bad in check.bad or self._find_own_infinities(rewards, len(prompts)):
-            values: dict[str, JsonValue] = {"kind": bad.kind, "whole_call": bad.whole}
-            culprit, cause = bad.culprit(self.rows), Cause.REWARD_NONFINITE
-            self._add_event(Signal.REWARD_NONFINITE, action, bad.message, culprit, values, cause)
+            values = {"kind": bad.kind, "whole_call": bad.whole}
+            why = {"culprit": bad.culprit(self.rows), "cause": Cause.REWARD_NONFINITE}
+            self._add_event(Signal.REWARD_NONFINITE, action, bad.message, values=values, **why)
         if not acts:
             return rewards
         self.bad_reward = halts and holds_bad_reward(rewards)
@@ -157,17 +158,16 @@ class Rollout:
                 f"{len(self.unusable)} of {self.size} completions left out of loss and baseline because their logits were NaN "
                 "or inf while they were sampled"
             )
-            values: dict[str, JsonValue] = {"num_unusable": len(self.unusable), "num_completions": self.size}
-            self._add_event(
-                Signal.LOGITS_NONFINITE, Action.DROPPED, message, self._blame(self.unusable, "sampling"), values
-            )
+            values = {"num_unusable": len(self.unusable), "num_completions": self.size}
+            culprit = self._blame(self.unusable, "sampling")
+            self._add_event(Signal.LOGITS_NONFINITE, Action.DROPPED, message, values=values, culprit=culprit)
         known = logged_advantages(self.trainer)  # the host has read them already
         may_be_bad = known is None or not all(abs(advantage) < MAX_ADVANTAGE for advantage in known)  # also for a NaN
         if may_be_bad and (zeroed := zero_bad_advantages(output)):
             message = (
                 f"Advantages of {len(zeroed)} completions set to 0 because they were NaN, inf or implausibly large"
             )
-            self._add_event(Signal.ADVANTAGE_NONFINITE, Action.REPAIRED, message, self._blame(zeroed, "reward"))
+            self._add_event(Signal.ADVANTAGE_NONFINITE, Action.REPAIRED, message, culprit=self._blame(zeroed, "reward"))
         equal = metric_lists(self.trainer).get("frac_reward_zero_std")
         self.note_rewards(equal[-1] == 1.0 if equal else None)
         if not self.ranks.any(bool(self.events or self.unusable or self.bad_reward)):
@@ -232,20 +232,11 @@ class Rollout:
 
     # ---- events ----
 
-    def _add_event(
-        self,
-        signal: Signal,
-        action: Action,
-        message: str,
-        culprit: Culprit,
-        values: dict[str, JsonValue] | None = None,
-        cause: Cause | None = None,
-    ) -> None:
+    def _add_event(self, signal: Signal, action: Action, message: str, **more: Any) -> None:
         """Adds an event that is written once the generation is finished."""
         evaluates = "" if self.trainer.model.training else "in the evaluation "
         message = f"{message} ({evaluates}at step {self.step})."
-        rank = self.ranks.rank
-        self.events.append(Event(self.step, signal, action, message, None, rank, values or {}, culprit, cause))
+        self.events.append(Event(self.step, signal, action, message, rank=self.ranks.rank, **more))
 
     def _blame(self, samples: Collection[int], phase: str) -> Culprit:
         rows = None if self.rows is None else sorted({self.rows[sample] for sample in samples})
