@@ -65,11 +65,9 @@ def _examine_first(
 ) -> UpdateFinding | None:
     bad = find_nonfinite(named)
     for name, parameter in named:
-        settings = copy_settings(optimizer, parameter)
-        if (name in bad) == finite or settings is None:
-            continue
-        evidence = _gather(optimizer, settings, parameter)
-        if evidence:  # an entry has one cause; where entries differ, the one that explains most of them is reported
+        settings = copy_settings(optimizer, parameter) if (name in bad) != finite else None
+        if settings is not None and (evidence := _gather(optimizer, settings, parameter)):
+            # An entry has one cause; where entries differ, the one that explains most of them is reported.
             (cause, state), entries = max(evidence.items(), key=lambda item: int(item[1].sum()))
             num_bad, rate, eps = int(entries.sum()), _number(settings, "lr"), _number(settings, "eps")
             if finite:

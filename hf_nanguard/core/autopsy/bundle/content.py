@@ -4,6 +4,7 @@ import json
 import platform
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,14 +81,14 @@ def _why_too_large(packed: Packed, room: int) -> str | None:
     return None if size <= MAX_FACTS // 2 else f"{format_bytes(size)} of plain values are too many"
 
 
-def _pack_weights(named: Mapping[str, object]) -> Packed:
+def _pack_weights(named: Mapping[str, Any]) -> Packed:
     """Returns each tensor once; the tree has the other names of tied ones."""
     aliases: dict[str, str] = {}
-    packed, first = Packed(aliases), dict[tuple[object, ...], str]()
+    first: dict[tuple, str] = {}
+    packed = Packed(aliases)
     for name, value in named.items():
-        reason = why_not(value) if isinstance(value, Tensor) else f"a {type(value).__name__} is not a tensor"
-        if reason is not None or not isinstance(value, Tensor):
-            packed.left_out[name] = str(reason)
+        if (reason := why_not(value)) is not None:
+            packed.left_out[name] = reason
             continue
         part = local(value)
         key = (part.device, part.data_ptr(), part.dtype, part.shape, part.stride())

@@ -25,8 +25,10 @@ MAX_DIMS = 64
 MAX_EMPTY = 2**20  # largest dimension of an empty tensor, which the size of the file does not limit
 
 
-def why_not(tensor: Tensor) -> str | None:
+def why_not(tensor: object) -> str | None:
     """Returns why a tensor cannot be saved, `None` if it can."""
+    if not isinstance(tensor, Tensor):
+        return f"a {type(tensor).__name__} is not a tensor"
     if is_sharded(tensor):
         replicated = all(placement.is_replicate() for placement in tensor.placements)  # type: ignore[attr-defined]
         if not replicated and tensor.device_mesh.size() > 1:  # type: ignore[attr-defined]

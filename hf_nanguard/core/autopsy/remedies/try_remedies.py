@@ -1,7 +1,7 @@
 """Tries remedies on the bad micro-batch itself: each alters one replay and checks whether loss and gradients are finite.
 
-Each costs one replay, and the memory of a second copy of the weights if these are cast (`tensor_swap.py`,
-`precision.py`); operators are bounded without a copy (`bounded_operators.py`). The model is unchanged afterwards.
+Each costs one replay, and the memory of a second copy of the weights if these are cast
+(`altered_model.py`); operators are bounded without a copy (`bounded_operators.py`). The model is unchanged afterwards.
 """
 
 import math
@@ -17,9 +17,8 @@ from ...vocabulary import Cause
 from ..evidence.suspect_batch import SuspectBatch
 from ..evidence.verdict import Blame
 from ..trace.origin import Origin
+from .altered_model import LOW_PRECISION, in_precision, swapped, upcast_module, zeros_in
 from .bounded_operators import BOUNDS, bounded
-from .run_in_precision import LOW_PRECISION, in_precision, upcast_module
-from .tensor_swap import swapped, zeros_in
 
 NO_TIME = "no time left"
 Alter = Callable[[list[str]], AbstractContextManager]
