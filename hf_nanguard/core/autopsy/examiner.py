@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ...plain_text import format_error
 from ..event import Event, Remedy
 from ..journal import Journal
 from ..optimizer.bad_update import examine_update, try_update_remedies
-from ..rerun.micro_batch import MicroBatch, Payload, Weight
+from ..rerun.micro_batch import MicroBatch
 from ..rerun.runner import Runner
 from ..settings import Policy
 from ..vocabulary import Action, Signal
@@ -138,9 +139,7 @@ class Examiner:
         """Whether another micro-batch may be traced."""
         return self.policy.autopsy and self.num_traces < TRACES_PER_AUTOPSY * self.policy.max_autopsies
 
-    def examine(
-        self, runner: Runner[Payload, Weight], micro: MicroBatch[Payload], weight: Weight, step: int
-    ) -> Verdict | None:
+    def examine(self, runner: Runner, micro: MicroBatch, weight: Any, step: int) -> Verdict | None:
         """Examines a bad micro-batch; `None` if no more are examined, or if the examination failed.
 
         A fault that was examined before is only located again. Gradients, buffers and random state are left as the last

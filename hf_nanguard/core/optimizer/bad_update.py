@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ...plain_text import format_error
 from ..event import Remedy
@@ -43,7 +44,7 @@ class UpdateFinding:
     phase: str = "optimizer"
 
 
-def examine_update(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
+def examine_update(optimizer: Optimizer, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
     """Finds out how an update made weights non-finite; `None` if the optimizer, after the step, holds no evidence.
 
     The first parameter that is bad and can be explained is reported.
@@ -51,7 +52,7 @@ def examine_update(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, 
     return _examine_first(optimizer, list(named), finite=False)
 
 
-def examine_state(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
+def examine_state(optimizer: Optimizer, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
     """Finds out what a bad optimizer state means for weights that are still finite; `None` if the state of all is finite.
 
     The first parameter that is finite and whose state is bad is reported, with cause `optimizer_state`.
@@ -60,9 +61,7 @@ def examine_state(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, T
 
 
 @torch.no_grad()
-def _examine_first(
-    optimizer: torch.optim.Optimizer, named: list[tuple[str, Tensor]], finite: bool
-) -> UpdateFinding | None:
+def _examine_first(optimizer: Optimizer, named: list[tuple[str, Tensor]], finite: bool) -> UpdateFinding | None:
     bad = find_nonfinite(named)
     for name, parameter in named:
         settings = copy_settings(optimizer, parameter) if (name in bad) != finite else None
@@ -113,7 +112,7 @@ def _number(settings: Settings, key: str) -> float | None:
     return float(value) if isinstance(value, (int, float, Tensor)) else None
 
 
-def _floats(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+def _floats(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Returns the float tensors that the optimizer keeps for a parameter, the part on this rank."""
     state = optimizer.state.get(parameter, {})
     return {
@@ -124,9 +123,7 @@ def _floats(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Te
 
 
 @torch.no_grad()
-def _gather(
-    optimizer: torch.optim.Optimizer, settings: Settings, parameter: Tensor
-) -> dict[tuple[Cause, str | None], Tensor]:
+def _gather(optimizer: Optimizer, settings: Settings, parameter: Tensor) -> dict[tuple[Cause, str | None], Tensor]:
     """Returns the entries that each possible cause explains."""
     weights = local(parameter)
     bad = ~torch.isfinite(weights)
@@ -192,9 +189,7 @@ class _Trial:
     reset: bool = False
 
 
-def try_update_remedies(
-    optimizer: torch.optim.Optimizer, finding: UpdateFinding, parameter: Tensor
-) -> tuple[Remedy, ...]:
+def try_update_remedies(optimizer: Optimizer, finding: UpdateFinding, parameter: Tensor) -> tuple[Remedy, ...]:
     """Repeats the update of the bad entries on a copy, by the same optimizer with other settings.
 
     The weights before the update are gone, so the copy starts at zero, with moments and gradient that lead to what the
@@ -250,13 +245,11 @@ def _try(update: Callable[[_Trial], float], trial: _Trial) -> Remedy:
     return Remedy(trial.name, True, math.isfinite(largest), f"{trial.note}; largest update {largest:.3g}")
 
 
-def _update_copy(
-    optimizer: torch.optim.Optimizer, settings: Settings, parameter: Tensor, entries: Tensor, trial: _Trial
-) -> float:
+def _update_copy(optimizer: Optimizer, settings: Settings, parameter: Tensor, entries: Tensor, trial: _Trial) -> float:
     """Returns the largest change that the update of some entries makes."""
     settings = settings | trial.settings
     dtype = torch.float32 if trial.wide else parameter.dtype
-    change = torch.zeros_like if trial.reset else Tensor.float if trial.wide else None
+    change = torch.zeros_like if trial.reset else Tensor.float if trial.wide else Tensor.clone
     state = copy_state(optimizer, parameter, entries, settings, change)
     weights = torch.zeros(len(entries), dtype=dtype, device=entries.device)
     gradient = _undo_step(state, settings)

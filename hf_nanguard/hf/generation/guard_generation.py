@@ -80,9 +80,8 @@ class GenerationGuard:
             compat.MANAGER: self.guard_manager,
             compat.BATCH: self.note_requests,
         }
-        self.overrides = [
-            compat.Override(model, name, functions[what]) for what, name in compat.find_seams(model).items()
-        ]
+        seams = compat.find_seams(model)
+        self.overrides = [compat.Override(model, name, functions[what]) for what, name in seams.items()]
 
     def close(self) -> None:
         for override in reversed(self.overrides):
@@ -90,12 +89,9 @@ class GenerationGuard:
         for generation in self.watch.generations:
             generation.close()
 
-    def _make_pair(
-        self, config: GenerationConfig
-    ) -> tuple[NumericalStabilityLogitsProcessor, NumericalStabilityLogitsProcessor]:
+    def _make_pair(self, config: GenerationConfig) -> list[NumericalStabilityLogitsProcessor]:
         """Returns the guard before the warpers and the last one; only the last bounds finite rows, in mode `"always"`."""
-        end = find_end(config, self.model)
-        return self.processor.place(end, "repair"), self.processor.place(end, self.mode)
+        return [self.processor.place(find_end(config, self.model), mode) for mode in ("repair", self.mode)]
 
     def add_guards(
         self, original: Callable[..., LogitsProcessorList], *args: object, **kwargs: object

@@ -183,7 +183,9 @@ class Trace(TorchDispatchMode):
             if extent.kind == "finite" and not signature.is_empty:
                 self.memory.forget(output, key)
             else:
-                read = {} if signature.is_empty else self._judge_inputs(signature, output, number, before, args, kwargs)
+                is_foreach = signature.name.startswith("_foreach")
+                given = [arg[number] if is_foreach and isinstance(arg, (list, tuple)) else arg for arg in args]
+                read = {} if signature.is_empty else self._judge_inputs(signature, output, before, given, kwargs)
                 self.memory.remember(output, key, self._record(signature, output, extent, node, read))
             self._note_kind(signature, output, key, inputs, node)
         return result
@@ -246,20 +248,11 @@ class Trace(TorchDispatchMode):
         )  # fmt: skip
 
     def _judge_inputs(
-        self,
-        signature: _Signature,
-        output: Tensor,
-        number: int,
-        before: dict[int, Extent],
-        args: Sequence,
-        kwargs: dict,
+        self, signature: _Signature, output: Tensor, before: dict[int, Extent], args: list, kwargs: dict[str, object]
     ) -> dict[str, Any]:
-        """Returns what a record says about the inputs of an operator; `number` is that of the output."""
+        """Returns what a record says about the inputs of an operator."""
         overwritten = {id(tensor) for tensor in _pick(signature.written, args, kwargs)} - before.keys()
         inputs = find_tensors([*args, *kwargs.values()])
-        if signature.name.startswith("_foreach"):
-            args = [arg[number] if isinstance(arg, (list, tuple)) else arg for arg in args]
-            inputs = find_tensors(args)
         seen = {id(tensor): tensor for tensor in inputs if id(tensor) not in overwritten}
         operands: dict[int, Operand] = {}
         for key, tensor in seen.items():
