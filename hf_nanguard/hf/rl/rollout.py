@@ -6,8 +6,8 @@ checked, and the run ends rather than train on meaningless samples.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -65,18 +65,14 @@ class Rollout:
 
     # ---- sampling ----
 
-    @contextmanager
-    def generating(self) -> Iterator[GenerationWatch | None]:
+    def generating(self) -> AbstractContextManager[GenerationWatch | None]:
         """Guards the model's `generate` inside the block."""
         policy = self.policy
         if policy.logits_mode == "off" or not policy.acts:
-            yield None
-            return
+            return nullcontext()
         verbose = Signal.LOGITS_NONFINITE not in self.journal.written
-        with guard_generation(
-            self.trainer.model, policy.logits_mode, policy.logits_clip_value, policy.logits_min_prob, verbose
-        ) as watch:
-            yield watch
+        bounds = policy.logits_clip_value, policy.logits_min_prob
+        return guard_generation(self.trainer.model, policy.logits_mode, *bounds, verbose)
 
     def note(self, watch: GenerationWatch | None, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
         """Notes which completions are unusable, in any turn of a conversation; all of them if that is not clear."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cache
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -86,15 +86,10 @@ def _role(code: CodeType) -> str:
 
 def _find_line() -> tuple[CodeType | None, int]:
     """Returns the running line of the user's program; `None` if the autograd engine runs an operator of its own."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        role = _role(frame.f_code)
-        if role == "user":
-            return frame.f_code, frame.f_lineno
-        if role == "engine":
-            return None, 0
-        frame = frame.f_back  # type: ignore[assignment]
-    return None, 0
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and _role(frame.f_code) == "torch":
+        frame = frame.f_back
+    return (None, 0) if frame is None or _role(frame.f_code) == "engine" else (frame.f_code, frame.f_lineno)
 
 
 class Trace(TorchDispatchMode):
