@@ -44,26 +44,12 @@ class Repair(NamedTuple):
 def repair_scores(
     scores: Tensor, end_id: int = 0, read_in_place: bool | None = None, in_place: bool = False, rest: float = -math.inf
 ) -> Repair:
-    """Masks NaN and +inf, and makes `end_id` the only choice in a row without a finite score.
+    """Masks NaN and +inf in `[rows, vocabulary]`, and makes `end_id` the only choice in a row without a finite score.
 
-    Finite rows stay bit-identical, and -inf stays a mask. Ending a row has priority over a mask of `end_id`.
-
-    Args:
-        scores (`Tensor`):
-            Floating point, `[rows, vocabulary]`.
-        end_id (`int`, *optional*, defaults to `0`):
-            The token that ends a sequence; one outside the vocabulary counts as 0.
-        read_in_place (`bool`, *optional*):
-            Whether to read the maxima in the memory of a CPU tensor and to do nothing if all are finite; by default
-            where that is possible. The result is the same.
-        in_place (`bool`, *optional*, defaults to `False`):
-            Whether `scores` may be written to.
-        rest (`float`, *optional*, defaults to `-inf`):
-            The score of all other tokens in an ended row, where `end_id` has 0.
-
-    Example:
-        >>> repair_scores(torch.tensor([[1.0, float("nan"), 2.0]])).scores
-        tensor([[1., -inf, 2.]])
+    Finite rows stay bit-identical, and -inf stays a mask. Ending a row has priority over a mask of `end_id`; one outside the
+    vocabulary counts as 0. `rest` is the score of all other tokens in an ended row, where `end_id` has 0. With `in_place`
+    the scores are written to. `read_in_place` says whether to read the maxima in the memory of a CPU tensor and to do
+    nothing if all are finite, by default where that is possible; the result is the same.
     """
     if not scores.numel():
         return Repair(scores)
@@ -96,11 +82,8 @@ def view(values: Tensor) -> list[float]:
 def bound_scores(scores: Tensor, clip_value: float, min_prob: float) -> tuple[Tensor, Tensor]:
     """Bounds repaired rows to `[max - 2 * clip_value, max]` and gives no unmasked token less than `min_prob`.
 
-    `min_prob` applies before probabilities are normalised again.
-
-    Returns:
-        `tuple[Tensor, Tensor]`: Normalised log-probabilities, -inf for masked tokens, and which rows had a token that was
-        raised.
+    Returns normalised log-probabilities, -inf for masked tokens, and which rows had a token that was raised. `min_prob`
+    applies before probabilities are normalised again.
     """
     wide = scores if scores.dtype == torch.float64 else scores.float()
     masked = wide == -math.inf

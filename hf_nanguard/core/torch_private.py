@@ -1,7 +1,7 @@
 """Every private or undocumented name of torch that the core uses, each with the condition under which it can go."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,18 +66,12 @@ def copy_hooks(source: Tensor, target: Tensor) -> None:
 # ---- autograd and operators ----
 
 
-def is_operator(func: object) -> TypeGuard[torch._ops.OpOverload]:
-    """Returns whether what a dispatch mode sees is a plain operator and not one of higher order, e.g. flex attention.
-
-    Can go when `OpOverload` has a public name."""
-    return isinstance(func, torch._ops.OpOverload)
-
-
-def operator_arguments(operator: torch._ops.OpOverload) -> Sequence[Any]:
-    """Returns the declared arguments of an operator, with what is written in place.
+def operator_arguments(operator: object) -> Sequence[Any] | None:
+    """Returns the declared arguments of an operator, with what is written in place; `None` for one of higher order, e.g. flex
+    attention.
 
     Can go when operators have a public schema."""
-    return operator._schema.arguments
+    return operator._schema.arguments if isinstance(operator, torch._ops.OpOverload) else None
 
 
 def running_node() -> Node | None:

@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ...plain_text import format_error
 from ..event import Event, Remedy
 from ..journal import Journal
 from ..optimizer.bad_update import examine_update, try_update_remedies
-from ..rerun.micro_batch import MicroBatch, Payload, Weight
+from ..rerun.micro_batch import MicroBatch
 from ..rerun.runner import Runner
 from ..settings import Policy
 from ..vocabulary import Action, Signal
@@ -131,16 +132,14 @@ class Examiner:
         self.known: dict[tuple, Verdict] = {}
         self.spared: set[str] = set()
         self.num_traces = 0
-        self.logged: set[str] = set()
+        self.logged_finite: set[bool] = set()  # the outcomes of a finite trace that were logged
 
     @property
     def due(self) -> bool:
         """Whether another micro-batch may be traced."""
         return self.policy.autopsy and self.num_traces < TRACES_PER_AUTOPSY * self.policy.max_autopsies
 
-    def examine(
-        self, runner: Runner[Payload, Weight], micro: MicroBatch[Payload], weight: Weight, step: int
-    ) -> Verdict | None:
+    def examine(self, runner: Runner, micro: MicroBatch, weight: Any, step: int) -> Verdict | None:
         """Examines a bad micro-batch; `None` if no more are examined, or if the examination failed.
 
         A fault that was examined before is only located again. Gradients, buffers and random state are left as the last
@@ -169,10 +168,8 @@ class Examiner:
             return self._report_finite(suspect, budget, step, full)
         known = self.known.get(origin.signature)
         if known is not None or full or suspect.runner.lockstep:  # locates it, without another examination
-            blame = find_blame(suspect, origin, lambda: False)
-            verdict = Verdict(origin, blame)
-            if known is not None:
-                verdict = replace(verdict, remedies=known.remedies, bundle=known.bundle)
+            verdict = replace(known or Verdict(origin), origin=origin, reproducible=None)
+            verdict = replace(verdict, blame=find_blame(suspect, origin, lambda: False))
             verdict = budget.conclude(suspect, verdict)
         else:
             verdict = explain(suspect, origin, budget, text=self.policy.bundle_text)
@@ -188,15 +185,10 @@ class Examiner:
             return budget.conclude(suspect, Verdict(None))
         again = not suspect.run(compiled=True).healthy  # as the loop runs it, which cannot be traced
         verdict = budget.conclude(suspect, Verdict(None, reproducible=again))
-        if self._is_first(f"finite under the trace, {again}"):
+        if again not in self.logged_finite:
+            self.logged_finite.add(again)
             self._log(verdict, step, suspect.micro)
         return verdict
-
-    def _is_first(self, topic: str) -> bool:
-        """Returns whether a topic comes up for the first time."""
-        first = topic not in self.logged
-        self.logged.add(topic)
-        return first
 
     def _log(self, verdict: Verdict, step: int, micro: MicroBatch) -> None:
         """Logs the verdict, with a bundle path that can be opened from the working directory."""

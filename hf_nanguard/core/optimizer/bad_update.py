@@ -9,17 +9,19 @@ finite will make the next update bad, or keep its entries from ever moving again
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ...plain_text import format_error
 from ..event import Remedy
 from ..finite import dtype_name, find_nonfinite, find_rows, local
 from ..state_tensors import is_plain
 from ..vocabulary import Cause
-from .copied_update import Settings, copy_entries, copy_settings, copy_state, find_group, step_copy
+from .copied_update import Settings, copy_entries, copy_settings, copy_state, step_copy
 
 MAX_ENTRIES = 4096
 FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
@@ -42,59 +44,50 @@ class UpdateFinding:
     phase: str = "optimizer"
 
 
-def examine_update(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
+def examine_update(optimizer: Optimizer, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
     """Finds out how an update made weights non-finite; `None` if the optimizer, after the step, holds no evidence.
 
     The first parameter that is bad and can be explained is reported.
     """
-    named = list(named)
-    bad = find_nonfinite(named)
-    for name, parameter in named:
-        if name in bad:
-            finding = _examine(optimizer, name, parameter)
-            if finding is not None:
-                return finding
-    return None
+    return _examine_first(optimizer, list(named), finite=False)
 
 
-def examine_state(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
+def examine_state(optimizer: Optimizer, named: Iterable[tuple[str, Tensor]]) -> UpdateFinding | None:
     """Finds out what a bad optimizer state means for weights that are still finite; `None` if the state of all is finite.
 
     The first parameter that is finite and whose state is bad is reported, with cause `optimizer_state`.
     """
-    named = list(named)
-    bad = find_nonfinite(named)
-    finite = ((name, parameter) for name, parameter in named if name not in bad)
-    findings = (_examine(optimizer, name, parameter) for name, parameter in finite)
-    return next((finding for finding in findings if finding is not None), None)
+    return _examine_first(optimizer, list(named), finite=True)
 
 
 @torch.no_grad()
-def _examine(optimizer: torch.optim.Optimizer, name: str, parameter: Tensor) -> UpdateFinding | None:
-    group = find_group(optimizer, parameter)
-    if group is None:
-        return None
-    finite = bool(torch.isfinite(local(parameter)).all())
-    evidence = _gather(optimizer, group, parameter)
-    # An entry has one cause; where entries differ, the one that explains most of them is reported.
-    (cause, state), entries = max(evidence.items(), key=lambda item: int(item[1].sum()), default=((None, None), None))
-    if cause is None or entries is None:
-        return None
-    num_bad = int(entries.sum())
-    rows = find_rows(entries)
-    dtype = dtype_name(parameter.dtype)
-    rate, eps = _number(group, "lr"), _number(group, "eps")
-    if finite:
-        message = _describe_state(_floats(optimizer, parameter), str(state), entries)
-        return UpdateFinding(name, cause, state, num_bad, rows, rate, eps, message)
+def _examine_first(optimizer: Optimizer, named: list[tuple[str, Tensor]], finite: bool) -> UpdateFinding | None:
+    bad = find_nonfinite(named)
+    for name, parameter in named:
+        settings = copy_settings(optimizer, parameter) if (name in bad) != finite else None
+        if settings is not None and (evidence := _gather(optimizer, settings, parameter)):
+            # An entry has one cause; where entries differ, the one that explains most of them is reported.
+            (cause, state), entries = max(evidence.items(), key=lambda item: int(item[1].sum()))
+            num_bad, rate, eps = int(entries.sum()), _number(settings, "lr"), _number(settings, "eps")
+            if finite:
+                message = _describe_state(_floats(optimizer, parameter), str(state), entries)
+            else:
+                message = _describe_update(cause, state, num_bad, rate, eps, dtype_name(parameter.dtype))
+            return UpdateFinding(name, cause, state, num_bad, find_rows(entries), rate, eps, message)
+    return None
+
+
+def _describe_update(
+    cause: Cause, state: str | None, num_bad: int, rate: float | None, eps: float | None, dtype: str
+) -> str:
+    """Returns how an update made weights non-finite."""
     size = "1 entry" if num_bad == 1 else f"{num_bad} entries"
-    kinds = "NaN or negative" if state in SECOND_MOMENTS else "NaN or inf"
-    messages = {
-        Cause.OPTIMIZER_STATE: f"the optimizer's {state} was already {kinds} in {size} before this update",
-        Cause.ADAM_EPS_UNDERFLOW: f"the update divided {size} by zero: {state} is 0, and eps {eps} is 0 in {dtype}",
-        Cause.LR_TOO_HIGH: f"the update of {size} at learning rate {rate} exceeds the range of {dtype}",
-    }
-    return UpdateFinding(name, cause, state, num_bad, rows, rate, eps, messages[cause])
+    if cause is Cause.OPTIMIZER_STATE:
+        kinds = "NaN or negative" if state in SECOND_MOMENTS else "NaN or inf"
+        return f"the optimizer's {state} was already {kinds} in {size} before this update"
+    if cause is Cause.ADAM_EPS_UNDERFLOW:
+        return f"the update divided {size} by zero: {state} is 0, and eps {eps} is 0 in {dtype}"
+    return f"the update of {size} at learning rate {rate} exceeds the range of {dtype}"
 
 
 def _describe_state(state: dict[str, Tensor], key: str, entries: Tensor) -> str:
@@ -114,12 +107,12 @@ def _only_inf(state: dict[str, Tensor], key: str) -> bool:
     return key in SECOND_MOMENTS and not bool((torch.isnan(state[key]) | (state[key] < 0)).any())
 
 
-def _number(group: Settings, key: str) -> float | None:
-    value = group.get(key)
+def _number(settings: Settings, key: str) -> float | None:
+    value = settings.get(key)
     return float(value) if isinstance(value, (int, float, Tensor)) else None
 
 
-def _floats(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+def _floats(optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Returns the float tensors that the optimizer keeps for a parameter, the part on this rank."""
     state = optimizer.state.get(parameter, {})
     return {
@@ -130,9 +123,7 @@ def _floats(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Te
 
 
 @torch.no_grad()
-def _gather(
-    optimizer: torch.optim.Optimizer, group: Settings, parameter: Tensor
-) -> dict[tuple[Cause, str | None], Tensor]:
+def _gather(optimizer: Optimizer, settings: Settings, parameter: Tensor) -> dict[tuple[Cause, str | None], Tensor]:
     """Returns the entries that each possible cause explains."""
     weights = local(parameter)
     bad = ~torch.isfinite(weights)
@@ -151,7 +142,7 @@ def _gather(
             found[Cause.OPTIMIZER_STATE, key] = unusable
     if finite:
         return found
-    step, divisor, second = _redo(group, optimizer.state.get(parameter, {}), state, weights, parameter.grad)
+    step, divisor, second = _redo(settings, optimizer.state.get(parameter, {}), state, weights, parameter.grad)
     unexplained = bad & ~from_state
     if divisor is not None and (divided := unexplained & (divisor == 0)).any():
         found[Cause.ADAM_EPS_UNDERFLOW, second] = divided
@@ -166,7 +157,7 @@ def _gather(
 
 
 def _redo(
-    group: Settings, raw: Settings, state: dict[str, Tensor], weights: Tensor, gradient: Tensor | None
+    settings: Settings, raw: Settings, state: dict[str, Tensor], weights: Tensor, gradient: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, str | None]:
     """Returns the change of the weights (in float64), what it was divided by in the optimizer's own arithmetic, and the
     moment that makes up the divisor; each `None` where the optimizer keeps no such thing."""
@@ -175,15 +166,15 @@ def _redo(
     if first is None and gradient is not None and local(gradient).shape == weights.shape:
         first = local(gradient) if bool(torch.isfinite(local(gradient)).all()) else None  # else not that of this update
     second = next((key for key in SECOND_MOMENTS if key in alike), None)
-    rate = _number(group, "lr") or 0.0
+    rate = _number(settings, "lr") or 0.0
     if second is None:
         return (None if first is None else first.double() * rate), None, None
-    root = alike[second].float().sqrt() if group.get("fused") else alike[second].sqrt()
-    if "betas" in group and "step" in raw:
-        count, (beta1, beta2) = float(raw["step"]), group["betas"]
+    root = alike[second].float().sqrt() if settings.get("fused") else alike[second].sqrt()
+    if "betas" in settings and "step" in raw:
+        count, (beta1, beta2) = float(raw["step"]), settings["betas"]
         rate /= 1 - float(beta1) ** count or 1.0
         root = root / math.sqrt(1 - float(beta2) ** count or 1.0)
-    divisor = root.add(_number(group, "eps") or 0.0)
+    divisor = root.add(_number(settings, "eps") or 0.0)
     return (None if first is None else first.double() / divisor.double() * rate), divisor, second
 
 
@@ -198,53 +189,49 @@ class _Trial:
     reset: bool = False
 
 
-def try_update_remedies(
-    optimizer: torch.optim.Optimizer, finding: UpdateFinding, parameter: Tensor
-) -> tuple[Remedy, ...]:
+def try_update_remedies(optimizer: Optimizer, finding: UpdateFinding, parameter: Tensor) -> tuple[Remedy, ...]:
     """Repeats the update of the bad entries on a copy, by the same optimizer with other settings.
 
     The weights before the update are gone, so the copy starts at zero, with moments and gradient that lead to what the
     optimizer holds now. Nothing is tried if the copy stays finite with unchanged settings. Optimizer and parameter are only
     read. `finding` is what [`examine_update`] found about the parameter.
     """
-    group = find_group(optimizer, parameter)
-    if group is None:
+    settings = copy_settings(optimizer, parameter)
+    if settings is None:
         return ()
-    trials = _find_trials(group, finding.cause, parameter.dtype)
+    trials = _find_trials(settings, finding.cause, parameter.dtype)
     state = _floats(optimizer, parameter)
     if finding.state in state and _only_inf(state, finding.state) and finding.cause is Cause.OPTIMIZER_STATE:
         trials.append(_Trial("float32_state", "weights and state in float32", wide=True))
-        return tuple(Remedy(t.name, False, note=f"{t.note}; not tried because the update is zero") for t in trials)
-    explained = _gather(optimizer, group, parameter).get((finding.cause, finding.state))
+        return _leave(trials, "the update is zero")
+    explained = _gather(optimizer, settings, parameter).get((finding.cause, finding.state))
     bad = ~torch.isfinite(local(parameter))
     entries = (bad if explained is None or explained.shape != bad.shape else explained).reshape(-1).nonzero().flatten()
 
     def update(trial: _Trial) -> float:
-        return _update_copy(optimizer, group, parameter, entries[:MAX_ENTRIES], trial)
+        return _update_copy(optimizer, settings, parameter, entries[:MAX_ENTRIES], trial)
 
-    try:
-        reproduced = not math.isfinite(update(_Trial("unchanged", "")))
-    except Exception:  # an optimizer whose constructor or state is not known here may raise anything
-        reproduced = False
-    if not reproduced:
-        return tuple(
-            Remedy(t.name, tried=False, note=f"{t.note}; not tried because the update stays finite on a copy")
-            for t in trials
-        )
-    return tuple(_try(update, trial) for trial in trials)
+    with suppress(Exception):  # an optimizer whose constructor or state is not known here may raise anything
+        if not math.isfinite(update(_Trial("unchanged", ""))):
+            return tuple(_try(update, trial) for trial in trials)
+    return _leave(trials, "the update stays finite on a copy")
 
 
-def _find_trials(group: Settings, cause: Cause, dtype: torch.dtype) -> list[_Trial]:
+def _leave(trials: list[_Trial], why: str) -> tuple[Remedy, ...]:
+    return tuple(Remedy(t.name, tried=False, note=f"{t.note}; not tried because {why}") for t in trials)
+
+
+def _find_trials(settings: Settings, cause: Cause, dtype: torch.dtype) -> list[_Trial]:
     if cause is Cause.OPTIMIZER_STATE:
         return [_Trial("reset_state", "state of these entries as 0", reset=True)]
     trials = []
-    safe, eps, rate = SAFE_EPS.get(dtype, 1e-8), _number(group, "eps"), _number(group, "lr")
+    safe, eps, rate = SAFE_EPS.get(dtype, 1e-8), _number(settings, "eps"), _number(settings, "lr")
     if eps is not None and eps < safe:
         trials.append(_Trial("larger_eps", f"eps {safe:g}", {"eps": safe}))
     if cause is Cause.LR_TOO_HIGH and rate is not None:
         trials.append(_Trial("smaller_lr", f"learning rate {rate / 10:g}", {"lr": rate / 10}))
     if dtype in (torch.float16, torch.bfloat16):
-        if not group.get("fused", True):
+        if not settings.get("fused", True):
             trials.append(_Trial("fused", "fused kernels compute in float32", {"fused": True, "foreach": False}))
         trials.append(_Trial("float32_state", "weights and state in float32", wide=True))
     return trials
@@ -258,13 +245,11 @@ def _try(update: Callable[[_Trial], float], trial: _Trial) -> Remedy:
     return Remedy(trial.name, True, math.isfinite(largest), f"{trial.note}; largest update {largest:.3g}")
 
 
-def _update_copy(
-    optimizer: torch.optim.Optimizer, group: Settings, parameter: Tensor, entries: Tensor, trial: _Trial
-) -> float:
+def _update_copy(optimizer: Optimizer, settings: Settings, parameter: Tensor, entries: Tensor, trial: _Trial) -> float:
     """Returns the largest change that the update of some entries makes."""
-    settings = copy_settings(group) | trial.settings
+    settings = settings | trial.settings
     dtype = torch.float32 if trial.wide else parameter.dtype
-    change = torch.zeros_like if trial.reset else Tensor.float if trial.wide else None
+    change = torch.zeros_like if trial.reset else Tensor.float if trial.wide else Tensor.clone
     state = copy_state(optimizer, parameter, entries, settings, change)
     weights = torch.zeros(len(entries), dtype=dtype, device=entries.device)
     gradient = _undo_step(state, settings)

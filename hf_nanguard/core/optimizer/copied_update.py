@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ..finite import local
 
@@ -16,14 +17,12 @@ from ..finite import local
 Settings: TypeAlias = dict[str, Any]
 
 
-def find_group(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Settings | None:
-    """Returns the parameter group that holds a parameter."""
-    return next((group for group in optimizer.param_groups if any(p is parameter for p in group["params"])), None)
-
-
-def copy_settings(group: Settings) -> Settings:
-    """Returns the settings of a parameter group, without its parameters."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+def copy_settings(optimizer: Optimizer, parameter: Tensor) -> Settings | None:
+    """Returns the settings of the group that holds a parameter, `None` if there is none."""
+    for group in optimizer.param_groups:
+        if any(p is parameter for p in group["params"]):
+            return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    return None
 
 
 def copy_entries(tensor: Tensor, entries: Tensor) -> Tensor:
@@ -32,11 +31,7 @@ def copy_entries(tensor: Tensor, entries: Tensor) -> Tensor:
 
 
 def copy_state(
-    optimizer: torch.optim.Optimizer,
-    parameter: Tensor,
-    entries: Tensor,
-    settings: Settings,
-    change: Callable[[Tensor], Tensor] | None = None,
+    optimizer: Optimizer, parameter: Tensor, entries: Tensor, settings: Settings, change: Callable[[Tensor], Tensor]
 ) -> Settings:
     """Returns the optimizer state of some entries of a parameter, given as positions in its flattened part on this rank.
 
@@ -51,15 +46,12 @@ def copy_state(
             return value
         if not value.ndim or local(value).shape != shape:
             return value.detach().clone().to(entries.device if on_device else value.device)
-        part = copy_entries(value, entries)
-        return part if change is None else change(part)
+        return change(copy_entries(value, entries))
 
     return {key: copy(value) for key, value in optimizer.state.get(parameter, {}).items()}
 
 
-def step_copy(
-    optimizer: torch.optim.Optimizer, weights: Tensor, gradient: Tensor, state: Settings, settings: Settings
-) -> Tensor:
+def step_copy(optimizer: Optimizer, weights: Tensor, gradient: Tensor, state: Settings, settings: Settings) -> Tensor:
     """Steps a new optimizer of the same class over a copy of weights and returns the weights after the step."""
     copied = nn.Parameter(weights.clone())
     copied.grad = gradient

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ...plain_text import format_error
 from ..event import Remedy
 from ..finite import local
 from ..state_tensors import is_plain
-from .copied_update import copy_entries, copy_settings, copy_state, find_group, step_copy
+from .copied_update import copy_entries, copy_settings, copy_state, step_copy
 
 MOVES = 0.01  # the share of entries from which weights count as moving
 # Names that optimizers give to the part of a weight that its dtype cannot hold.
@@ -40,7 +41,7 @@ class Sample:
 
 
 @torch.no_grad()
-def keeps_remainder(optimizer: torch.optim.Optimizer, sample: Sample) -> bool:
+def keeps_remainder(optimizer: Optimizer, sample: Sample) -> bool:
     """Returns whether the optimizer keeps what rounding removes: a more precise copy of the weights, or the rest of updates."""
     state = optimizer.state.get(sample.parameter, {})
     weights = local(sample.parameter).reshape(-1)[sample.entries]
@@ -56,7 +57,7 @@ def keeps_remainder(optimizer: torch.optim.Optimizer, sample: Sample) -> bool:
     return False
 
 
-def try_rounding_remedies(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> tuple[Remedy, ...]:
+def try_rounding_remedies(optimizer: Optimizer, samples: Sequence[Sample]) -> tuple[Remedy, ...]:
     """Tries what would change entries whose updates are lost to rounding. Optimizer and parameters are only read.
 
     The samples are entries with a gradient. Each remedy states the share of entries that it would move in a step.
@@ -75,7 +76,7 @@ def _leave(why: str) -> tuple[Remedy, ...]:
 
 
 @torch.no_grad()
-def _try(optimizer: torch.optim.Optimizer, samples: Sequence[Sample]) -> tuple[Remedy, ...]:
+def _try(optimizer: Optimizer, samples: Sequence[Sample]) -> tuple[Remedy, ...]:
     sizes, chances, ratios = [], [], []
     for sample in samples:
         before, after = _update_copy(optimizer, sample, torch.float64)
@@ -124,24 +125,23 @@ def _find_distance(weights: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(torch.full_like(weights, info.eps), exponent).clamp(min=info.smallest_normal * info.eps)
 
 
-def _share_moved(optimizer: torch.optim.Optimizer, sample: Sample, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
+def _share_moved(optimizer: Optimizer, sample: Sample, dtype: torch.dtype, factor: float = 1.0) -> Tensor:
     before, after = _update_copy(optimizer, sample, dtype, factor)
     return (before != after).double().mean()
 
 
-def _goes_by_entries(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+def _goes_by_entries(optimizer: Optimizer, parameter: Tensor) -> bool:
     shape = local(parameter).shape
     tensors = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor)]
     return all(not v.ndim or (is_plain(local(v)) and local(v).shape == shape) for v in tensors)
 
 
 def _update_copy(
-    optimizer: torch.optim.Optimizer, sample: Sample, dtype: torch.dtype, factor: float = 1.0
+    optimizer: Optimizer, sample: Sample, dtype: torch.dtype, factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Returns some entries before and after one more update on a copy."""
-    group = find_group(optimizer, sample.parameter)
-    assert group is not None
-    settings = copy_settings(group)
+    settings = copy_settings(optimizer, sample.parameter)
+    assert settings is not None
     if settings["lr"] is not None:
         settings["lr"] = settings["lr"] * factor
     before = copy_entries(sample.parameter, sample.entries).to(dtype)

@@ -8,7 +8,7 @@ bit-identical: clipping it would make the sampled policy differ from the one who
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING
 
 from accelerate.utils import extract_model_from_parallel
@@ -80,23 +80,18 @@ class GenerationGuard:
             compat.MANAGER: self.guard_manager,
             compat.BATCH: self.note_requests,
         }
-        self.overrides = [
-            compat.Override(model, name, functions[what]) for what, name in compat.find_seams(model).items()
-        ]
+        seams = compat.find_seams(model)
+        self.overrides = [compat.Override(model, name, functions[what]) for what, name in seams.items()]
 
     def close(self) -> None:
-        """Restores the model."""
         for override in reversed(self.overrides):
             override.undo()
         for generation in self.watch.generations:
             generation.close()
 
-    def _make_pair(
-        self, config: GenerationConfig
-    ) -> tuple[NumericalStabilityLogitsProcessor, NumericalStabilityLogitsProcessor]:
+    def _make_pair(self, config: GenerationConfig) -> list[NumericalStabilityLogitsProcessor]:
         """Returns the guard before the warpers and the last one; only the last bounds finite rows, in mode `"always"`."""
-        end = find_end(config, self.model)
-        return self.processor.place(end, "repair"), self.processor.place(end, self.mode)
+        return [self.processor.place(find_end(config, self.model), mode) for mode in ("repair", self.mode)]
 
     def add_guards(
         self, original: Callable[..., LogitsProcessorList], *args: object, **kwargs: object
@@ -220,8 +215,5 @@ def guard_generation(
         raise ArgumentError(
             f"model must be one that can generate, got {type(model).__name__}. Give a causal or seq2seq LM."
         )
-    guard = GenerationGuard(generator, watch, processor)
-    try:
+    with closing(GenerationGuard(generator, watch, processor)):
         yield watch
-    finally:
-        guard.close()

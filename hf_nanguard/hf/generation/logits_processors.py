@@ -7,7 +7,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ logger = logging.getLogger("hf_nanguard")
 
 MODES = SETTINGS["logits_mode"].choices
 MAX_ROWS = 4
+# Takes a processor, the number of tokens and of rows, and the maxima of the scores, without which all rows were finite.
+Listener = Callable[["NumericalStabilityLogitsProcessor", int, int, RowMaxima | None], None]
 
 
 def check_number(name: str, value: float, lowest: float, highest: float = math.inf, above: bool = False) -> None:
@@ -32,29 +34,6 @@ def check_number(name: str, value: float, lowest: float, highest: float = math.i
         raise ArgumentError(
             f"{name} must be a finite number {least}{most}, got {value!r}. Leave it out for the default."
         )
-
-
-class LogBudget:
-    """Logs the first few occurrences; guards that work together share one."""
-
-    def __init__(self) -> None:
-        self.left = 3
-
-    def log(self, describe: Callable[[], str]) -> None:
-        """Logs a text, which is built only if it is logged."""
-        if self.left > 0:
-            self.left -= 1
-            more = "" if self.left else " Later ones are counted only."
-            logger.warning("hf_nanguard: %s%s", describe(), more)
-
-
-class Listener(Protocol):
-    """Follows the calls of a processor during one `generate`."""
-
-    def note(
-        self, processor: "NumericalStabilityLogitsProcessor", length: int, num_rows: int, maxima: RowMaxima | None
-    ) -> None:
-        """Takes the scores after `length` tokens; without maxima all rows were finite."""
 
 
 class NumericalStabilityLogitsProcessor(LogitsProcessor):
@@ -117,11 +96,11 @@ class NumericalStabilityLogitsProcessor(LogitsProcessor):
         self.tally = Tally()
         self.listeners: list[Listener] = []
         self.placed = False
-        self.budget = LogBudget()
+        self.log_ends = iter(("", "", " Later ones are counted only."))  # of the occurrences that are logged
 
     def place(self, end_id: int, mode: str, rest: float = -math.inf) -> Self:
-        """Returns a copy that [`guard_generation`] places: it shares the log budget, and `rest` is as in
-        [`repair_scores`]."""
+        """Returns a copy that [`guard_generation`] places: it logs as often as all copies together, and `rest` is as
+        in [`repair_scores`]."""
         placed = self.muted()
         placed.placed, placed.end_id, placed.mode, placed.rest = True, end_id, mode, rest
         return placed
@@ -138,13 +117,13 @@ class NumericalStabilityLogitsProcessor(LogitsProcessor):
 
     def unsubscribe(self, listener: Listener) -> None:
         """Stops notifying a listener."""
-        self.listeners = [other for other in self.listeners if other is not listener]
+        self.listeners = [other for other in self.listeners if other != listener]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         length = input_ids.shape[-1] if input_ids.ndim > 1 else 0
         fixed, maxima = repair_scores(scores, self.end_id, rest=self.rest)
         for listener in self.listeners:
-            listener.note(self, length, scores.shape[0], maxima)
+            listener(self, length, scores.shape[0], maxima)
         if maxima is not None:
             self.tally.add(maxima)
             self.log(scores, maxima, length)
@@ -161,8 +140,8 @@ class NumericalStabilityLogitsProcessor(LogitsProcessor):
 
     def log(self, scores: Tensor, maxima: RowMaxima, length: int) -> None:
         """Logs non-finite scores with shape and values, the first few times, if that needs no host read."""
-        if self.verbose and can_read_in_place(maxima.before):
-            self.budget.log(lambda: describe_scores(scores, maxima, length))
+        if self.verbose and can_read_in_place(maxima.before) and (end := next(self.log_ends, None)) is not None:
+            logger.warning("hf_nanguard: %s%s", describe_scores(scores, maxima, length), end)
 
     @property
     def num_repaired(self) -> int:

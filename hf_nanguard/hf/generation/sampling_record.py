@@ -6,6 +6,8 @@ step, so there the record is kept by request.
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ logger = logging.getLogger("hf_nanguard")
 UNKNOWN = -1  # a step
 
 
+@dataclass(eq=False)
 class Generation:
     """Records one `generate`: which rows of scores were not finite, and which completions they belong to.
 
@@ -26,28 +29,22 @@ class Generation:
     the number of tokens at the first call. One sample has `num_beams` rows of scores and `num_returned` completions.
     """
 
-    def __init__(
-        self,
-        processors: Sequence[NumericalStabilityLogitsProcessor] = (),
-        prompt_length: int | None = None,
-        num_beams: int = 1,
-        num_returned: int = 1,
-    ):
-        self.processors = processors
-        self.prompt_length = prompt_length
-        self.num_beams = num_beams
-        self.num_returned = num_returned
-        self.notes = RowNotes()
-        self.last_step = -1
-        self.num_rows = 0
-        self._read: list[tuple[int, int]] | None = None
-        for processor in processors:
-            processor.subscribe(self)
+    processors: Sequence[NumericalStabilityLogitsProcessor] = ()
+    prompt_length: int | None = None
+    num_beams: int = 1
+    num_returned: int = 1
+    notes: RowNotes = field(default_factory=RowNotes, init=False)
+    last_step: int = field(default=-1, init=False)
+    num_rows: int = field(default=0, init=False)
+    _read: list[tuple[int, int]] | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        for processor in self.processors:
+            processor.subscribe(self.note)
 
     def close(self) -> None:
-        """Stops recording."""
         for processor in self.processors:
-            processor.unsubscribe(self)
+            processor.unsubscribe(self.note)
 
     def note(
         self, processor: NumericalStabilityLogitsProcessor, length: int, num_rows: int, maxima: RowMaxima | None
@@ -106,11 +103,9 @@ class RequestNotes(Generation):
         self.num_users += 1
 
     def close(self) -> None:
-        """Removes a user."""
         self.num_users -= 1
 
     def set_order(self, request_ids: Iterable[str]) -> None:
-        """Sets the order in which the requests are returned."""
         self.request_ids = list(request_ids)
 
     def slot(self, request_id: str | None) -> int:
@@ -137,16 +132,16 @@ class RequestNotes(Generation):
         return -1 if self.request_ids is None else len(self.request_ids)
 
 
+@dataclass(eq=False)
 class RequestGuard:
     """The processor as continuous batching calls it: with the slot of each row's request."""
 
-    supported_kwargs: dict[str, type] = {}
-    ignored_kwargs: tuple[str, ...] = ()
+    supported_kwargs: ClassVar[dict[str, type]] = {}
+    ignored_kwargs: ClassVar[tuple[str, ...]] = ()
 
-    def __init__(self, processor: NumericalStabilityLogitsProcessor, notes: RequestNotes):
-        self.processor = processor
-        self.notes = notes
-        self.longest = 0
+    processor: NumericalStabilityLogitsProcessor
+    notes: RequestNotes
+    longest: int = field(default=0, init=False)
 
     def fill_defaults(self, int32_tensor: Tensor) -> None:
         """Gives rows without a request slot 0."""
@@ -181,19 +176,12 @@ class GenerationWatch:
 
         Scores after the end of a completion do not count. Completions are numbered over all calls of `generate`, in the
         order in which they were returned. If their number is not that of `lengths`, rows cannot be assigned to
-        completions, and one non-finite row makes the result all completions.
-
-        Args:
-            lengths (`list[int]`):
-                The number of generated tokens of each completion, including its end token.
-
-        Returns:
-            `list[int]`: Indices into `lengths`. One host read per call of `generate`; none on a CPU if all was finite.
+        completions, and one non-finite row makes the result all completions. A length includes the end token. One host read
+        per call of `generate`; none on a CPU if all was finite.
         """
         firsts = self._read()
-        if sum(generation.num_completions for generation in self.generations) != len(lengths) or any(
-            generation.num_completions < 0 or generation.notes.mixed for generation in self.generations
-        ):
+        numbers = [-1 if generation.notes.mixed else generation.num_completions for generation in self.generations]
+        if -1 in numbers or sum(numbers) != len(lengths):
             return list(range(len(lengths))) if firsts else []
         return [index for index, length in enumerate(lengths) if min(firsts.get(index, (NEVER, NEVER))) < length]
 

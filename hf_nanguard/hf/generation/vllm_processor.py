@@ -21,19 +21,9 @@ NAME = "VllmStabilityLogitsProcessor"
 
 
 def __getattr__(name: str) -> type:
+    """Builds the processor class, a subclass of vLLM's own, on first use."""
     if name != NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    built = build_processor()
-    globals()[NAME] = built
-    return built
-
-
-def build_processor() -> type:
-    """Returns the processor class, a subclass of vLLM's own.
-
-    Raises:
-        ArgumentError: If vLLM is not installed or has no such interface.
-    """
     try:
         from vllm.v1.sample.logits_processor import LogitsProcessor
     except ImportError as error:
@@ -69,4 +59,5 @@ def build_processor() -> type:
             """Does nothing: there is no state per request."""
 
     VllmStabilityLogitsProcessor.__qualname__ = NAME  # so that a pickled class is found here again
+    globals()[NAME] = VllmStabilityLogitsProcessor
     return VllmStabilityLogitsProcessor

@@ -64,13 +64,11 @@ class AttentionMonitor(Monitor):
     warned: set[str] = field(default_factory=set, init=False)
 
     def begin_step(self, step: int) -> None:
-        """Adds hooks if a check is due."""
         self.close()
         if self.is_due(step):
             self.probe = AttentionProbe(self.model, self.ranks.device)
 
     def end_backward(self, step: int) -> None:
-        """Removes the hooks."""
         if self.probe is not None:
             self.probe.finish()
 
@@ -100,17 +98,14 @@ class AttentionMonitor(Monitor):
                 self._emit_collapse(step, kind, finding, found)
 
     def close(self) -> None:
-        """Removes the hooks of an interrupted step."""
         if self.probe is not None:
             self.probe.close()
         self.probe = None
 
     def state_dict(self) -> dict[str, object]:
-        """Returns the state of the detectors, as JSON values."""
         return {kind: detector.state_dict() for kind, detector in self.detectors.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what [`AttentionMonitor.state_dict`] returned."""
         for kind, detector in self.detectors.items():
             detector.load_state_dict(state[kind])
 

@@ -7,6 +7,7 @@ checkpointing. A layer that is used several times in a forward is measured at it
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +83,6 @@ class AttentionProbe:
         return start
 
     def close(self) -> None:
-        """Removes the hooks."""
         self._hooks.close()
 
     def finish(self) -> None:
@@ -98,15 +98,10 @@ class AttentionProbe:
         home = next((weight for weight in weights if weight.is_floating_point()), states)
         if home.shape[-1] != states.shape[-1]:
             return  # the head receives something else than these states
-        modes = [(module, module.training) for module in head.modules()]
-        try:
-            for module, _ in modes:
-                module.training = False  # dropout of an adapter would draw random numbers
-            with torch.no_grad(), torch.autocast(states.device.type, enabled=False):
-                logits = head(states.to(home))
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        with ExitStack() as stack, torch.no_grad(), torch.autocast(states.device.type, enabled=False):
+            for module in head.modules():  # dropout of an adapter would draw random numbers
+                stack.enter_context(patch.object(module, "training", False))
+            logits = head(states.to(home))
         self._write(self.head_start, measure_logsumexp(logits, self.states_real))
 
     def read(self) -> Measured:

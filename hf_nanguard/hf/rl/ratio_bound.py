@@ -47,7 +47,8 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from copy import copy
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,56 +65,35 @@ PRODUCTS = (torch.mul, Tensor.mul)
 WATCHED = EXPONENTIALS + DIFFERENCES + PRODUCTS
 
 
-class _Context(Protocol):
-    """What a [`~torch.autograd.Function`] keeps from its forward to its backward."""
-
-    bound: float
-    saved_tensors: tuple[Tensor, ...]
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
-
-
-class _Bounded(torch.autograd.Function):
-    """x within +/-bound; no gradient above, all of it below."""
+class _Changed(torch.autograd.Function):
+    """`change(x)` with the gradient of x itself, which becomes 0 where `cut(x)` is true, if there is a `cut`."""
 
     @staticmethod
-    def forward(ctx: _Context, x: Tensor, bound: float) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.bound = bound
-        return x.clamp(-bound, bound)
+    def forward(
+        ctx: Any, x: Tensor, change: Callable[[Tensor], Tensor], cut: Callable[[Tensor], Tensor] | None
+    ) -> Tensor:
+        ctx.cut = cut
+        if cut is not None:
+            ctx.save_for_backward(x)
+        return change(x)
 
     @staticmethod
-    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        return gradient.masked_fill(x > ctx.bound, 0.0), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient if ctx.cut is None else gradient.masked_fill(ctx.cut(*ctx.saved_tensors), 0.0), None, None
 
 
-class _Cut(torch.autograd.Function):
-    """x, with a gradient of 0 where `cut` is true."""
-
-    @staticmethod
-    def forward(ctx: _Context, x: Tensor, cut: Tensor) -> Tensor:
-        ctx.save_for_backward(cut)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (cut,) = ctx.saved_tensors
-        return gradient.masked_fill(cut, 0.0), None
+def _bound(x: Tensor, bound: float) -> Tensor:
+    """Returns x within +/-bound; no gradient above, all of it below."""
+    return _Changed.apply(x, lambda x: x.clamp(-bound, bound), lambda x: x > bound)
 
 
-class _Selected(torch.autograd.Function):
-    """x, with 0 for inactive entries that are not finite. The gradient is unchanged; the mask makes it 0 there."""
-
-    @staticmethod
-    def forward(ctx: _Context, x: Tensor, inactive: Tensor) -> Tensor:
-        return torch.where(inactive, x.nan_to_num(0.0, 0.0, 0.0), x)
-
-    @staticmethod
-    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return gradient, None
+def _select(x: Tensor | None, inactive: Tensor) -> Tensor | None:
+    """Returns x, if it is there, with 0 for inactive entries that are not finite; the mask makes their gradient 0."""
+    change = lambda x: torch.where(inactive, x.nan_to_num(0.0, 0.0, 0.0), x)  # noqa: E731
+    return None if x is None else _Changed.apply(x, change, None)
 
 
+@dataclass(eq=False, repr=False)
 class _Bounding(TorchFunctionMode):
     """Bounds the arguments of `exp` in TRL's loss; entered once its log-probs are known.
 
@@ -121,24 +101,15 @@ class _Bounding(TorchFunctionMode):
     `overflow` nothing is counted.
     """
 
-    def __init__(
-        self,
-        bound: float,
-        reference: Tensor | None,
-        inactive: Tensor,
-        overflow: RatioOverflow | None,
-        rows: Tensor | None,
-    ):
-        super().__init__()
-        self.bound = bound
-        self.reference = reference
-        self.inactive = inactive
-        self.overflow = overflow
-        self.rows = rows
-        self.log_ratio: Tensor | None = None  # as TRL computed it, and its bounded exponential
-        self.ratio: Tensor | None = None
-        self.gap: Tensor | None = None  # likewise
-        self.bounded_gap: Tensor | None = None
+    bound: float
+    reference: Tensor | None
+    inactive: Tensor
+    overflow: RatioOverflow | None
+    rows: Tensor | None
+    log_ratio: Tensor | None = None  # as TRL computed it, and its bounded exponential
+    ratio: Tensor | None = None
+    gap: Tensor | None = None  # likewise
+    bounded_gap: Tensor | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict | None = None
@@ -151,14 +122,15 @@ class _Bounding(TorchFunctionMode):
         if by_loss and func in DIFFERENCES and args[0] is self.reference:
             return self.bound_gap(result)
         if by_loss and func in PRODUCTS and self.gap is not None and args[-1] is self.ratio:
-            return self.cut_product(result)
+            # the KL times the ratio gets no gradient where one of them was above its bound
+            cut = (self.gap > self.bound) | (self.log_ratio > self.bound)  # type: ignore[operator]
+            return _Changed.apply(result, lambda x: x.view_as(x), lambda _: cut)
         return result
 
     def exponentiate(self, func: Callable[..., Tensor], log_ratio: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """Returns the ratio."""
         self.count("ratio", log_ratio)
         self.log_ratio = log_ratio.detach()
-        self.ratio = ratio = func(_Bounded.apply(log_ratio, self.bound), *args, **kwargs)
+        self.ratio = ratio = func(_bound(log_ratio, self.bound), *args, **kwargs)
         return ratio
 
     def bound_gap(self, gap: Tensor) -> Tensor:
@@ -166,12 +138,8 @@ class _Bounding(TorchFunctionMode):
         if self.gap is None:
             self.count("kl", gap)
             self.gap = gap.detach()
-        self.bounded_gap = bounded = _Bounded.apply(gap, self.bound)
+        self.bounded_gap = bounded = _bound(gap, self.bound)
         return bounded
-
-    def cut_product(self, product: Tensor) -> Tensor:
-        """Returns the KL times the ratio, without a gradient where one of them was above its bound."""
-        return _Cut.apply(product, (self.gap > self.bound) | (self.log_ratio > self.bound))  # type: ignore[operator]
 
     @torch.no_grad()
     def count(self, name: str, x: Tensor) -> None:
@@ -230,9 +198,8 @@ class RatioBound:
         inactive = completion_mask(inputs) == 0
         for name in (OLD, REFERENCE):  # TRL reads them after the log-probs
             if inputs.get(name) is not None:
-                inputs[name] = _Selected.apply(inputs[name], inactive)
+                inputs[name] = _select(inputs[name], inactive)
         log_probs, entropies, *others = result
-        log_probs = _Selected.apply(log_probs, inactive)
-        entropies = None if entropies is None else _Selected.apply(entropies, inactive)
+        selected = _select(log_probs, inactive), _select(entropies, inactive), *others
         stack.enter_context(_Bounding(self.bound, inputs.get(REFERENCE), inactive, overflow, inputs.get(ROWS)))
-        return log_probs, entropies, *others
+        return selected

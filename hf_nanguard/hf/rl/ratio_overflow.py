@@ -14,11 +14,11 @@ from ...core.journal import Journal
 from ...core.rerun.micro_batch import AccumulationGroup
 from ...core.vocabulary import Action, Cause, Signal
 
+# What each bounded term is called in an event, and the cause.
 TERMS = {
     "ratio": ("The log-ratio of new to old policy", Cause.RATIO_OVERFLOW),
     "kl": ("The log-ratio of reference to policy in the KL term", Cause.KL_OVERFLOW),
 }
-"""What each bounded term is called in an event, and the cause."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,6 @@ class RatioOverflow:
         self._is_reported = False
 
     def begin_loss(self) -> None:
-        """Begins the loss of the next micro-batch."""
         self._micro_step += 1
 
     def add(self, name: str, log_ratios: Tensor, beyond: Tensor, rows: Tensor | None) -> None:

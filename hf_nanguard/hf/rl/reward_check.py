@@ -12,8 +12,9 @@ costs less. The function is never called a second time: it may depend on the who
 """
 
 import traceback
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -62,6 +63,7 @@ class BadReward:
         )
 
 
+@dataclass(eq=False)
 class RewardCheck:
     """What was found while the completions of one generation were scored on this rank.
 
@@ -69,27 +71,20 @@ class RewardCheck:
     check `acts`, bad rewards are replaced by marks; otherwise TRL gets what the functions returned, errors included.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        unusable: Collection[int],
-        acts: bool,
-        prompts: Sequence[object],
-        completions: Sequence[object],
-    ):
-        self.names = names
-        self.unusable = frozenset(unusable)
-        self.acts = acts
-        self.prompts = prompts
-        self.completions = completions
-        self._found: list[list[BadReward]] = [[] for _ in names]  # by function: async functions end in any order
-        self._columns: list[tuple[int, Tensor]] = []
+    names: Sequence[str]
+    unusable: Collection[int]
+    acts: bool
+    prompts: Sequence[object]
+    completions: Sequence[object]
+    # by function: async functions end in any order
+    _found: dict[int, list[BadReward]] = field(default_factory=lambda: defaultdict(list), init=False)
+    _columns: list[tuple[int, Tensor]] = field(default_factory=list, init=False)
 
     @property
     def bad(self) -> list[BadReward]:
         """What was found, at most `MAX_KEPT` per function. Scores of reward models are read here, in one host read."""
         self._read_models()
-        return [bad for found in self._found for bad in found]
+        return [bad for place in sorted(self._found) for bad in self._found[place]]
 
     def set_texts(
         self, prompts: Sequence[object] | None = None, completions: Sequence[object] | None = None, **_: object
@@ -108,11 +103,11 @@ class RewardCheck:
             marked = self._check_entries(place, read_entries(result), result)
             return [marked.get(i, entry) for i, entry in enumerate(result)] if marked and self.acts else result
         if is_listing(result):
-            detail = f"returned {len(result)} rewards for {len(self.prompts)} completions"
-            self._note(place, "length", detail, whole=True)
+            kind, detail = "length", f"returned {len(result)} rewards for {len(self.prompts)} completions"
         else:
-            kind = "None" if result is None else f"a {type(result).__name__}"
-            self._note(place, "type", f"returned {kind} in place of a list of rewards", whole=True)
+            returned = "None" if result is None else f"a {type(result).__name__}"
+            kind, detail = "type", f"returned {returned} in place of a list of rewards"
+        self._note(place, kind, detail, whole=True)
         return self._marks(len(self.prompts)) if self.acts else result
 
     def fail(self, place: int, error: Exception) -> list[float]:

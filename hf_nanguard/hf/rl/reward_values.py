@@ -12,16 +12,11 @@ from torch import Tensor
 from ...core.finite import read_host
 from ..compat.online_trainer import Completions
 
-BAD_REWARD = math.inf
-"""What TRL gets in place of a reward that is not a finite number."""
-UNUSABLE = -math.inf
-"""What TRL gets for a completion that was not drawn from the policy."""
-MAX_ADVANTAGE = 1e30
-"""No normalization of rewards gives an advantage of this size."""
-FLOAT32_LIMIT = (2 - 2**-24) * 2.0**127
-"""The smallest number that float32 rounds to infinity."""
-KEPT = (list, tuple, Tensor, np.ndarray, str, bytes, bytearray, Mapping, Set)
-"""What is not converted to a list: it is a list already, or it has no order."""
+BAD_REWARD = math.inf  # what TRL gets in place of a reward that is not a finite number
+UNUSABLE = -math.inf  # what TRL gets for a completion that was not drawn from the policy
+MAX_ADVANTAGE = 1e30  # no normalization of rewards gives an advantage of this size
+FLOAT32_LIMIT = (2 - 2**-24) * 2.0**127  # the smallest number that float32 rounds to infinity
+UNORDERED = (str, bytes, bytearray, Mapping, Set)  # what is no list of rewards, though it has a length
 
 
 def find_kind(number: float | type) -> str | None:
@@ -58,14 +53,15 @@ def is_listing(result: object) -> TypeGuard[Sequence[object]]:
     """Returns whether a result is an ordered collection of rewards."""
     if isinstance(result, (Tensor, np.ndarray)):
         return result.ndim > 0
-    return hasattr(result, "__len__") and not isinstance(result, (str, bytes, bytearray, Mapping, Set))
+    return hasattr(result, "__len__") and not isinstance(result, UNORDERED)
 
 
 def materialise(result: object) -> object:
     """Returns a result that has a length and can be read twice: generators and other iterables become lists."""
     if inspect.iscoroutine(result):
         result.close()  # nobody will await it, because its function is not async
-    return list(result) if isinstance(result, Iterable) and not isinstance(result, KEPT) else result
+    kept = (list, tuple, Tensor, np.ndarray, *UNORDERED)
+    return list(result) if isinstance(result, Iterable) and not isinstance(result, kept) else result
 
 
 def describe_entry(number: float | type) -> str:
@@ -85,11 +81,6 @@ def holds_bad_reward(rewards_per_func: Tensor) -> bool:
     """Returns whether the gathered rewards, before [`mark_unscorable`], hold a bad one of any rank: the same answer on every
     rank. One host read."""
     return bool((rewards_per_func == BAD_REWARD).any())
-
-
-def is_bad_advantage(advantage: float) -> bool:
-    """Returns whether an advantage is NaN or larger than any normalization of rewards gives."""
-    return not abs(advantage) < MAX_ADVANTAGE  # False for NaN
 
 
 def zero_bad_advantages(output: Completions) -> list[int]:

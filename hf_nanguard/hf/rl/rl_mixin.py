@@ -8,15 +8,44 @@ from typing import Any, TypeVar, cast
 import torch
 from transformers import TrainingArguments
 
+from ...core.rerun.micro_batch import AccumulationGroup
+from ...core.step.guard import Guard
 from ..compat.online_trainer import OnlineTrainer, find_own_scoring, replaced_scoring
 from ..data.dataset_rows import ROWS
+from ..data.learning_signal import StepSignal
 from ..trainer.arguments import GuardArguments, find_guard_arguments
 from ..trainer.guarded_class import entered_once
 from ..trainer.mixin import GuardedTrainerMixin
-from .online_guard import OnlineGuard
+from .ratio_bound import RatioBound
+from .ratio_overflow import RatioOverflow
+from .rollout import Rollout
 
 logger = logging.getLogger("hf_nanguard")
 Value = TypeVar("Value")
+
+
+class OnlineGuard:
+    """Owns the rollout and the ratio bound of an online trainer. Implements [`OnlineData`]."""
+
+    def __init__(self, trainer: OnlineTrainer, guard: Guard):
+        self.trainer = trainer
+        self.rollout = Rollout(trainer, guard)
+        self.overflow = RatioOverflow(guard.journal)
+        bound = guard.policy.ratio_bound if guard.policy.acts else None
+        self.ratio = None if bound is None else RatioBound(bound, self.overflow)
+
+    def add_readings(self, group: AccumulationGroup) -> None:
+        """Has the counts of bounded log-ratios read with the step."""
+        self.overflow.add_readings(group, self.trainer.state.global_step)
+
+    def step_signal(self, grad_norm: float | None) -> StepSignal | None:
+        """Classifies the settled step by its rewards and its gradient norm."""
+        return self.rollout.step_signal(grad_norm)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns how many log-ratios and KL terms were bounded since the last call, if any."""
+        counts = self.overflow.take_counts()
+        return {f"nanguard/bounded_{name}": float(number) for name, number in counts.items() if number}
 
 
 class ReinforcementMixin(GuardedTrainerMixin):
@@ -63,11 +92,9 @@ class ReinforcementMixin(GuardedTrainerMixin):
     @entered_once
     def _compute_loss(self, model, inputs, *args, **kwargs):
         ratio = self._online.ratio
-        if ratio is None:
-            return super()._compute_loss(model, inputs, *args, **kwargs)  # type: ignore[misc]
         counted = model.training and self.nanguard.watches and not self.nanguard.replaying
-        with ratio.around_loss(inputs, counted) as bounded:
-            return super()._compute_loss(model, bounded, *args, **kwargs)  # type: ignore[misc]
+        with nullcontext(inputs) if ratio is None else ratio.around_loss(inputs, counted) as given:
+            return super()._compute_loss(model, given, *args, **kwargs)  # type: ignore[misc]
 
     @entered_once
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):

@@ -6,8 +6,9 @@ checked, and the run ends rather than train on meaningless samples.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import Tensor
 
@@ -30,7 +31,7 @@ from ..data.learning_signal import NoSignal, StepSignal
 from ..generation.guard_generation import guard_generation
 from ..generation.sampling_record import GenerationWatch
 from .reward_check import MAX_KEPT, BadReward
-from .reward_values import holds_bad_reward, is_bad_advantage, mark_unscorable, zero_bad_advantages
+from .reward_values import MAX_ADVANTAGE, holds_bad_reward, mark_unscorable, zero_bad_advantages
 from .wrapped_rewards import checked_rewards
 
 MAX_SHARE = 0.5  # of unusable completions, above which the parameters are checked
@@ -46,41 +47,32 @@ class Rollout:
 
     def __init__(self, trainer: OnlineTrainer, guard: Guard):
         self.trainer = trainer
-        self.guard = guard
-        self.policy = guard.policy
-        self.rows: list[int] | None = None
-        self.own_scoring: str | None = None
-        self.size = 0
-        self.unusable: set[int] = set()
-        self.tokens: dict[int, list[int]] = {}  # of prompt and completion so far, by completion
+        self.policy, self.journal, self.ranks = guard.policy, guard.journal, guard.ranks
         self.num_affected = 0  # generations in a row with an unusable completion
         self.num_mostly_unusable = 0  # generations in a row most of which was unusable
-        self.events: list[Event] = []
-        self.bad_reward = False
         self.equal_rewards = False  # within every group of the last generation
         self.is_new = False  # since the last step
+        self.begin(0, None)
 
     def begin(self, size: int, rows: list[int] | None, own_scoring: str | None = None) -> None:
         """Begins a generation batch; `own_scoring` is the name of the user's code that scores it, if any."""
         self.own_scoring = own_scoring
         self.size, self.rows = size, rows if rows is not None and len(rows) == size else None
-        self.unusable, self.tokens = set(), {}
-        self.events, self.bad_reward = [], False
+        self.unusable: set[int] = set()
+        self.tokens: dict[int, list[int]] = {}  # of prompt and completion so far, by completion
+        self.events: list[Event] = []
+        self.bad_reward = False
 
     # ---- sampling ----
 
-    @contextmanager
-    def generating(self) -> Iterator[GenerationWatch | None]:
+    def generating(self) -> AbstractContextManager[GenerationWatch | None]:
         """Guards the model's `generate` inside the block."""
         policy = self.policy
         if policy.logits_mode == "off" or not policy.acts:
-            yield None
-            return
-        verbose = Signal.LOGITS_NONFINITE not in self.guard.journal.written
-        with guard_generation(
-            self.trainer.model, policy.logits_mode, policy.logits_clip_value, policy.logits_min_prob, verbose
-        ) as watch:
-            yield watch
+            return nullcontext()
+        verbose = Signal.LOGITS_NONFINITE not in self.journal.written
+        bounds = policy.logits_clip_value, policy.logits_min_prob
+        return guard_generation(self.trainer.model, policy.logits_mode, *bounds, verbose)
 
     def note(self, watch: GenerationWatch | None, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
         """Notes which completions are unusable, in any turn of a conversation; all of them if that is not clear."""
@@ -124,20 +116,26 @@ class Rollout:
         **kwargs: object,
     ) -> Tensor:
         """Runs the host's `_calculate_rewards`; completions with a bad reward become unscorable, on every rank alike."""
-        acts = self.policy.acts
+        acts, halts = self.policy.acts, self.policy.on_bad_reward == "halt"
         with checked_rewards(self.trainer, self.unusable if acts else (), prompts, completions, acts) as check:
             rewards = calculate(inputs, prompts, completions, *args, **kwargs)
-        found = check.bad
-        if not found and self.own_scoring is not None:  # the user's override may have changed the rewards afterwards
-            own = rewards[self.rank * len(prompts) :][: len(prompts)]
-            at = [i for i in own.isinf().any(dim=1).nonzero().flatten().tolist() if i not in self.unusable]
-            found = [BadReward(self.own_scoring, i, "inf", "returned an infinite reward") for i in at[:MAX_KEPT]]
-        for bad in found:
-            self._add_bad_reward(bad)
+        action = (Action.HALTED if halts else Action.DROPPED) if acts else Action.OBSERVED
+        for bad in check.bad or self._find_own_infinities(rewards, len(prompts)):
+            values = {"kind": bad.kind, "whole_call": bad.whole}
+            why = {"culprit": bad.culprit(self.rows), "cause": Cause.REWARD_NONFINITE}
+            self._add_event(Signal.REWARD_NONFINITE, action, bad.message, values=values, **why)
         if not acts:
             return rewards
-        self.bad_reward = self.policy.on_bad_reward == "halt" and holds_bad_reward(rewards)
+        self.bad_reward = halts and holds_bad_reward(rewards)
         return mark_unscorable(rewards)
+
+    def _find_own_infinities(self, rewards: Tensor, size: int) -> list[BadReward]:
+        """Finds what the user's own scoring, if there is any, did to the rewards after the functions returned them."""
+        if self.own_scoring is None:
+            return []
+        own = rewards[self.ranks.rank * size :][:size].isinf().any(dim=1).nonzero().flatten().tolist()
+        found = [i for i in own if i not in self.unusable][:MAX_KEPT]
+        return [BadReward(self.own_scoring, i, "inf", "returned an infinite reward") for i in found]
 
     # ---- the result ----
 
@@ -146,22 +144,32 @@ class Rollout:
         must call it."""
         if not self.policy.acts:
             for event in self.events:
-                self.guard.journal.write(event)
+                self.journal.write(event)
             return None
         if self.unusable:
             output["completion_mask"] = output["completion_mask"].clone()
             output["completion_mask"][sorted(self.unusable)] = 0
             self._replace_unusable(output)
-            self._add_unusable()
+            message = (
+                f"{len(self.unusable)} of {self.size} completions left out of loss and baseline because their logits were NaN "
+                "or inf while they were sampled"
+            )
+            values = {"num_unusable": len(self.unusable), "num_completions": self.size}
+            culprit = self._blame(self.unusable, "sampling")
+            self._add_event(Signal.LOGITS_NONFINITE, Action.DROPPED, message, values=values, culprit=culprit)
         known = logged_advantages(self.trainer)  # the host has read them already
-        if known is None or any(is_bad_advantage(advantage) for advantage in known):
-            self._add_bad_advantages(zero_bad_advantages(output))
+        may_be_bad = known is None or not all(abs(advantage) < MAX_ADVANTAGE for advantage in known)  # also for a NaN
+        if may_be_bad and (zeroed := zero_bad_advantages(output)):
+            message = (
+                f"Advantages of {len(zeroed)} completions set to 0 because they were NaN, inf or implausibly large"
+            )
+            self._add_event(Signal.ADVANTAGE_NONFINITE, Action.REPAIRED, message, culprit=self._blame(zeroed, "reward"))
         equal = metric_lists(self.trainer).get("frac_reward_zero_std")
         self.note_rewards(equal[-1] == 1.0 if equal else None)
-        if not self.guard.ranks.any(bool(self.events or self.unusable or self.bad_reward)):
+        if not self.ranks.any(bool(self.events or self.unusable or self.bad_reward)):
             self.num_affected = self.num_mostly_unusable = 0
             return None
-        self.guard.journal.write_shared(self.events)
+        self.journal.write_shared(self.events)
         return self._escalate()
 
     def _replace_unusable(self, output: Completions) -> None:
@@ -183,7 +191,7 @@ class Rollout:
 
     def _escalate(self) -> str | None:
         """Checks the parameters if many completions were unusable, or some in several generations in a row."""
-        facts = self.guard.ranks.gather((len(self.unusable), self.size))
+        facts = self.ranks.gather((len(self.unusable), self.size))
         if self.bad_reward:  # of any rank: all of them have read the gathered rewards
             return (
                 f"Training was halted at step {self.step} because a reward was not a finite number "
@@ -196,69 +204,35 @@ class Rollout:
             self.num_mostly_unusable = self.num_mostly_unusable + 1 if most else 0
         if not most and self.num_affected < MAX_IN_A_ROW:
             return None
-        found = self.guard.ranks.gather(find_nonfinite(self.trainer.model.named_parameters()))
+        found = self.ranks.gather(find_nonfinite(self.trainer.model.named_parameters()))
         bad = {name: kind for report in found for name, kind in report.items()}
+        if not bad and self.num_mostly_unusable < self.policy.max_bad_steps:
+            return None
         if bad:
             name = next(iter(bad))
             message = f"Parameter {name} contains {'NaN' if bad[name] == 'nan' else 'inf'} at step {self.step}."
-            values: dict[str, JsonValue] = {
-                "num_bad_parameters": len(bad),
-                "bad_parameters": dict(list(bad.items())[:12]),
-            }
+            values: dict[str, JsonValue] = {"num_bad_parameters": len(bad)}
+            values["bad_parameters"] = dict(list(bad.items())[:12])
             culprit, cause = Culprit(phase="parameter", parameter=name), Cause.PARAM_NONFINITE
             event = Event(self.step, Signal.PARAM_NONFINITE, Action.HALTED, message, None, 0, values, culprit, cause)
-            self.guard.journal.write_once(event)
-            return f"Training was halted because the model's samples are meaningless. {message}"
-        if self.num_mostly_unusable < self.policy.max_bad_steps:
-            return None
-        message = (
-            f"Most completions were unusable in {self.num_mostly_unusable} generations in a row up to step {self.step}, although "
-            "every parameter is finite."
-        )
-        self.guard.journal.write_once(
-            Event(self.step, Signal.LOGITS_NONFINITE, Action.HALTED, message, culprit=Culprit(phase="sampling"))
-        )
-        return f"Training was halted. {message}"
+        else:
+            message = (
+                f"Most completions were unusable in {self.num_mostly_unusable} generations in a row up to step {self.step}, "
+                "although every parameter is finite."
+            )
+            culprit = Culprit(phase="sampling")
+            event = Event(self.step, Signal.LOGITS_NONFINITE, Action.HALTED, message, culprit=culprit)
+        self.journal.write_once(event)
+        why = " because the model's samples are meaningless" if bad else ""
+        return f"Training was halted{why}. {message}"
 
     # ---- events ----
 
-    def _add_event(
-        self,
-        signal: Signal,
-        action: Action,
-        message: str,
-        culprit: Culprit,
-        values: dict[str, JsonValue] | None = None,
-        cause: Cause | None = None,
-    ) -> None:
+    def _add_event(self, signal: Signal, action: Action, message: str, **more: Any) -> None:
         """Adds an event that is written once the generation is finished."""
         evaluates = "" if self.trainer.model.training else "in the evaluation "
         message = f"{message} ({evaluates}at step {self.step})."
-        self.events.append(Event(self.step, signal, action, message, None, self.rank, values or {}, culprit, cause))
-
-    def _add_bad_reward(self, bad: BadReward) -> None:
-        action = Action.HALTED if self.policy.on_bad_reward == "halt" else Action.DROPPED
-        action = action if self.policy.acts else Action.OBSERVED
-        values: dict[str, JsonValue] = {"kind": bad.kind, "whole_call": bad.whole}
-        culprit, cause = bad.culprit(self.rows), Cause.REWARD_NONFINITE
-        self._add_event(Signal.REWARD_NONFINITE, action, bad.message, culprit, values, cause)
-
-    def _add_unusable(self) -> None:
-        num = len(self.unusable)
-        message = (
-            f"{num} of {self.size} completions left out of loss and baseline because their logits were NaN or inf while "
-            "they were sampled"
-        )
-        values: dict[str, JsonValue] = {"num_unusable": num, "num_completions": self.size}
-        culprit = self._blame(self.unusable, "sampling")
-        self._add_event(Signal.LOGITS_NONFINITE, Action.DROPPED, message, culprit, values)
-
-    def _add_bad_advantages(self, samples: list[int]) -> None:
-        if samples:
-            message = (
-                f"Advantages of {len(samples)} completions set to 0 because they were NaN, inf or implausibly large"
-            )
-            self._add_event(Signal.ADVANTAGE_NONFINITE, Action.REPAIRED, message, self._blame(samples, "reward"))
+        self.events.append(Event(self.step, signal, action, message, rank=self.ranks.rank, **more))
 
     def _blame(self, samples: Collection[int], phase: str) -> Culprit:
         rows = None if self.rows is None else sorted({self.rows[sample] for sample in samples})
@@ -288,8 +262,3 @@ class Rollout:
     def step(self) -> int:
         """The step of the trainer."""
         return self.trainer.state.global_step
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self.guard.ranks.rank

@@ -3,19 +3,20 @@
 import json
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .... import __version__
 from ...event import JsonObject, strict
+from ...finite import local
 from ...torch_private import plain_name
 from ..evidence.suspect_batch import SuspectBatch
 from ..evidence.verdict import Verdict
 from .packing import Packed, pack_inputs, pack_rng
-from .tensor_file import count_bytes, local_of, why_not
+from .tensor_file import why_not
 
 SCHEMA = 1
 MAX_FACTS = 16 * 2**20
@@ -23,40 +24,22 @@ MAX_CULPRIT = 512 * 2**20
 MAX_NOTES = 200
 
 
-@dataclass
-class Content:
-    """The content of a bundle."""
-
-    verdict: Verdict  # without text if none is to be kept
-    facts: JsonObject = field(default_factory=dict)  # what becomes `facts.json`
-    # the tensors of each safetensors file, by reference
-    files: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-
-    @property
-    def num_bytes(self) -> int:
-        """The size of all tensors."""
-        return sum(count_bytes(tensors.values()) for tensors in self.files.values())
-
-
 @torch.no_grad()
 def gather_content(
     suspect: SuspectBatch, verdict: Verdict, facts: JsonObject, step: int, weights: str, text: bool, max_bytes: int
-) -> Content:
-    """Gathers what fits: the inputs first, then the weights that were asked for, or else the parameter to blame."""
-    if not text:
-        verdict = replace(verdict, blame=replace(verdict.blame, texts={}))
-    content = Content(verdict)
+) -> tuple[JsonObject, dict[str, dict[str, Tensor]]]:
+    """Gathers what fits: the inputs first, then the weights that were asked for, or else the parameter to blame.
+
+    Returns what becomes `facts.json`, and the tensors of each safetensors file, by reference.
+    """
     rng = pack_rng(suspect.micro.rng)
-    inputs, inputs_are = _choose_inputs(suspect, verdict, text, max_bytes - count_bytes(rng.tensors.values()))
-    left_out = inputs.left_out | rng.left_out
-    if not text:
-        left_out["text"] = "strings are replaced because nanguard_bundle_text is off"
-    content.files["inputs.safetensors"] = inputs.tensors | rng.tensors
-    saved = _choose_weights(suspect.model, weights, verdict, max_bytes - content.num_bytes, left_out)
-    if saved.tensors:
-        content.files["weights.safetensors"] = saved.tensors
+    inputs, inputs_are = _choose_inputs(suspect, verdict, text, max_bytes - rng.num_bytes)
+    redacted = {} if text else {"text": "strings are replaced because nanguard_bundle_text is off"}
+    room = max_bytes - rng.num_bytes - inputs.num_bytes
+    saved, weights_are = _choose_weights(suspect.model, weights, verdict, room)
+    files = {"inputs.safetensors": inputs.tensors | rng.tensors, "weights.safetensors": saved.tensors}
     given = facts.get("versions")
-    content.facts = {
+    document = {
         "schema": SCHEMA,
         "time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "step": step,
@@ -64,16 +47,16 @@ def gather_content(
         "verdict": verdict.as_dict(),
         "facts": strict(facts),
         "inputs": {"are": inputs_are, "samples": verdict.blame.samples if inputs_are == "samples" else None},
-        "weights": {"are": saved.kind, "saved": bool(saved.tensors), "aliases": saved.aliases},
+        "weights": {"are": weights_are, "saved": bool(saved.tensors), "aliases": saved.tree},
         "versions": {
             "hf_nanguard": __version__, "python": platform.python_version(), "torch": torch.__version__,
             **({str(name): str(given[name]) for name in given} if isinstance(given, dict) else {}),
         },
-        "left_out": _shorten(left_out),
+        "left_out": _shorten(inputs.left_out | rng.left_out | redacted | saved.left_out),
         "rng": rng.tree,
         "tree": inputs.tree,
     }  # fmt: skip
-    return content
+    return document, {name: tensors for name, tensors in files.items() if tensors}
 
 
 def _choose_inputs(suspect: SuspectBatch, verdict: Verdict, text: bool, room: int) -> tuple[Packed, str]:
@@ -92,63 +75,54 @@ def _choose_inputs(suspect: SuspectBatch, verdict: Verdict, text: bool, room: in
 
 
 def _why_too_large(packed: Packed, room: int) -> str | None:
-    size = count_bytes(packed.tensors.values())
-    if size > room:
-        return f"{format_bytes(size)} do not fit into {format_bytes(room)}"
+    if packed.num_bytes > room:
+        return _describe_excess(packed.num_bytes, room)
     size = len(json.dumps(packed.tree))
     return None if size <= MAX_FACTS // 2 else f"{format_bytes(size)} of plain values are too many"
 
 
-@dataclass
-class SavedWeights:
-    """The weights that a bundle contains: which kind was asked for and fits, each tensor once, other names of tied ones."""
-
-    kind: str = "none"
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-
-    def add(self, named: Mapping[str, object], left_out: dict[str, str]) -> "SavedWeights":
-        """Adds the tensors that can be saved, and notes why the others cannot."""
-        first: dict[tuple[object, ...], str] = {}
-        for name, value in named.items():
-            if not isinstance(value, Tensor):
-                left_out[name] = f"a {type(value).__name__} is not a tensor"
-                continue
-            if (reason := why_not(value)) is not None:
-                left_out[name] = reason
-                continue
-            part = local_of(value)
-            key = (part.device, part.data_ptr(), part.dtype, part.shape, part.stride())
-            if first.setdefault(key, name) == name:
-                self.tensors[name] = value
-            else:
-                self.aliases[name] = first[key]
-        return self
+def _pack_weights(named: Mapping[str, Any]) -> Packed:
+    """Returns each tensor once; the tree has the other names of tied ones."""
+    aliases: dict[str, str] = {}
+    first: dict[tuple, str] = {}
+    packed = Packed(aliases)
+    for name, value in named.items():
+        if (reason := why_not(value)) is not None:
+            packed.left_out[name] = reason
+            continue
+        part = local(value)
+        key = (part.device, part.data_ptr(), part.dtype, part.shape, part.stride())
+        if first.setdefault(key, name) == name:
+            packed.tensors[name] = value
+        else:
+            aliases[name] = first[key]
+    return packed
 
 
-def _choose_weights(model: nn.Module, kind: str, verdict: Verdict, room: int, left_out: dict[str, str]) -> SavedWeights:
+def _choose_weights(model: nn.Module, kind: str, verdict: Verdict, room: int) -> tuple[Packed, str]:
     """Returns the weights that were asked for if they fit, with the parameter or buffer that the verdict names."""
     blamed = None if verdict.origin is None else verdict.origin.parameter
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     tensors = {plain_name(name): tensor for name, tensor in named}
     culprit = None if blamed is None else tensors.get(plain_name(blamed))
     needed = {name: tensor for name, tensor in tensors.items() if tensor is culprit}
+    too_large: dict[str, str] = {}
     if kind != "none":
         asked = model.state_dict() if kind == "all" else {name: p for name, p in named if p.requires_grad}
-        reasons: dict[str, str] = {}
-        found = SavedWeights(kind).add({plain_name(name): value for name, value in asked.items()} | needed, reasons)
-        size = count_bytes(found.tensors.values())
-        if size <= room:
-            left_out |= reasons
-            found.kind = kind if found.tensors else "none"
-            return found
-        left_out["weights"] = f"{format_bytes(size)} do not fit into {format_bytes(room)}"
-    found = SavedWeights().add(needed, left_out)
-    size, limit = count_bytes(found.tensors.values()), min(room, MAX_CULPRIT)
-    if size <= limit:
-        return found
-    left_out |= {name: f"{format_bytes(size)} do not fit into {format_bytes(limit)}" for name in found.tensors}
-    return SavedWeights()
+        packed = _pack_weights({plain_name(name): value for name, value in asked.items()} | needed)
+        if packed.num_bytes <= room:
+            return packed, kind if packed.tensors else "none"
+        too_large["weights"] = _describe_excess(packed.num_bytes, room)
+    packed, limit = _pack_weights(needed), min(room, MAX_CULPRIT)
+    if packed.num_bytes > limit:
+        too_large |= dict.fromkeys(packed.tensors, _describe_excess(packed.num_bytes, limit))
+        packed = Packed({}, left_out=packed.left_out)
+    packed.left_out = too_large | packed.left_out
+    return packed, "none"
+
+
+def _describe_excess(size: int, room: int) -> str:
+    return f"{format_bytes(size)} do not fit into {format_bytes(room)}"
 
 
 def _shorten(left_out: dict[str, str]) -> dict[str, str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...event import JsonObject, JsonValue, strict
 from ...rng import RngState
-from .tensor_file import why_not
+from .tensor_file import count_bytes, why_not
 
 REDACTED = "[redacted]"
 MAX_DEPTH = 32
@@ -33,20 +33,23 @@ class Packed:
     tensors: dict[str, Tensor] = field(default_factory=dict)  # by reference
     left_out: dict[str, str] = field(default_factory=dict)  # what could not be converted, and why
 
+    @property
+    def num_bytes(self) -> int:
+        return count_bytes(self.tensors.values())
+
 
 def pack_inputs(inputs: object, text: bool = True) -> Packed:
     """Converts nested inputs; without `text` every string in them is replaced."""
-    packer = _Packer(text)
-    packer.packed.tree = packer.pack(inputs, "inputs", 0)
-    return packer.packed
+    packed = _PackedInputs(text=text)
+    packed.tree = packed.pack(inputs, "inputs", 0)
+    return packed
 
 
-class _Packer:
-    def __init__(self, text: bool):
-        self.text = text
-        self.packed = Packed()
-        self.names: dict[int, str] = {}  # a tensor may occur twice
-        self.num_values = 0
+@dataclass
+class _PackedInputs(Packed):
+    text: bool = True
+    names: dict[int, str] = field(default_factory=dict)  # a tensor may occur twice
+    num_values: int = 0
 
     def pack(self, value: object, name: str, depth: int) -> JsonValue:
         if isinstance(value, Tensor):
@@ -68,10 +71,10 @@ class _Packer:
         if reason is not None:
             return self._leave_out(name, reason)
         if id(tensor) not in self.names:
-            while name in self.packed.tensors:  # a dot may be part of a key
+            while name in self.tensors:  # a dot may be part of a key
                 name += "'"
             self.names[id(tensor)] = name
-            self.packed.tensors[name] = tensor
+            self.tensors[name] = tensor
         return {"tensor": self.names[id(tensor)]}
 
     def _pack_container(self, value: Mapping | list | tuple, name: str, depth: int) -> JsonValue:
@@ -88,7 +91,7 @@ class _Packer:
         return {kind: [self.pack(item, f"{name}.{place}", depth + 1) for place, item in enumerate(value)]}
 
     def _leave_out(self, name: str, why: str) -> dict[str, str]:
-        self.packed.left_out[name] = why
+        self.left_out[name] = why
         return {"left_out": why}
 
 
@@ -98,11 +101,8 @@ def _part(key: object) -> str:
 
 
 def unpack_inputs(tree: object, tensors: dict[str, Tensor], depth: int = 0) -> object:
-    """Returns the nested inputs. What was left out is missing from a dictionary and `None` elsewhere.
-
-    Raises:
-        ValueError: The tree was not made by `pack_inputs` from these tensors.
-    """
+    """Returns the nested inputs. What was left out is missing from a dictionary and `None` elsewhere; what `pack_inputs` did not
+    make from these tensors is a `ValueError`."""
     if tree is None or isinstance(tree, (bool, int, float, str)):
         return tree
     if depth > MAX_DEPTH:
@@ -147,11 +147,8 @@ def pack_rng(rng: RngState) -> Packed:
 
 
 def unpack_rng(tree: JsonObject, tensors: dict[str, Tensor]) -> tuple[RngState, dict[str, str]]:
-    """Returns the random state, and what of it this machine cannot use.
-
-    Raises:
-        ValueError: The generators would not accept it.
-    """
+    """Returns the random state, and what of it this machine cannot use; a state that the generators would not accept is a
+    `ValueError`."""
     left_out: dict[str, str] = {}
     cpu = tensors.get("rng.cpu")
     if cpu is None or cpu.dtype != torch.uint8 or cpu.shape != torch.get_rng_state().shape:

@@ -46,11 +46,8 @@ class Bundle:
     aliases: dict[str, str] = field(default_factory=dict)  # further names of tied weights
 
     def read_weights(self) -> dict[str, Tensor]:
-        """Returns the weights, tied ones under each of their names; empty if there are none.
-
-        Raises:
-            ArgumentError: The file is missing, damaged or hostile.
-        """
+        """Returns the weights, tied ones under each of their names. A file that is missing, damaged or hostile is an
+        [`ArgumentError`]."""
         weights: dict[str, Tensor] = {}
         try:
             if self.has_weights:
@@ -64,11 +61,8 @@ class Bundle:
 
 
 def read_bundle(path: str | Path) -> Bundle:
-    """Reads a bundle; weights are read later, by `Bundle.read_weights`.
-
-    Raises:
-        ArgumentError: It is not a bundle, or it is damaged or hostile.
-    """
+    """Reads a bundle; weights are read later, by `Bundle.read_weights`. One that is damaged or hostile is an
+    [`ArgumentError`]."""
     folder = Path(path)
     if not folder.is_dir():
         raise ArgumentError(f"No such bundle: {str(path)!r} must be a folder that an autopsy wrote.")

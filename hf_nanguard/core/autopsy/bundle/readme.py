@@ -1,18 +1,22 @@
 """The README of a bundle, for a colleague who received the folder and has never heard of hf_nanguard."""
 
 from ...event import JsonObject
-from ..evidence.verdict import format_verdict
-from .content import Content
+from ..evidence.verdict import Verdict, format_verdict
 
 MAX_LEFT_OUT = 6
 MAX_LINE = 500
 
 
-def format_readme(content: Content, text: bool) -> str:
-    """Returns the README of a bundle in 15 to 30 lines."""
-    facts = content.facts
+def format_readme(verdict: Verdict, facts: JsonObject, saved: list[str], text: bool) -> str:
+    """Returns the README of a bundle in 15 to 30 lines; `saved` are the weights in it."""
     weights = facts["weights"]["are"]
-    block = format_verdict(content.verdict, facts["step"], facts["micro_step"])
+    samples = (facts["inputs"]["samples"] or [])[:8]
+    inputs = {
+        "all": "the micro-batch as the loss received it",
+        "samples": f"only the samples {samples} of the micro-batch because all of it was too large",
+        "none": "no inputs because they were too large",
+    }
+    block = format_verdict(verdict, facts["step"], facts["micro_step"])
     lines = [
         f"# Autopsy of a bad training step: step {facts['step']}",
         "",
@@ -31,15 +35,11 @@ def format_readme(content: Content, text: bool) -> str:
         "Nothing in this folder is pickled, and replaying it runs no code from it.",
         "",
         "- `facts.json`: the verdict, the settings of the run, library versions, what was left out and why",
-        f"- `inputs.safetensors`: {_describe_inputs(facts['inputs'])}; the random state of its forward pass",
+        f"- `inputs.safetensors`: {inputs[facts['inputs']['are']]}; the random state of its forward pass",
     ]
-    if "weights.safetensors" in content.files:
-        [first, *_] = content.files["weights.safetensors"]
-        what = (
-            f"only {code(first)}, which contains the bad value"
-            if weights == "none"
-            else f"{weights} weights at that moment"
-        )
+    if saved:
+        culprit = f"only {code(saved[0])}, which contains the bad value"
+        what = culprit if weights == "none" else f"{weights} weights at that moment"
         lines.append(f"- `weights.safetensors`: {what}")
     if facts["left_out"]:
         shown = list(facts["left_out"])[:MAX_LEFT_OUT]
@@ -49,11 +49,8 @@ def format_readme(content: Content, text: bool) -> str:
     if text:
         lines += ["", f"This folder contains training data, some of it readable. {share}"]
     else:
-        lines += [
-            "",
-            "This folder contains training data as token ids, which anyone with the tokenizer can decode.",
-            share,
-        ]
+        what = "This folder contains training data as token ids, which anyone with the tokenizer can decode."
+        lines += ["", what, share]
     versions = ", ".join(f"{library} {version}" for library, version in facts["versions"].items())
     return "\n".join([*lines, "", f"Written at {facts['time']} with {clean(versions)}.", ""])
 
@@ -66,11 +63,3 @@ def clean(text: str) -> str:
 def code(text: str) -> str:
     """Returns text from a run as Markdown code."""
     return f"`{clean(text).replace('`', chr(39))}`"
-
-
-def _describe_inputs(inputs: JsonObject) -> str:
-    if inputs["are"] == "samples":
-        return f"only the samples {inputs['samples'][:8]} of the micro-batch because all of it was too large"
-    return (
-        "the micro-batch as the loss received it" if inputs["are"] == "all" else "no inputs because they were too large"
-    )

@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ...finite import local
 from ...rerun.runner import is_sharded
 
 DTYPES = {
@@ -24,13 +25,15 @@ MAX_DIMS = 64
 MAX_EMPTY = 2**20  # largest dimension of an empty tensor, which the size of the file does not limit
 
 
-def why_not(tensor: Tensor) -> str | None:
+def why_not(tensor: object) -> str | None:
     """Returns why a tensor cannot be saved, `None` if it can."""
+    if not isinstance(tensor, Tensor):
+        return f"a {type(tensor).__name__} is not a tensor"
     if is_sharded(tensor):
         replicated = all(placement.is_replicate() for placement in tensor.placements)  # type: ignore[attr-defined]
         if not replicated and tensor.device_mesh.size() > 1:  # type: ignore[attr-defined]
             return "it is sharded over ranks"
-        tensor = local_of(tensor)
+        tensor = local(tensor)
     if hasattr(tensor, "__tensor_flatten__"):
         return f"a {type(tensor).__name__} is not a plain tensor"
     if tensor.is_meta:
@@ -40,11 +43,6 @@ def why_not(tensor: Tensor) -> str | None:
     return None if tensor.dtype in DTYPES.values() else f"safetensors has no {tensor.dtype}"
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    """Returns the part of a tensor that is on this rank."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-
-
 def count_bytes(tensors: Iterable[Tensor]) -> int:
     """Returns the size of tensors in a file."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
@@ -52,15 +50,11 @@ def count_bytes(tensors: Iterable[Tensor]) -> int:
 
 @torch.no_grad()
 def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes tensors for which `why_not` returns `None`. Tensors that share memory are each written in full.
-
-    Raises:
-        OSError: The file could not be written.
-    """
+    """Writes tensors for which `why_not` returns `None`. Tensors that share memory are each written in full."""
     plain: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
-        value = local_of(tensor).detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+        value = local(tensor).detach().to("cpu").resolve_conj().resolve_neg().contiguous()
         storage = value.untyped_storage().data_ptr()
         plain[name] = value.clone() if storage in storages else value
         storages.add(storage)
@@ -71,11 +65,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Loads a file of tensors to the CPU.
-
-    Raises:
-        ValueError: The file is damaged or hostile; the message is a clause without a full stop.
-    """
+    """Loads a file of tensors to the CPU; for a damaged or hostile one, a `ValueError` says why in a clause."""
     with path.open("rb") as file:
         if int.from_bytes(file.read(8), "little") > MAX_HEADER:
             raise ValueError(f"{path.name} has a header of more than {MAX_HEADER // 2**20} MiB")

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from contextlib import suppress
+from dataclasses import replace
 from glob import escape
 from itertools import count
 from pathlib import Path
@@ -15,7 +16,7 @@ from ..evidence.suspect_batch import SuspectBatch
 from ..evidence.verdict import Verdict
 from .content import MAX_FACTS, format_bytes, gather_content
 from .readme import format_readme
-from .tensor_file import save_tensors
+from .tensor_file import count_bytes, save_tensors
 
 WEIGHTS = SETTINGS["bundle_weights"].choices
 MAX_BYTES = 2 * 2**30
@@ -26,39 +27,28 @@ def write_bundle(
     folder: Path, suspect: SuspectBatch, verdict: Verdict, facts: JsonObject, *, weights: str = "none",
     text: bool = True, max_bytes: int = MAX_BYTES,
 ) -> Path:  # fmt: skip
-    """Writes a bundle completely or not at all and returns its folder.
+    """Writes a bundle completely or not at all, also if the disk is full, and returns its folder.
 
-    Args:
-        folder (`Path`):
-            Where, e.g. `autopsy/step-42`. If it exists, `step-42-2` is used, and so on.
-        facts (`dict`):
-            What a replay needs to rebuild model and loss, as JSON values without training data; `"versions"` among them
-            are added to the versions recorded here.
-        weights (`str`, *optional*, defaults to `"none"`):
-            `"none"`, `"trainable"` or `"all"`. A parameter that the verdict names is always saved.
-        text (`bool`, *optional*, defaults to `True`):
-            Whether decoded text may be saved. Token ids always are.
-        max_bytes (`int`, *optional*, defaults to 2 GiB):
-            Limit on the size of all tensors. Weights that do not fit are left out; of inputs that do not fit, only the
-            culprit samples are saved, if these are known and fit.
-
-    Raises:
-        ArgumentError: `weights` is not one of the three.
-        OSError: The disk is full or not writable. Nothing is left behind.
+    If the folder, e.g. `autopsy/step-42`, exists, `step-42-2` is used, and so on. `facts` are what a replay needs to rebuild
+    model and loss, as JSON values without training data; `"versions"` among them are added to those recorded here. A
+    parameter that the verdict names is saved whatever `weights` are asked for. Token ids are saved also without `text`.
+    Weights beyond `max_bytes` are left out; of inputs beyond it only the culprit samples are saved, if known and not too large.
     """
     SETTINGS["bundle_weights"].check(weights, "weights")
-    content = gather_content(suspect, verdict, facts, _find_step(folder.name), weights, text, max_bytes)
-    document = _encode(content.facts)
-    readme = format_readme(content, text)
+    if not text:
+        verdict = replace(verdict, blame=replace(verdict.blame, texts={}))
+    facts, files = gather_content(suspect, verdict, facts, _find_step(folder.name), weights, text, max_bytes)
+    document, readme = _encode(facts), format_readme(verdict, facts, list(files.get("weights.safetensors", ())), text)
     folder.parent.mkdir(parents=True, exist_ok=True)
     clear_leftovers(folder)
-    _check_space(folder.parent, content.num_bytes + len(document) + len(readme))
+    num_bytes = sum(count_bytes(tensors.values()) for tensors in files.values())
+    _check_space(folder.parent, num_bytes + len(document) + len(readme))
     draft = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
     try:
         draft.mkdir()
         (draft / "facts.json").write_bytes(document)
         (draft / "README.md").write_text(readme, encoding="utf-8", errors="backslashreplace")
-        for name, tensors in content.files.items():
+        for name, tensors in files.items():
             save_tensors(draft / name, tensors)
             with suppress(PermissionError):  # safetensors lets only the owner read; a colleague should as well
                 shutil.copymode(draft / "facts.json", draft / name)

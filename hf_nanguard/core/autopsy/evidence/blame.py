@@ -8,8 +8,6 @@ its own, for example if a loss divides by a deviation over the batch; so it must
 
 from collections.abc import Callable, Sequence
 
-from torch import Tensor
-
 from ..trace.origin import Origin
 from .suspect_batch import SuspectBatch, find_fields
 from .verdict import Blame
@@ -46,15 +44,10 @@ def find_blame(suspect: SuspectBatch, origin: Origin, allowed: Callable[[], bool
 
 
 def _blame(suspect: SuspectBatch, scope: str, samples: list[int] | None, tokens: list[tuple[int, int | None]]) -> Blame:
-    rows = suspect.rows
-    chosen = [s for s in (samples or []) if rows is not None and s < len(rows)]
-    shown = [[sample, token] for sample, token in tokens if token is not None and sample in (samples or [])]
-    return Blame(
-        scope=scope,
-        samples=samples or None,
-        tokens=shown[:MAX_TOKENS] or None,
-        rows=[rows[s] for s in chosen] if rows is not None and chosen else None,
-    )
+    chosen, rows = samples or [], suspect.rows or []
+    shown = [[sample, token] for sample, token in tokens if token is not None and sample in chosen]
+    rows = [rows[sample] for sample in chosen if sample < len(rows)]
+    return Blame(scope, samples or None, shown[:MAX_TOKENS] or None, rows or None)
 
 
 def _search(suspect: SuspectBatch, seen: list[int], allowed: Callable[[], bool]) -> tuple[list[int], bool]:
@@ -115,7 +108,8 @@ def map_positions(origin: Origin, suspect: SuspectBatch) -> list[tuple[int, int 
         return []
     if len(origin.shape) == 1 and origin.phase not in ("input", "loss"):
         return []  # a vector inside a model more likely has one entry per feature than per sample
-    length = _sequence_length(suspect.fields)
+    sequences = find_fields(suspect.fields, SEQUENCES)
+    length = next((int(field.shape[1]) for field in sequences if field.ndim >= 2), None)
     found = [_map_position(position, origin.shape, entries, length) for position in origin.positions]
     return sorted({(entry % samples, token) for entry, token in found if entry is not None}, key=str)
 
@@ -136,7 +130,3 @@ def _map_position(
     if first % entries == 0 and len(shape) > 2 and shape[1] in lengths:
         return position[0] // (first // entries), position[1]
     return None, None
-
-
-def _sequence_length(fields: dict[str, Tensor]) -> int | None:
-    return next((int(field.shape[1]) for field in find_fields(fields, SEQUENCES) if field.ndim >= 2), None)

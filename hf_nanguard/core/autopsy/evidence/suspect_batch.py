@@ -5,14 +5,14 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Generic
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...finite import find_nonfinite, read_host
-from ...rerun.micro_batch import MicroBatch, Payload, Weight
+from ...rerun.micro_batch import MicroBatch
 from ...rerun.nested_inputs import map_parts, map_tensors, name_tensors
 from ...rerun.runner import Runner
 from ...torch_private import unwrap_compiled
@@ -44,20 +44,14 @@ class Outcome:
         return math.isfinite(self.loss) and not self.bad
 
 
-class SuspectBatch(Generic[Payload, Weight]):
+class SuspectBatch:
     """A held micro-batch that can be run again.
 
     One sample may have several entries: a preference trainer gives its pairs as two halves. `num_samples`, if it is known, is
     used only if the entries can be divided into as many.
     """
 
-    def __init__(
-        self,
-        runner: Runner[Payload, Weight],
-        micro: MicroBatch[Payload],
-        weight: Weight,
-        num_samples: int | None = None,
-    ):
+    def __init__(self, runner: Runner, micro: MicroBatch, weight: Any, num_samples: int | None = None):
         self.runner = runner
         self.micro = micro
         self.weight = weight
@@ -109,7 +103,7 @@ class SuspectBatch(Generic[Payload, Weight]):
         finally:
             self.micro = micro
 
-    def part(self, samples: Sequence[int] | None) -> MicroBatch[Payload]:
+    def part(self, samples: Sequence[int] | None) -> MicroBatch:
         """Returns the micro-batch reduced to some samples: what has one entry per sample is cut, everything else is kept."""
         if samples is None:
             return self.micro
@@ -119,20 +113,12 @@ class SuspectBatch(Generic[Payload, Weight]):
         inputs = take_entries(self.runner.inputs_of(self.micro), {self.num_samples: samples, self.num_entries: entries})
         return replace(self.micro, payload=self.runner.with_inputs(self.micro, inputs))
 
-    def _probe(self, micro: MicroBatch[Payload], compiled: bool = False) -> Tensor:
+    def _probe(self, micro: MicroBatch, compiled: bool = False) -> Tensor:
         self.num_runs += 1
-        with nullcontext() if compiled else eager():
+        as_it_is = compiled or "torch._dynamo" not in sys.modules
+        # a compiled graph has no modules and no source lines
+        with nullcontext() if as_it_is else torch.compiler.set_stance("force_eager"):
             return self.runner.probe(micro, self.weight)
-
-
-@contextmanager
-def eager() -> Iterator[None]:
-    """Runs compiled models eagerly: a compiled graph has no modules and no source lines."""
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def find_fields(fields: dict[str, Tensor], names: Sequence[str]) -> list[Tensor]:

@@ -7,6 +7,7 @@ A mode above autograd changes an argument before the operator gets it, also whil
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -32,8 +33,7 @@ def bounded(rules: Rules) -> Iterator[None]:
     with ExitStack() as checks:
         for module in OVERRIDABLE_MODULES:
             for name in [name for name in vars(module) if name.startswith("has_torch_function")]:
-                checks.callback(setattr, module, name, getattr(module, name))
-                setattr(module, name, lambda *tensors: False)
+                checks.enter_context(patch.object(module, name, lambda *tensors: False))
         checks.enter_context(Bounded(rules))
         yield
 

@@ -1,7 +1,7 @@
 """Tries remedies on the bad micro-batch itself: each alters one replay and checks whether loss and gradients are finite.
 
-Each costs one replay, and the memory of a second copy of the weights if these are cast (`tensor_swap.py`,
-`precision.py`); operators are bounded without a copy (`bounded_operators.py`). The model is unchanged afterwards.
+Each costs one replay, and the memory of a second copy of the weights if these are cast
+(`altered_model.py`); operators are bounded without a copy (`bounded_operators.py`). The model is unchanged afterwards.
 """
 
 import math
@@ -17,12 +17,11 @@ from ...vocabulary import Cause
 from ..evidence.suspect_batch import SuspectBatch
 from ..evidence.verdict import Blame
 from ..trace.origin import Origin
+from .altered_model import LOW_PRECISION, in_precision, swapped, upcast_module, zeros_in
 from .bounded_operators import BOUNDS, bounded
-from .run_in_precision import LOW_PRECISION, in_precision, upcast_module
-from .tensor_swap import swapped, zeros_in
 
 NO_TIME = "no time left"
-Alter = Callable[[SuspectBatch, list[str]], AbstractContextManager]
+Alter = Callable[[list[str]], AbstractContextManager]
 
 
 @dataclass(frozen=True)
@@ -31,8 +30,7 @@ class Idea:
 
     name: str
     note: str
-    # returns a context that alters the runs inside and may add remarks to its second argument
-    alter: Alter = lambda suspect, remarks: nullcontext()
+    alter: Alter = lambda remarks: nullcontext()  # returns a context that alters the runs inside and may add remarks
     samples: list[int] | None = None  # which samples to run; all if `None`
     certain: bool = True  # if not, it applies only if the trial left a remark
 
@@ -62,7 +60,7 @@ def _try(suspect: SuspectBatch, idea: Idea) -> Remedy | None:
     remarks: list[str] = []
     suspect.reset()
     try:
-        with idea.alter(suspect, remarks):
+        with idea.alter(remarks):
             outcome = suspect.run(idea.samples)
         works, failure = outcome.healthy, ""
         if not math.isfinite(outcome.loss):
@@ -88,17 +86,16 @@ def find_ideas(suspect: SuspectBatch, origin: Origin, blame: Blame) -> Iterator[
     cause, weight = origin.cause, origin.parameter
     if cause in BOUNDS:
         name, note, rules = BOUNDS[cause]
-        yield Idea(name, note, lambda suspect, remarks: bounded(rules))
+        yield Idea(name, note, lambda _: bounded(rules))
     if cause is Cause.INPUT_NONFINITE and origin.leaf in suspect.fields:
         field = suspect.fields[origin.leaf]
-        yield Idea(
-            "fill_input", f"non-finite entries of {origin.leaf} as 0", lambda s, _: s.changed_inputs(zeros_in(field))
-        )
+        note = f"non-finite entries of {origin.leaf} as 0"
+        yield Idea("fill_input", note, lambda _: suspect.changed_inputs(zeros_in(field)))
     weights = {**dict(suspect.model.named_parameters()), **dict(suspect.model.named_buffers())}
     if cause in (Cause.PARAM_NONFINITE, Cause.UNINITIALISED_WEIGHT) and weight in weights:  # not in a teacher's
         tensor = weights[weight]
         note = f"non-finite entries of {weight} as 0"
-        yield Idea("initialise_weight", note, lambda s, _: swapped(s, s.model, zeros_in(tensor)))
+        yield Idea("initialise_weight", note, lambda _: swapped(suspect, suspect.model, zeros_in(tensor)))
     if blame.scope == "samples" and blame.samples and suspect.num_samples:
         rest = [sample for sample in range(suspect.num_samples) if sample not in blame.samples]
         if rest:
@@ -115,17 +112,16 @@ def _find_precisions(suspect: SuspectBatch, origin: Origin) -> Iterator[Idea]:
         dtypes.add(dtype)
     if torch.float16 in dtypes:
         narrow = (torch.float16,)
-        yield Idea(
-            "bfloat16", "float16 as bfloat16", lambda s, remarks: in_precision(s, narrow, torch.bfloat16, remarks)
-        )
+        alter: Alter = lambda remarks: in_precision(suspect, narrow, torch.bfloat16, remarks)  # noqa: E731
+        yield Idea("bfloat16", "float16 as bfloat16", alter)
     # Autocast can be seen only while it runs, so without another sign of low precision float32 is tried to find out.
     yield Idea(
         "float32",
         "model, inputs and operators in float32",
-        lambda s, remarks: in_precision(s, LOW_PRECISION, torch.float32, remarks),
+        lambda remarks: in_precision(suspect, LOW_PRECISION, torch.float32, remarks),
         certain=any(dtype in LOW_PRECISION for dtype in dtypes),
     )
     module = dict(model.named_modules()).get(origin.module) if origin.module else None
     if module is not None and dtype in LOW_PRECISION:
         note = f"{origin.module} in float32, its output as {origin.dtype} again"
-        yield Idea("upcast_module", note, lambda s, remarks: upcast_module(s, module, dtype, remarks))
+        yield Idea("upcast_module", note, lambda remarks: upcast_module(suspect, module, dtype, remarks))

@@ -4,6 +4,7 @@ Values are followed by storage, because views write nothing. Of a storage only i
 write are kept, never the memory itself; a finite write over the whole span of a non-finite one removes it.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ def measure(tensor: Tensor) -> Extent:
     part = strided(tensor)
     if part is None or not is_float(part) or part.numel() == 0 or part.device.type == "meta":
         return FINITE
-    low, high = torch.aminmax(_comparable(part))
+    low, high = torch.aminmax(torch.view_as_real(part.detach().resolve_conj()) if part.is_complex() else _wide(part))
     return Extent(low.item(), high.item())
 
 
@@ -47,18 +48,15 @@ def is_float(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _comparable(tensor: Tensor) -> Tensor:
-    """Returns complex numbers as pairs, and 8-bit floats in float32, because they cannot be compared."""
+def _wide(tensor: Tensor) -> Tensor:
+    """Returns 8-bit floats in float32, because they cannot be compared."""
     tensor = tensor.detach()
-    if tensor.is_complex():
-        return torch.view_as_real(tensor.resolve_conj())
     return tensor.float() if tensor.element_size() == 1 else tensor
 
 
 def find_nonfinite_entries(tensor: Tensor) -> Tensor:
     """Returns where a plain tensor is not finite."""
-    tensor = tensor.detach()
-    return ~torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor)
+    return ~torch.isfinite(_wide(tensor))
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -91,14 +89,12 @@ class Memory:
         self.writes: dict[int, list[_Write]] = {}
         self.patched: set[int] = set()
 
-    def remember(self, output: Tensor, record: Record) -> None:
-        """Notes that `record` wrote `output`."""
-        part = strided(output)
-        if part is None:
-            return
-        key = storage_key(part)
+    def remember(self, output: Tensor, key: int, record: Record) -> None:
+        """Notes that `record` wrote `output`, whose storage has this key."""
         self.forget(output, key)
-        self.writes.setdefault(key, []).append(_Write(record, *span_of(part), StorageWeakRef(part.untyped_storage())))
+        if (part := strided(output)) is not None:
+            write = _Write(record, *span_of(part), StorageWeakRef(part.untyped_storage()))
+            self.writes.setdefault(key, []).append(write)
 
     def forget(self, output: Tensor, key: int) -> None:
         """Removes what was known of memory that has been overwritten."""
@@ -141,8 +137,10 @@ class Memory:
         if len(writes) != 1 or part is None or key in self.patched:
             return measure(tensor)
         record, start, end, _ = writes[0]
-        known = not record.uninitialised and tensor.dtype == record.dtype and span_of(part) == (start, end)
-        return record.extent if known and part.numel() == record.numel else measure(tensor)
+        same = (
+            tensor.dtype == record.dtype and span_of(part) == (start, end) and part.numel() == math.prod(record.shape)
+        )
+        return record.extent if same and not record.uninitialised else measure(tensor)
 
 
 def first_places(bad: Tensor) -> list[tuple[int, ...]]:

@@ -31,7 +31,6 @@ class Extent(NamedTuple):
 
     @property
     def largest(self) -> float:
-        """The largest magnitude."""
         return max(abs(self.low), abs(self.high)) if self.kind != "nan" else math.nan
 
 
@@ -76,10 +75,8 @@ class Operand:
     """A float input of an operator, as it was before the operator ran."""
 
     extent: Extent
-    dtype: torch.dtype
     writer: "Record | None" = None  # the operator that wrote the non-finite values in it
     leaf: Leaf | None = None  # which leaf it is, if no operator wrote them
-    shape: tuple[int, ...] = ()
     # whether it is 0 at a non-finite place of the output, or anywhere if it cannot be broadcast to the output;
     # determined only if no operator had written a NaN input
     zero: bool = False
@@ -133,18 +130,12 @@ class Record:
         return self.op.split(".")[1] if "." in self.op else self.op
 
     @property
-    def numel(self) -> int:
-        """The number of elements in its output."""
-        return math.prod(self.shape)
-
-    @property
     def has_zero(self) -> bool:
         """Whether an input was 0 where the output is not finite."""
         return 0.0 in self.scalars or any(operand.zero for operand in self.operands)
 
     @property
     def bad_operands(self) -> list[Operand]:
-        """The inputs that were not finite."""
         return [operand for operand in self.operands if operand.extent.kind != "finite"]
 
     def _has_mask(self) -> bool:

@@ -98,20 +98,14 @@ def _choose(record: Record) -> Operand | None:
     written = [o for o in followed if o.writer is None or not o.writer.uninitialised]
     followed = written or followed
     same = [operand for operand in followed if operand.extent.kind == record.extent.kind]
-    return min(same or followed, key=_age, default=None)
-
-
-def _age(operand: Operand) -> float:
-    return math.inf if operand.writer is None else operand.writer.index
+    return min(same or followed, key=lambda o: math.inf if o.writer is None else o.writer.index, default=None)
 
 
 def _meets_unselected(record: Record) -> bool:
     """Whether a backward operator turned a 0 that `where` had put into a gradient into NaN."""
-    if record.node is None or record.extent.kind != "nan":
-        return False
-    if any(operand.extent.kind == "nan" for operand in record.operands):
-        return False
-    return any(operand.selected and operand.zero for operand in record.operands)
+    kinds = [operand.extent.kind for operand in record.operands]
+    makes_nan = record.node is not None and record.extent.kind == "nan" and "nan" not in kinds
+    return makes_nan and any(operand.selected and operand.zero for operand in record.operands)
 
 
 def describe_origin(record: Record, operand: Operand | None, unselected: bool) -> Origin:
@@ -140,12 +134,8 @@ def describe_origin(record: Record, operand: Operand | None, unselected: bool) -
 
 def _is_outside(operand: Operand) -> bool:
     """Whether no known operator wrote the non-finite values of an operand; -inf alone may be a mask."""
-    return (
-        operand.writer is None
-        and operand.leaf is None
-        and operand.extent.high != -math.inf
-        and (operand.extent.kind == "nan" or operand.extent.high == math.inf)
-    )
+    is_mask = operand.extent.kind == "inf" and operand.extent.high != math.inf
+    return operand.writer is None and operand.leaf is None and not is_mask
 
 
 def _phase(record: Record) -> str:

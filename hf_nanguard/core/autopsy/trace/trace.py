@@ -10,10 +10,12 @@ training step.
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,6 @@ from torch.autograd.graph import Node
 from ...rerun.nested_inputs import find_tensors
 from ...torch_private import (
     TorchDispatchMode,
-    is_operator,
     last_sequence_number,
     operator_arguments,
     running_node,
@@ -49,7 +50,6 @@ class _Signature(NamedTuple):
     name: str
     op: str
     is_empty: bool
-    is_foreach: bool
     is_pointwise: bool
     written: tuple[tuple[int, str], ...]
     reads_written: bool
@@ -57,10 +57,10 @@ class _Signature(NamedTuple):
 
 
 @cache
-def _signature(func: object) -> _Signature:
-    if not is_operator(func):  # of higher order, e.g. flex attention: recorded as one operator
-        return _Signature(str(func), f"higher_order.{func}", False, False, False, (), True)
+def _signature(func: Any) -> _Signature:
     arguments = operator_arguments(func)
+    if arguments is None:  # of higher order: recorded as one operator
+        return _Signature(str(func), f"higher_order.{func}", False, False, (), True)
     op = str(func)
     name = op.split(".")[1]
     written = [(i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
@@ -68,21 +68,12 @@ def _signature(func: object) -> _Signature:
     is_empty = name.startswith(("empty", "new_empty", "_empty", "resize_"))
     pointwise = torch.Tag.pointwise in func.tags
     unstated = [(i, a.name) for i, a in enumerate(arguments) if a.name in _RUNNING and a.alias_info is None]
-    return _Signature(
-        name, op, is_empty, name.startswith("_foreach"), pointwise, tuple(written), reads, tuple(unstated)
-    )
+    return _Signature(name, op, is_empty, pointwise, tuple(written), reads, tuple(unstated))
 
 
-def _pick(places: Iterable[tuple[int, str]], args: tuple, kwargs: Mapping[str, object]) -> list[Tensor]:
+def _pick(places: Iterable[tuple[int, str]], args: Sequence, kwargs: Mapping[str, object]) -> list[Tensor]:
     """Returns the tensors in some arguments of a call."""
     return list(find_tensors([args[i] if i < len(args) else kwargs.get(name) for i, name in places]))
-
-
-class _Made(NamedTuple):
-    """How a value was made: whether it is a sum, and whether the backward of a selection has put zeros into it."""
-
-    of_sum: bool = False
-    selected: bool = False
 
 
 @cache
@@ -95,15 +86,10 @@ def _role(code: CodeType) -> str:
 
 def _find_line() -> tuple[CodeType | None, int]:
     """Returns the running line of the user's program; `None` if the autograd engine runs an operator of its own."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        role = _role(frame.f_code)
-        if role == "user":
-            return frame.f_code, frame.f_lineno
-        if role == "engine":
-            return None, 0
-        frame = frame.f_back  # type: ignore[assignment]
-    return None, 0
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and _role(frame.f_code) == "torch":
+        frame = frame.f_back
+    return (None, 0) if frame is None or _role(frame.f_code) == "engine" else (frame.f_code, frame.f_lineno)
 
 
 class Trace(TorchDispatchMode):
@@ -123,22 +109,18 @@ class Trace(TorchDispatchMode):
         self.num_ops = 0
         self.stack: list[str | None] = []
         self.memory = Memory()
-        self.made: dict[int, _Made] = {}
+        self.sums: set[int] = set()  # storages that hold a sum
+        self.selected: set[int] = set()  # storages into which the backward of a selection has put zeros
         self.forwards: dict[int, Forward] = {}
 
     @contextmanager
     def recording(self) -> Iterator["Trace"]:
         """Records inside the block, modules included."""
-        # `__call__` for modules compiled in place, `_call_impl` for those whose `__call__` a compiled model holds.
-        originals = {name: getattr(nn.Module, name) for name in ("__call__", "_call_impl")}
-        for name, original in originals.items():
-            setattr(nn.Module, name, self._following(original))
-        try:
-            with self:
-                yield self
-        finally:
-            for name, original in originals.items():
-                setattr(nn.Module, name, original)
+        with ExitStack() as stack:
+            # `__call__` for modules compiled in place, `_call_impl` for those whose `__call__` a compiled model holds.
+            for name in ("__call__", "_call_impl"):
+                stack.enter_context(patch.object(nn.Module, name, self._following(getattr(nn.Module, name))))
+            yield stack.enter_context(self)
 
     def _following(self, original: Callable) -> Callable:
         def call(module: nn.Module, *args: object, **kwargs: object) -> object:
@@ -196,9 +178,11 @@ class Trace(TorchDispatchMode):
             if extent.kind == "finite" and not signature.is_empty:
                 self.memory.forget(output, key)
             else:
-                call = _Call(number, inputs, changed, before, args, kwargs)
-                self.memory.remember(output, self._record(signature, output, extent, node, call))
-            self.made[key] = self._describe(signature, output, inputs, node)
+                is_foreach = signature.name.startswith("_foreach")
+                given = [arg[number] if is_foreach and isinstance(arg, (list, tuple)) else arg for arg in args]
+                read = {} if signature.is_empty else self._judge_inputs(signature, output, before, given, kwargs)
+                self.memory.remember(output, key, self._record(signature, output, extent, node, read))
+            self._note_kind(signature, output, key, inputs, node)
         return result
 
     def _note_forward(self, signature: _Signature, inputs: list[Tensor], node: Node | None) -> None:
@@ -207,12 +191,9 @@ class Trace(TorchDispatchMode):
         known = self.forwards.get(sequence)
         if known is not None and not (known.provisional and any(tensor.requires_grad for tensor in inputs)):
             return
-        place = self._locate_running(node)
-        if place is None:  # the gradient of a gradient: it has the place of the first one
-            assert node is not None
-            outer = self.forwards.get(sequence_number(node))
-            place = outer.place if outer else Place()
-        of_sum = any(self.made.get(storage_key(tensor), _Made()).of_sum for tensor in inputs)
+        # The gradient of a gradient has the place of the first one.
+        place = self._locate_running(node) or self._forward_place(node)
+        of_sum = any(storage_key(tensor) in self.sums for tensor in inputs)
         self.forwards[sequence] = Forward(signature.op, place, of_sum)
         if signature.written:  # a view that is written in place gets one more node, and that one will run
             self.forwards[sequence + 1] = Forward(signature.op, place, of_sum, provisional=True)
@@ -224,74 +205,71 @@ class Trace(TorchDispatchMode):
             return None
         if node is None or self.stack:
             return Place(self.stack[-1] if self.stack else None, code, line)
-        outer = self.forwards.get(sequence_number(node))
-        return Place(outer.place.module if outer else None, code, line)
+        return Place(self._forward_place(node).module, code, line)
 
-    def _describe(self, signature: _Signature, output: Tensor, inputs: list[Tensor], node: Node | None) -> _Made:
-        size = output.numel()
-        same = [self.made.get(storage_key(tensor), _Made()) for tensor in inputs if tensor.numel() == size]
+    def _forward_place(self, node: Node | None) -> Place:
+        forward = None if node is None else self.forwards.get(sequence_number(node))
+        return forward.place if forward else Place()
+
+    def _note_kind(
+        self, signature: _Signature, output: Tensor, key: int, inputs: list[Tensor], node: Node | None
+    ) -> None:
+        same = {storage_key(tensor) for tensor in inputs if tensor.numel() == output.numel()}
         name = signature.name.rstrip("_")
-        of_sum = name in _SUMS or (name in _ADJUSTMENTS and any(made.of_sum for made in same))
-        selected = node is not None and name not in _PRODUCTS and any(made.selected for made in same)
+        of_sum = name in _SUMS or (name in _ADJUSTMENTS and not same.isdisjoint(self.sums))
+        selected = node is not None and name not in _PRODUCTS and not same.isdisjoint(self.selected)
         if node is not None and not selected and node.name().startswith(_SELECTING):
             selected = _puts_zeros(name, inputs)
-        return _Made(of_sum, selected)
+        for found, kind in ((of_sum, self.sums), (selected, self.selected)):
+            (kind.add if found else kind.discard)(key)
 
     # ---- a non-finite output ----
 
     def _record(
-        self, signature: _Signature, output: Tensor, extent: Extent, node: Node | None, call: "_Call"
+        self, signature: _Signature, output: Tensor, extent: Extent, node: Node | None, read: dict[str, Any]
     ) -> Record:
         place = self._locate_running(node) if node is None or torch.is_grad_enabled() else None
         node_name, forward, in_python = None, None, False
         if place is None:
             assert node is not None
-            node_name, forward = node.name(), self.forwards.get(sequence_number(node))
-            place = forward.place if forward else Place()
+            node_name, forward, place = node.name(), self.forwards.get(sequence_number(node)), self._forward_place(node)
             code, line = _find_line()
             if code is not None:
                 in_python, place = True, Place(place.module, code, line)
         return Record(
             self.num_ops, signature.op, extent, output.dtype, tuple(output.shape), place, node_name, forward,
             in_python=in_python, is_pointwise=signature.is_pointwise, uninitialised=signature.is_empty,
-            device=output.device.type, **({} if signature.is_empty else self._judge_inputs(signature, output, call)),
+            device=output.device.type, **read,
         )  # fmt: skip
 
-    def _judge_inputs(self, signature: _Signature, output: Tensor, call: "_Call") -> dict[str, Any]:
+    def _judge_inputs(
+        self, signature: _Signature, output: Tensor, before: dict[int, Extent], args: list, kwargs: dict[str, object]
+    ) -> dict[str, Any]:
         """Returns what a record says about the inputs of an operator."""
-        inputs, args = call.inputs, call.args
-        if signature.is_foreach:
-            args = [arg[call.number] if isinstance(arg, (list, tuple)) else arg for arg in args]
-            inputs = list(find_tensors(args))
-        overwritten = {id(tensor) for tensor in call.changed} - call.before.keys()
-        seen: dict[int, Tensor] = {id(tensor): tensor for tensor in inputs if id(tensor) not in overwritten}
-        floats = [tensor for tensor in seen.values() if is_float(tensor)]
-        extents = [call.before[id(t)] if id(t) in call.before else self.memory.extent_of(t) for t in floats]
-        writers = [
-            None if e.kind == "finite" else self.memory.find_writer(t, e) for t, e in zip(floats, extents, strict=True)
-        ]
-        positions: list[tuple[int, ...]] = []
-        zeros: set[int] = set()
-        judged = [e.kind for e, w in zip(extents, writers, strict=True) if w is not None and not w.uninitialised]
-        if "nan" not in judged:  # it may be an origin
-            part = strided(output)
-            assert part is not None
-            bad = find_nonfinite_entries(part)
-            positions = first_places(bad)
-            zeros = {key for key, tensor in seen.items() if key not in call.before and _is_zero_at(tensor, bad)}
-        operands = []
-        for tensor, extent, writer in zip(floats, extents, writers, strict=True):
-            leaf = self._find_leaf(tensor) if extent.kind != "finite" and writer is None else None
-            selected = self.made.get(storage_key(tensor), _Made()).selected
-            zero = id(tensor) in zeros
-            operands.append(Operand(extent, tensor.dtype, writer, leaf, tuple(tensor.shape), zero, selected))
-        return {
-            "operands": operands,
-            "positions": positions,
-            "zero_args": {i for i, arg in enumerate(args) if "nan" not in judged and _is_zero(arg, zeros)},
-            "scalars": [value for value in (*args, *call.kwargs.values()) if isinstance(value, float)],
+        overwritten = {id(tensor) for tensor in _pick(signature.written, args, kwargs)} - before.keys()
+        inputs = find_tensors([*args, *kwargs.values()])
+        seen = {id(tensor): tensor for tensor in inputs if id(tensor) not in overwritten}
+        operands: dict[int, Operand] = {}
+        for key, tensor in seen.items():
+            if is_float(tensor):
+                extent = before.get(key) or self.memory.extent_of(tensor)
+                is_bad = extent.kind != "finite"
+                writer = self.memory.find_writer(tensor, extent) if is_bad else None
+                leaf = self._find_leaf(tensor) if is_bad and writer is None else None
+                operands[key] = Operand(extent, writer, leaf, selected=storage_key(tensor) in self.selected)
+        found: dict[str, Any] = {
+            "scalars": [value for value in (*args, *kwargs.values()) if isinstance(value, float)],
             "all_ignored": _ignores_all(signature.name, args),
         }
+        if not any(o.extent.kind == "nan" and o.writer and not o.writer.uninitialised for o in operands.values()):
+            part = strided(output)  # it may be an origin
+            assert part is not None
+            bad = find_nonfinite_entries(part)
+            zeros = {key for key, tensor in seen.items() if key not in before and _is_zero_at(tensor, bad)}
+            operands |= {key: replace(operand, zero=True) for key, operand in operands.items() if key in zeros}
+            found["positions"] = first_places(bad)
+            found["zero_args"] = {i for i, arg in enumerate(args) if _is_zero(arg, zeros)}
+        return {**found, "operands": list(operands.values())}
 
     def _find_leaf(self, tensor: Tensor) -> Leaf | None:
         leaves = self.leaves.get(storage_key(tensor), [])
@@ -303,20 +281,9 @@ class Trace(TorchDispatchMode):
         return next((leaf for leaf, (low, high) in spans if low < end and start < high), leaves[0])
 
     def find_writer(self, tensor: Tensor) -> Record | None:
-        """Returns the operator that wrote the non-finite values of `tensor`, `None` if there is none."""
+        """Returns the operator that wrote the non-finite values of `tensor`, `None` if there are none."""
         extent = measure(tensor)
         return None if extent.kind == "finite" else self.memory.find_writer(tensor, extent)
-
-
-class _Call(NamedTuple):
-    """One call of an operator: the number of the output in question, and what the operator was given."""
-
-    number: int
-    inputs: list[Tensor]
-    changed: list[Tensor]
-    before: dict[int, Extent]
-    args: Sequence[object]
-    kwargs: Mapping[str, object]
 
 
 def _name_leaves(model: nn.Module, prefix: str = "") -> Iterator[Leaf]:

@@ -1,18 +1,60 @@
-"""Runs a replay in another precision: the whole model or one module, with every autocast adapted."""
+"""Alters the model for the duration of a replay: other weights, or another precision of the model or of one module."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from ...finite import dtype_name
 from ...rerun.nested_inputs import map_tensors
+from ...torch_private import copy_hooks, list_tensor_slots
 from ..evidence.suspect_batch import SuspectBatch
-from .tensor_swap import swapped
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
+
+
+@contextmanager
+def swapped(suspect: SuspectBatch, model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Replaces parameters and buffers with changed copies, a tied one with one copy, and puts the very same tensors back.
+
+    No tensor of the model is written. Assigning `.data` would be simpler, but makes torch forget the gradient accumulators
+    that DDP has hooked; so the modules' tables are changed.
+    """
+    places = list_tensor_slots(model)
+    before = [table[key] for table, key in places]
+    changed: dict[int, Tensor] = {}
+
+    def exchange(tensor: Tensor) -> Tensor:
+        if id(tensor) not in changed:
+            changed[id(tensor)] = _replace(tensor, change)
+        return changed[id(tensor)]
+
+    with suspect.runner.buffers.suspended():  # a replay would put the old ones back
+        try:
+            for (table, key), value in zip(places, before, strict=True):
+                table[key] = map_tensors(value, exchange)
+            yield
+        finally:
+            for (table, key), value in zip(places, before, strict=True):
+                table[key] = value
+
+
+def _replace(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+    with torch.no_grad():
+        value = change(tensor)
+    if value is tensor or not isinstance(tensor, nn.Parameter):
+        return value
+    parameter = nn.Parameter(value, tensor.requires_grad)
+    copy_hooks(tensor, parameter)
+    return parameter
+
+
+def zeros_in(target: Tensor) -> Callable[[Tensor], Tensor]:
+    """Returns a change that replaces the non-finite entries of one tensor with zero."""
+    return lambda tensor: tensor.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0) if tensor is target else tensor
 
 
 @contextmanager
@@ -47,16 +89,14 @@ def autocast_as(
         finally:  # instances are entered repeatedly: accelerate keeps one for the whole run
             self._enabled, self.fast_dtype = enabled, dtype
 
-    torch.autocast.__enter__ = enter  # type: ignore[method-assign]
     torch.clear_autocast_cache()
     try:
-        with ExitStack() as ambient:
+        with patch.object(torch.autocast, "__enter__", enter), ExitStack() as ambient:
             for device in devices:
                 if torch.is_autocast_enabled(device):
                     ambient.enter_context(torch.autocast(device, torch.get_autocast_dtype(device)))
             yield
     finally:
-        torch.autocast.__enter__ = original  # type: ignore[method-assign]
         torch.clear_autocast_cache()
 
 
@@ -64,7 +104,7 @@ def autocast_as(
 def upcast_module(suspect: SuspectBatch, module: nn.Module, narrow: torch.dtype, remarks: list[str]) -> Iterator[None]:
     """Computes one module in float32 and casts its output back."""
     cast = lambda tensor: tensor.float() if tensor.dtype in LOW_PRECISION else tensor  # noqa: E731
-    original, own = module.forward, "forward" in module.__dict__
+    original = module.forward
     device = suspect.runner.device_type
 
     def narrowed(tensor: Tensor) -> Tensor:
@@ -82,12 +122,5 @@ def upcast_module(suspect: SuspectBatch, module: nn.Module, narrow: torch.dtype,
             output = original(*map_tensors(args, cast), **map_tensors(kwargs, cast))
         return map_tensors(output, narrowed)
 
-    with swapped(suspect, module, cast):
-        module.forward = forward  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            if own:
-                module.forward = original  # type: ignore[method-assign]
-            else:
-                del module.forward
+    with swapped(suspect, module, cast), patch.object(module, "forward", forward):
+        yield
