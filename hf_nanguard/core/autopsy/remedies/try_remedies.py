@@ -82,7 +82,8 @@ def _describe_error(error: Exception) -> str:
 
 
 def find_ideas(suspect: SuspectBatch, origin: Origin, blame: Blame) -> Iterator[Idea]:
-    """Yields what applies: first what addresses the cause, then the data, then the precision."""
+    """Yields what applies: first what addresses the cause, then the precision; rows are blamed last, because a model that
+    is about to overflow does so on some rows first."""
     cause, weight = origin.cause, origin.parameter
     if cause in BOUNDS:
         name, note, rules = BOUNDS[cause]
@@ -96,12 +97,12 @@ def find_ideas(suspect: SuspectBatch, origin: Origin, blame: Blame) -> Iterator[
         tensor = weights[weight]
         note = f"non-finite entries of {weight} as 0"
         yield Idea("initialise_weight", note, lambda _: swapped(suspect, suspect.model, zeros_in(tensor)))
+    if origin.leaf is None:  # no precision helps if a value was non-finite before the first operator
+        yield from _find_precisions(suspect, origin)
     if blame.scope == "samples" and blame.samples and suspect.num_samples:
         rest = [sample for sample in range(suspect.num_samples) if sample not in blame.samples]
         if rest:
             yield Idea("drop_rows", f"{len(rest)} of {suspect.num_samples} samples left", samples=rest)
-    if origin.leaf is None:  # no precision helps if a value was non-finite before the first operator
-        yield from _find_precisions(suspect, origin)
 
 
 def _find_precisions(suspect: SuspectBatch, origin: Origin) -> Iterator[Idea]:

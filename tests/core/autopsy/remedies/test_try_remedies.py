@@ -271,6 +271,20 @@ def test_dropping_the_rows_leaves_the_others():
     assert "drop_rows" not in tried(suspect, Blame("every_sample", [0, 1, 2, 3]))[1]
 
 
+def test_rows_are_dropped_only_after_what_addresses_the_cause_and_the_precision():
+    """One row overflows first, but the precision is what must change."""
+    model = nn.Linear(4, 1, bias=False).half()
+    nn.init.constant_(model.weight, 100.0)
+    x = torch.ones(4, 4, dtype=torch.float16)
+    x[2] = 400.0
+    suspect = specimen_of(model, lambda batch: model(batch["x"]).float().mean(), {"x": x})
+    origin, remedies = tried(suspect, Blame("samples", [2]))
+    assert origin.cause is Cause.FP16_OVERFLOW
+    working = [name for name, remedy in remedies.items() if remedy.works]
+    assert working[-1] == "drop_rows"
+    assert "bfloat16" in working
+
+
 def test_a_bad_weight_is_named_as_what_must_be_set():
     model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 1))
     model[0].weight.data[3] = math.nan
