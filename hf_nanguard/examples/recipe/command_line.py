@@ -150,6 +150,10 @@ def _check_numbers(args: TrainingArguments) -> None:
     for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
         if (number := getattr(args, name)) < 1:
             raise ArgumentError(f"--{name} must be at least 1, got {number}.")
+    if args.max_steps < 1 and args.max_steps != -1:
+        raise ArgumentError(f"--max_steps must be at least 1, or -1 to train --num_train_epochs, got {args.max_steps}.")
+    if not 0 < args.num_train_epochs < math.inf:
+        raise ArgumentError(f"--num_train_epochs must be more than 0 and finite, got {args.num_train_epochs}.")
     if not 0 <= args.learning_rate < math.inf:
         raise ArgumentError(f"--learning_rate must be finite and not negative, got {args.learning_rate}.")
 

@@ -33,6 +33,9 @@ def test_healthy_data_is_silent(name, tmp_path):
             ["--gradient_accumulation_steps", "0"],
             "--gradient_accumulation_steps must be at least 1, got 0.",
         ),
+        (latent, ["--max_steps", "-5"], "--max_steps must be at least 1, or -1 to train --num_train_epochs, got -5."),
+        (latent, ["--max_steps", "0"], "--max_steps must be at least 1, or -1 to train --num_train_epochs, got 0."),
+        (latent, ["--num_train_epochs", "0"], "--num_train_epochs must be more than 0 and finite, got 0.0."),
         (distill, ["--temperature", "0"], "--temperature must be positive and finite, got 0.0."),
         (distill, ["--learning_rate", "1e-3"], "Use --student_lr instead of --learning_rate here, got 0.001."),
         (

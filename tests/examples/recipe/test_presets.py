@@ -132,7 +132,13 @@ def test_a_device_without_bfloat16(tmp_path, monkeypatch):
     monkeypatch.setattr(dialect, "is_torch_bf16_gpu_available", lambda: False)
     parsed = parse_sft(*MODEL, "--preset", "balanced", "--use_cpu", "true", folder=tmp_path)
     assert (parsed.training.bf16, parsed.training.fp16) == (False, True)
-    assert ["float16" in note for note in parsed.notes] == [True]
+    assert ["float16" in note for note in parsed.notes] == [True, False]
+
+
+def test_a_model_without_data_is_trained_on_the_built_in_task_and_the_recipe_says_so(tmp_path):
+    [note] = parse_sft(*MODEL, folder=tmp_path).notes
+    assert note.startswith("no dataset is given")
+    assert parse_sft(*MODEL, "--dataset_name", "mine", folder=tmp_path).notes == []
 
 
 @pytest.mark.parametrize("words", [["--fp16", "true"], ["--bf16=false"]])
