@@ -65,7 +65,7 @@ class Policy:
     )
     on_spike: str = setting(
         "observe",
-        "What to do if the gradient norm is far above its recent values (median and MAD of the last 100 healthy steps): "
+        "What to do if the gradient norm is far above its recent values (robust statistics of the last 100 healthy steps; `clip` and `skip` need 50 of them): "
         "`observe` records an event, `clip` clips the norm to the spike threshold, `skip` skips the step.",
         ("observe", "clip", "skip"),
     )

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ..robust_window import RobustWindow
+from ..monitors.spike_detector import SpikeDetector
 from ..settings import Policy
 from ..vocabulary import Signal
 
@@ -31,7 +31,7 @@ class Decision:
 HEALTHY = Decision(StepAction.STEP)
 
 
-def decide(losses: list[float], norm: float, policy: Policy, norms: RobustWindow) -> Decision:
+def decide(losses: list[float], norm: float, policy: Policy, norms: SpikeDetector) -> Decision:
     """Decides an optimizer step from what was read of it: finite first, then thresholds, then statistics.
 
     The norm, measured before clipping, is the same on every rank, and everything but `STEP` depends on it alone, so all ranks
@@ -47,7 +47,7 @@ def decide(losses: list[float], norm: float, policy: Policy, norms: RobustWindow
         return Decision(StepAction.SKIP, Signal.GRAD_SPIKE)
     spike = norms.is_spike(norm)
     action = {"clip": StepAction.CLIP, "skip": StepAction.SKIP}.get(policy.on_spike, StepAction.STEP)
-    if spike and policy.acts and action is not StepAction.STEP:
+    if spike and norms.can_act and policy.acts and action is not StepAction.STEP:
         return Decision(action, Signal.GRAD_SPIKE)
     if not all(map(math.isfinite, losses)):
         return Decision(StepAction.STEP, Signal.LOSS_NONFINITE)

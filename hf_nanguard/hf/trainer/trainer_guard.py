@@ -39,6 +39,8 @@ from .trainer_runner import TrainerRunner
 
 logger = logging.getLogger("hf_nanguard")
 
+ONLINE_NORM = 0.1  # gradient norms below that, e.g. of a KL term where rewards are equal, count as that
+
 
 class OnlineData(Protocol):
     """The data of an online trainer (GRPO, RLOO): sampled and scored while the run goes on.
@@ -102,6 +104,8 @@ class TrainerGuard:
     def use_online(self, online: OnlineData) -> None:
         """Takes the data of an online trainer, which guards its own generation."""
         self.online = online
+        self.guard.loss_watch.expect_sign_changes()
+        self.guard.norms.raise_floor(ONLINE_NORM)
 
     @property
     def watches(self) -> bool:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_nanguard.core.robust_window import RobustWindow
+from hf_nanguard.core.monitors.spike_detector import SpikeDetector
 from hf_nanguard.core.settings import Policy
 from hf_nanguard.core.step.decision import HEALTHY, Decision, Escalation, StepAction, decide
 from hf_nanguard.core.vocabulary import Signal
@@ -10,9 +10,9 @@ from hf_nanguard.testing import INF, NAN
 
 
 def seen(value=1.0, count=60):
-    window = RobustWindow()
+    window = SpikeDetector()
     for _ in range(count):
-        window.add(value)
+        window.add(0, value)
     return window
 
 

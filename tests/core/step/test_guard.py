@@ -272,14 +272,14 @@ def test_a_spike_is_observed_and_the_step_goes_on():
     loop, _, threshold, outcome = spiked("observe")
     plain = Loop("sgd", clip=None).run(make_groups(61, 1, {(60, 0): {"fault": "loss", "value": 1e3}}))
     assert outcome.stepped
-    assert loop.told() == [(60, None, "grad_spike", "observed")]
+    assert loop.told() == [(60, None, "loss_spike", "observed"), (60, None, "grad_spike", "observed")]
     assert_same(loop.everything(), plain.everything())
     assert max(loop.guard.norms.values) <= threshold, "the spike must not move the yardstick"
 
 
 def test_a_spike_is_clipped_to_the_threshold():
     loop, _, threshold, outcome = spiked("clip")
-    assert loop.told() == [(60, None, "grad_spike", "clipped")]
+    assert loop.told() == [(60, None, "loss_spike", "observed"), (60, None, "grad_spike", "clipped")]
     assert outcome.clip_to == threshold
     plain = Loop("sgd", clip=None).run(make_groups(60, 1))
     plain.clip = threshold

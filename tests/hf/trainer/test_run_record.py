@@ -13,7 +13,7 @@ from ...trainers import build
 def test_state_goes_through_a_checkpoint(tmp_path):
     guard = Guard()
     guard.counter.count_microbatches(4, 1)
-    guard.norms.add(2.5)
+    guard.norms.add(0, 2.5)
     save_guard(guard, tmp_path)
     again = Guard()
     assert load_guard(again, tmp_path)
