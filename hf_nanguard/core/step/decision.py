@@ -55,22 +55,36 @@ def decide(losses: list[float], norm: float, policy: Policy, norms: SpikeDetecto
 
 
 class Escalation:
-    """Counts bad steps in a row; after too many of them the run has to halt."""
+    """Counts bad steps in a row; after too many of them the run has to halt.
+
+    Bad steps with fewer than `max_bad_steps` good ones between them are one period, which has a first bad step.
+    """
 
     def __init__(self, max_bad_steps: int):
         self.max_bad_steps = max_bad_steps
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Gives a run its full budget, also if it resumes another."""
         self.bad_in_a_row = 0
+        self.num_good = 0  # since the last bad step
+        self.first_bad_step: int | None = None
 
     def reset(self) -> None:
         """Sets the count back to zero after a good step."""
         self.bad_in_a_row = 0
+        self.num_good += 1
+        if self.num_good >= self.max_bad_steps:
+            self.first_bad_step = None
 
     @property
     def is_half_way(self) -> bool:
         """Whether half of the bad steps in a row that are allowed have occurred."""
         return self.bad_in_a_row >= max(1, self.max_bad_steps // 2)
 
-    def count_bad(self) -> bool:
+    def count_bad(self, step: int) -> bool:
         """Counts a bad step; returns whether the run has to halt."""
         self.bad_in_a_row += 1
+        self.num_good = 0
+        self.first_bad_step = step if self.first_bad_step is None else self.first_bad_step
         return self.bad_in_a_row >= self.max_bad_steps

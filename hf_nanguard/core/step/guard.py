@@ -295,13 +295,12 @@ class Guard:
     # ---- state ----
 
     def state_dict(self) -> JsonObject:
-        """Returns what survives a checkpoint: counts, statistics, bad steps in a row, and the state of the monitors."""
+        """Returns what survives a checkpoint: counts, statistics, and the state of the monitors."""
         return {
             "schema": 1,
             "counter": self.counter.state_dict(),
             "norms": self.norms.state_dict(),
             "losses": self.loss_watch.state_dict(),
-            "bad_in_a_row": self.escalation.bad_in_a_row,
             "monitors": self.monitor_set.state_dict(),
         }
 
@@ -311,7 +310,4 @@ class Guard:
         self.norms.load_state_dict(state["norms"])
         if "losses" in state:  # a checkpoint of an older version has none
             self.loss_watch.load_state_dict(state["losses"])
-        self.escalation.reset()
-        for _ in range(int(state["bad_in_a_row"])):
-            self.escalation.count_bad()
         self.monitor_set.load_state_dict(state.get("monitors", {}))  # a checkpoint of an older version has none

@@ -199,7 +199,8 @@ class GuardedTrainerMixin(Stealth, _Host):
     def _save_checkpoint(self, model, trial):
         if not self.nanguard.halting.may_save(model):
             return
-        super()._save_checkpoint(model, trial)
+        with self.nanguard.halting.keeping_checkpoint():
+            super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         self.nanguard.halting.note_saved(folder)
         if self.nanguard.on and self.args.should_save:

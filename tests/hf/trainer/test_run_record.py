@@ -41,4 +41,4 @@ def test_rows_are_strict_json(tmp_path):
     trainer.state.log_history.append({"loss": float("nan"), "step": 1})
     record.write_row()
     [line] = (tmp_path / "nanguard" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line) == {"loss": "nan", "step": 1}
+    assert json.loads(line) == {"run": record.events.run, "loss": "nan", "step": 1}
