@@ -80,7 +80,10 @@ def test_a_healthy_script_ends_bit_identical(tmp_path, monkeypatch, capsys):
     expected, actual = (load_file(folder / "model.safetensors") for folder in (stock, guarded))
     assert expected.keys() == actual.keys()
     assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
-    assert told_by(capsys.readouterr().err)[-1] == f"nanguard: no events, so there is no {guarded / 'nanguard' / 'events.jsonl'}."
+    assert (
+        told_by(capsys.readouterr().err)[-1]
+        == f"nanguard: no events, so there is no {guarded / 'nanguard' / 'events.jsonl'}."
+    )
 
 
 # ---- settings ----

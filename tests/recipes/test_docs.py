@@ -78,7 +78,7 @@ def test_snippets_run(name, snippet, tmp_path, monkeypatch, capsys):
     args = TrainingArguments(**common_arguments(tmp_path / "run", max_steps=1))
     names = {"model": tiny_llama(), "args": args, "dataset": token_dataset(8)}
     exec(compile(snippet, name, "exec"), {"__name__": "page", **names})
-    if "read_jsonl" in snippet:
+    if "read_events" in snippet:
         assert "40 loss_nonfinite skipped div_by_zero ['guarded_division', 'drop_rows']" in capsys.readouterr().out
 
 

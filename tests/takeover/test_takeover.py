@@ -40,7 +40,10 @@ def test_stock_trainers_are_guarded_meanwhile(kind, tmp_path, said):
     assert trainer.nanguard.arguments.nanguard_on_spike == "skip"
     events = tmp_path / "nanguard" / "events.jsonl"
     name = stock_class(kind).__name__
-    assert said == [f"{name} is guarded with nanguard_on_spike=skip; events go to {events}", f"no events, so there is no {events}."]
+    assert said == [
+        f"{name} is guarded with nanguard_on_spike=skip; events go to {events}",
+        f"no events, so there is no {events}.",
+    ]
     assert takeover.num_built == 1
     assert type(build(kind, tmp_path, guard=False)) is stock_class(kind)
 

@@ -59,6 +59,8 @@ class GuardedTrainerMixin(Stealth, _Host):
     | `nanguard/dropped_microbatches` | micro-batches, of all ranks, that were left out |
     | `nanguard/success_rate` | micro-batches used / seen; `_recent`: of the last 100 |
     | `nanguard/grad_norm_max` | largest pre-clip norm since the last row |
+    | `nanguard/unscorable_completions` | completions without a finite reward, once there are any |
+    | `nanguard/failed_reward_calls` | calls of reward functions that failed as a whole, once there are any |
     | `nanguard/scaler_skips` | steps the GradScaler skipped by itself, once there are any |
     | `nanguard/term/<name>` | mean of a loss term named by `guard.term`, since the last row, of this rank |
     | `nanguard/dropped_terms/<name>` | how often a term was dropped on this rank, once it was |
