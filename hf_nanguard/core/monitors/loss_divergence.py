@@ -10,7 +10,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import median
 
 from ..event import JsonObject
 from .spike_detector import MAX_LOG, MEAN_TO_SIGMA
@@ -108,7 +108,8 @@ class DivergenceDetector:
     def _noise(self) -> float:
         """Returns a multiple of the noise of a value, without the largest tenth of the moves, which a divergence makes."""
         moves = sorted(abs(after - before) for before, after in pairwise(self.logs))
-        return SIGMAS * MEAN_TO_SIGMA * fmean(moves[: math.ceil(0.9 * len(moves))])
+        kept = moves[: math.ceil(0.9 * len(moves))]
+        return SIGMAS * MEAN_TO_SIGMA * sum(kept) / len(kept)
 
     def state_dict(self) -> JsonObject:
         """Returns what `load_state_dict` needs, as JSON values."""

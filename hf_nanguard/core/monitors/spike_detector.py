@@ -14,7 +14,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import median
 
 from ..event import JsonObject
 
@@ -63,34 +63,35 @@ class SpikeDetector:
         self.tail = tail
         self.floor = 0.0  # values below count as this one; without a floor exact zeros do not count
         self.values: deque[float] = deque(maxlen=NUM_KEPT)
+        self.logs: deque[float] = deque(maxlen=NUM_KEPT)
         self.pending: list[Spike] = []  # in a row, up to now
         self.num_quiet = NUM_LEVEL  # values since the last spike
         self.is_reported = False  # whether the latest episode is
+        self._threshold: float | None = None
 
     def raise_floor(self, floor: float) -> None:
         """Makes values below `floor` count as `floor`: where a series moves around 0, factors between values mean nothing."""
         self.floor = max(self.floor, floor)
+        self._replace(list(self.values))
 
     @property
     def can_act(self) -> bool:
         """Whether the history is long enough to clip or skip a step by it."""
-        return len(self._logs()) >= MIN_TO_ACT
-
-    def threshold(self) -> float | None:
-        """Returns the value above which a new one is a spike, `None` without a history."""
-        logs = self._logs()
-        if not logs:
-            return None
-        ratio = math.log(max(self.ratio, FIRST_RATIO / len(logs) ** 1.5))
-        moves = [after - before for before, after in pairwise(logs)] or [0.0]
-        spread = SIGMAS * MEAN_TO_SIGMA * fmean(map(abs, moves))
-        return math.exp(min(_level(logs) + max(spread, ratio, self.tail * max(moves)), MAX_LOG))
+        return len(self.logs) >= MIN_TO_ACT
 
     @property
     def usual(self) -> float | None:
         """The usual level, `None` without a history."""
-        logs = self._logs()
-        return math.exp(_level(logs)) if logs else None
+        return math.exp(self._level()) if self.logs else None
+
+    def threshold(self) -> float | None:
+        """Returns the value above which a new one is a spike, `None` without a history."""
+        if self._threshold is None and self.logs:
+            ratio = math.log(max(self.ratio, FIRST_RATIO / len(self.logs) ** 1.5))
+            moves = [after - before for before, after in pairwise(self.logs)] or [0.0]
+            spread = SIGMAS * MEAN_TO_SIGMA * sum(map(abs, moves)) / len(moves)
+            self._threshold = math.exp(min(self._level() + max(spread, ratio, self.tail * max(moves)), MAX_LOG))
+        return self._threshold
 
     def is_spike(self, value: float) -> bool:
         """Returns whether a finite `value` is a spike."""
@@ -101,28 +102,40 @@ class SpikeDetector:
         """Adds a value and returns the spike to report now, if any: once an episode. A non-finite value is ignored."""
         if not math.isfinite(value):
             return None
-        threshold = self.threshold()
-        if threshold is None or value <= (self.pending[0].midpoint if self.pending else threshold):
+        threshold, usual = self.threshold(), self.usual
+        if threshold is None or usual is None or value <= (self.pending[0].midpoint if self.pending else threshold):
             spikes, self.pending = self.pending, []
-            self.values.append(value)
+            self._append(value)
             self.num_quiet += 1
             return self._report(max(spikes, key=lambda spike: spike.value)) if spikes else None
         self.is_reported = self.is_reported and self.num_quiet < NUM_LEVEL
         self.num_quiet = 0
-        spike = Spike(step, value, math.exp(_level(self._logs())), threshold)
+        spike = Spike(step, value, usual, threshold)
         self.pending.append(spike)
         if len(self.pending) == NUM_LEVEL:
-            self.values = deque([spike.value for spike in self.pending], maxlen=NUM_KEPT)
+            self._replace([spike.value for spike in self.pending])
             self.pending = []
-        return self._report(spike) if value > SUDDEN * spike.usual else None
+        return self._report(spike) if value > SUDDEN * usual else None
 
     def _report(self, spike: Spike) -> Spike | None:
         is_new, self.is_reported = not self.is_reported, True
         return spike if is_new else None
 
-    def _logs(self) -> list[float]:
-        raised = (max(value, self.floor) for value in self.values)
-        return [math.log(value) for value in raised if value > 0.0]
+    def _append(self, value: float) -> None:
+        if (raised := max(value, self.floor)) > 0.0:
+            self.values.append(value)
+            self.logs.append(math.log(raised))
+            self._threshold = None
+
+    def _replace(self, values: list[float]) -> None:
+        self.values.clear()
+        self.logs.clear()
+        self._threshold = None
+        for value in values:
+            self._append(value)
+
+    def _level(self) -> float:
+        return median(list(self.logs)[-NUM_LOCAL:])
 
     def state_dict(self) -> JsonObject:
         """Returns the values, and what they count at least, for a checkpoint."""
@@ -132,9 +145,4 @@ class SpikeDetector:
         """Restores the values of a checkpoint; non-finite ones are ignored."""
         self.floor = max(self.floor, float(state.get("floor", 0.0)))
         self.pending, self.num_quiet = [], NUM_LEVEL
-        self.values.clear()
-        self.values.extend(value for value in map(float, state["values"]) if math.isfinite(value))
-
-
-def _level(logs: list[float]) -> float:
-    return median(logs[-NUM_LOCAL:])
+        self._replace([value for value in map(float, state["values"]) if math.isfinite(value)])

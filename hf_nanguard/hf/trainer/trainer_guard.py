@@ -227,10 +227,9 @@ class TrainerGuard:
 
     def _log_summary(self) -> None:
         """Ends a run that had events with what they were and where they are."""
-        lines = self.guard.journal.summary.format()
-        if lines and self.guard.ranks.rank == 0:
-            head = "---- hf_nanguard: events of this run ----"
-            logger.warning("\n  ".join([head, *lines, f"more in {self.record.events.path}"]))
+        text = self.guard.journal.summary.format_end(self.record.events.path)
+        if text is not None and self.guard.ranks.rank == 0:
+            logger.warning(text)
 
     def _check_resumed_rate(self) -> None:
         """Warns that a resumed run keeps the learning rate of its checkpoint, whatever it was given."""

@@ -10,6 +10,7 @@ from hf_nanguard import GuardArguments, NonFiniteError
 from hf_nanguard.report.run_files import read_events, read_jsonl
 from hf_nanguard.testing import Fault, plant
 
+from ...laws.ways import WAYS, build_guarded
 from ...models import token_dataset
 from ...trainers import build, events_of
 
@@ -131,6 +132,14 @@ def test_a_run_with_events_ends_with_a_summary(tmp_path, caplog):
     assert re.search(r"2 x label_out_of_range skipped at steps 1 to 3: label_out_of_range \(dataset rows", text)
     assert "1 x grad_nonfinite skipped at step 5" in text
     assert f"more in {tmp_path / 'nanguard' / 'events.jsonl'}" in text
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_run_ends_with_a_summary_whichever_way_it_is_guarded(way, tmp_path, caplog):
+    trainer = build_guarded(way, "plain", tmp_path, gradient_accumulation_steps=1, max_steps=3)
+    plant(trainer, Fault("gradient", 1, parameter=LAYER))
+    trainer.train()
+    assert caplog.text.count("events of this run") == 1
 
 
 def test_a_healthy_run_prints_nothing(tmp_path, caplog):
