@@ -417,3 +417,13 @@ def test_reward_functions_that_fail_now_and_then_are_counted_and_do_not_end_the_
     row = [row for row in trainer.state.log_history if "loss" in row][-1]
     assert row["nanguard/failed_reward_calls"] == 5
     assert row["nanguard/unscorable_completions"] == 10
+
+
+@pytest.mark.parametrize("patterns", ["layers.*, lm_head", "lm_head"])
+def test_a_head_that_trl_does_not_call_is_said_not_to_be_monitored(patterns, tmp_path):
+    guard = GuardArguments(nanguard_activation_modules=patterns, nanguard_activation_steps=1)
+    trainer = build("grpo", tmp_path, extra={"guard": guard}, max_steps=3, gradient_accumulation_steps=1)
+    trainer.train()
+    [event] = emitted(trainer, "guard_failed")
+    assert "lm_head" in event["message"]
+    assert "not monitored" in event["message"]
