@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 
 from .event import Event, JsonObject
+from .event_summary import EventSummary
 from .ranks import Ranks
 from .vocabulary import Action, Signal
 
@@ -19,6 +20,11 @@ class Journal:
         self.ranks = ranks
         self.on_event = on_event
         self.written: set[Signal] = set()  # the first event of each signal is logged as a warning
+        self.summary = EventSummary()
+
+    def begin_run(self) -> None:
+        """Begins the summary of another run."""
+        self.summary = EventSummary()
 
     def write(self, event: Event) -> None:
         """Writes an event of this rank."""
@@ -37,6 +43,7 @@ class Journal:
                     self._write(event)
 
     def _write(self, event: JsonObject) -> None:
+        self.summary.add(event)
         if self.on_event is not None:
             self.on_event(event)
         signal = Signal(event["signal"])

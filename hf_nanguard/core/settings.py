@@ -65,7 +65,7 @@ class Policy:
     )
     on_spike: str = setting(
         "observe",
-        "What to do if the gradient norm is far above its recent values (median and MAD of the last 100 healthy steps): "
+        "What to do if the gradient norm is far above its recent values (robust statistics of the last 100 healthy steps; `clip` and `skip` need 50 of them): "
         "`observe` records an event, `clip` clips the norm to the spike threshold, `skip` skips the step.",
         ("observe", "clip", "skip"),
     )
@@ -146,7 +146,8 @@ class Policy:
     activation_modules: str | None = setting(
         None,
         "Which modules to measure: name patterns separated by commas (`*.mlp.down_proj,lm_head`). The blocks, the embedding "
-        "and the head by default.",
+        "and the head by default. A module is measured where it is called: TRL may use the weight of the head without calling "
+        "it, and a pattern none of whose modules runs is reported.",
     )
     attention_steps: int = setting(
         0,

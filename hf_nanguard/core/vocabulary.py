@@ -19,6 +19,7 @@ class Signal(StrEnum):
     GRAD_NONFINITE = "grad_nonfinite"
     GRAD_SPIKE = "grad_spike"
     LOSS_SPIKE = "loss_spike"
+    LOSS_DIVERGED = "loss_diverged"
     ACTIVATION_NONFINITE = "activation_nonfinite"
     ACTIVATION_HEADROOM = "activation_headroom"
     ENTROPY_COLLAPSE = "entropy_collapse"
@@ -77,4 +78,4 @@ class Cause(StrEnum):
 
 
 # Names that are part of the public schema although nothing emits them yet.
-RESERVED: frozenset[StrEnum] = frozenset({Signal.CHECKPOINT_NONFINITE, Signal.LOSS_SPIKE, Action.REWOUND})
+RESERVED: frozenset[StrEnum] = frozenset({Signal.CHECKPOINT_NONFINITE, Action.REWOUND})

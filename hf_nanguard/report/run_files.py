@@ -2,6 +2,7 @@
 
 import json
 import logging
+import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,17 +16,19 @@ GUARD_FOLDER = "nanguard"  # below a run's output directory: events, metrics and
 class JsonlWriter:
     """Appends objects to a file and creates the file and its folder with the first of them.
 
-    A full or read-only disk must not end a run: objects that cannot be written are lost, and the first failure is logged.
+    Every object carries the id of its run, because several runs may write to one folder. A full or read-only disk must not
+    end a run: objects that cannot be written are lost, and the first failure is logged.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, run: str | None = None):
         self.path = Path(path)
+        self.run = run or new_run_id()
         self._started = False
         self._failed = False
 
     def __call__(self, item: Mapping[str, object]) -> None:
         """Writes one object. Non-finite floats must be strings (`core.event.strict`)."""
-        line = json.dumps(item, allow_nan=False, default=str) + "\n"
+        line = json.dumps({"run": self.run, **item}, allow_nan=False, default=str) + "\n"
         try:
             if not self._started:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -37,6 +40,11 @@ class JsonlWriter:
             if not self._failed:
                 logger.error("hf_nanguard: cannot write to %s, so some of its lines are lost: %s", self.path, error)
             self._failed = True
+
+
+def new_run_id() -> str:
+    """Returns an id for one run, without touching any random state of the run."""
+    return secrets.token_hex(4)
 
 
 def _repair_last_line(path: Path) -> None:
@@ -83,6 +91,32 @@ def format_counts(counts: Counter[str]) -> str:
     return ", ".join(f"{number} {kind}" for kind, number in counts.items()) or "none"
 
 
+def read_events(path: str | Path, every_run: bool = False) -> list[dict[str, Any]]:
+    """Returns the events of the last run that wrote to a folder.
+
+    Args:
+        path (`str` or `Path`):
+            An event file, the `nanguard` folder of a run, or the run's output directory.
+        every_run (`bool`, *optional*, defaults to `False`):
+            Return those of earlier runs too.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = events_path(path / GUARD_FOLDER if (path / GUARD_FOLDER).is_dir() else path, 0)
+    events = _read_all(path)
+    if every_run or not events:
+        return events
+    # A run without events is known by its metrics only.
+    logged = [row.get("run") for row in _read_all(path.parent / "metrics.jsonl")]
+    last = events[-1].get("run")
+    last = logged[-1] if last in logged else last
+    return [event for event in events if event.get("run") == last]
+
+
+def _read_all(path: Path) -> list[dict[str, Any]]:
+    return list(read_jsonl(path)) if path.is_file() else []
+
+
 class Tail:
     """The objects that are appended to a file from now on, without those of earlier runs in the same folder.
 
@@ -91,11 +125,8 @@ class Tail:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self._num_old = len(self._read_all())
+        self._num_old = len(_read_all(self.path))
 
     def read(self) -> list[dict[str, Any]]:
         """Returns the objects appended since then."""
-        return self._read_all()[self._num_old :]
-
-    def _read_all(self) -> list[dict[str, Any]]:
-        return list(read_jsonl(self.path)) if self.path.is_file() else []
+        return _read_all(self.path)[self._num_old :]

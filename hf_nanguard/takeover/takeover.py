@@ -90,7 +90,8 @@ class Takeover:
         parts = []
         for path, (shown, num_before) in self.event_files.items():
             count = _count_lines(path) - num_before
-            parts.append(f"{count or 'no'} event{'' if count == 1 else 's'} in {shown}")
+            what = f"{count or 'no'} event{'' if count == 1 else 's'}"
+            parts.append(f"{what} in {shown}" if path.is_file() else f"{what}, so there is no {shown}")
             files = path.parent.glob("events-rank*.jsonl")
             others = sorted(file.name for file in files if file.stat().st_mtime >= self.began)
             if others:

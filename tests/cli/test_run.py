@@ -80,7 +80,10 @@ def test_a_healthy_script_ends_bit_identical(tmp_path, monkeypatch, capsys):
     expected, actual = (load_file(folder / "model.safetensors") for folder in (stock, guarded))
     assert expected.keys() == actual.keys()
     assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
-    assert told_by(capsys.readouterr().err)[-1] == f"nanguard: no events in {guarded / 'nanguard' / 'events.jsonl'}."
+    assert (
+        told_by(capsys.readouterr().err)[-1]
+        == f"nanguard: no events, so there is no {guarded / 'nanguard' / 'events.jsonl'}."
+    )
 
 
 # ---- settings ----
@@ -333,7 +336,7 @@ def test_a_process_of_its_own_and_ctrl_c(interruptible, tmp_path):
     events = tmp_path / "run" / "nanguard" / "events.jsonl"
     assert told_by(error) == [
         f"nanguard: Trainer is guarded with nanguard_on_spike=skip; events go to {events}",
-        f"nanguard: no events in {events}.",
+        f"nanguard: no events, so there is no {events}.",
         "nanguard: stopped by Ctrl-C; all files written so far are complete.",
     ]
     assert "Traceback" not in error
@@ -444,5 +447,5 @@ def test_a_command_of_trl(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     assert told_by(done.stderr) == [
         f"nanguard: SFTTrainer is guarded; events go to {events}",
-        f"nanguard: no events in {events}.",
+        f"nanguard: no events, so there is no {events}.",
     ]

@@ -35,6 +35,7 @@ SIGNALS = [
     "grad_nonfinite",
     "grad_spike",
     "loss_spike",
+    "loss_diverged",
     "activation_nonfinite",
     "activation_headroom",
     "entropy_collapse",

@@ -28,7 +28,7 @@ def _told(trainer):
     """Returns the events of a run without what differs by time and place."""
     events = json.loads(json.dumps(events_of(trainer)))
     for event in events:
-        for name in ("time", "bundle"):
+        for name in ("run", "time", "bundle"):
             event.pop(name)
         event["values"].get("autopsy", {}).pop("seconds", None)
     return events

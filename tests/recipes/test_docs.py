@@ -78,7 +78,7 @@ def test_snippets_run(name, snippet, tmp_path, monkeypatch, capsys):
     args = TrainingArguments(**common_arguments(tmp_path / "run", max_steps=1))
     names = {"model": tiny_llama(), "args": args, "dataset": token_dataset(8)}
     exec(compile(snippet, name, "exec"), {"__name__": "page", **names})
-    if "read_jsonl" in snippet:
+    if "read_events" in snippet:
         assert "40 loss_nonfinite skipped div_by_zero ['guarded_division', 'drop_rows']" in capsys.readouterr().out
 
 
@@ -137,13 +137,13 @@ def test_the_event_has_the_schema():
     [text] = find_snippets(EVENTS, "json")
     stated = json.loads(text)
     actual = Event(1, Signal.LOSS_NONFINITE, Action.SKIPPED, "", culprit=Culprit()).as_dict()
-    assert list(stated) == list(actual)
+    assert list(stated) == ["run", *actual], "the file adds the id of the run"
     assert list(stated["culprit"]) == list(actual["culprit"])
     assert stated["schema"] == SCHEMA
     assert [stated["signal"], stated["action"], stated["cause"]] == [
         Signal(stated["signal"]), Action(stated["action"]), Cause(stated["cause"])
     ]  # fmt: skip
-    assert named_in([cells[0] for cells in find_tables(EVENTS, "field")]) == list(actual)
+    assert named_in([cells[0] for cells in find_tables(EVENTS, "field")]) == ["run", *actual]
     assert named_in([cells[0] for cells in find_tables(EVENTS, "field of `culprit`")]) == list(actual["culprit"])
 
 
@@ -187,7 +187,8 @@ def test_metrics_are_those_of_the_code(tmp_path):
     trainer.train()
     seen = {name for row in trainer.state.log_history for name in row if name.startswith("nanguard/")}
     counter = Counter()
-    counter.scaler_skips = 1
+    counter.count_scaler_skip()
+    counter.count_rewards(1, 1)
     counter.terms, counter.dropped_terms = {"<name>": (1.0, 1)}, {"<name>": 1}
     bounded = {
         "nanguard/bounded_ratio",

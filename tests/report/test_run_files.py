@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hf_nanguard.report.run_files import JsonlWriter, events_path, read_jsonl
+from hf_nanguard.report.run_files import JsonlWriter, events_path, read_events, read_jsonl
 from hf_nanguard.testing import INF, NAN
 
 HOSTILE = 'line\nbreak\r\n\u2028\u2029\x85\x0b\x0c\x1c\x00 é 漢 \U0001f4a5 \ud800 " \\ </script> {"a":1}'
@@ -17,6 +17,11 @@ HOSTILE = 'line\nbreak\r\n\u2028\u2029\x85\x0b\x0c\x1c\x00 é 漢 \U0001f4a5 \ud
 def test_nothing_is_made_before_the_first_object(tmp_path):
     JsonlWriter(tmp_path / "nanguard" / "events.jsonl")
     assert list(tmp_path.iterdir()) == []
+
+
+def contents(path):
+    """Returns the objects of a file without the ids of their runs."""
+    return [{key: value for key, value in item.items() if key != "run"} for item in read_jsonl(path)]
 
 
 def test_objects_are_appended_in_order_and_seen_at_once(tmp_path):
@@ -30,11 +35,33 @@ def test_objects_are_appended_in_order_and_seen_at_once(tmp_path):
 def test_a_second_writer_goes_on_where_the_first_ended(tmp_path):
     path = tmp_path / "events.jsonl"
     writer = JsonlWriter(str(path))
-    writer({"run": 1})
-    writer({"run": 2})
+    writer({"index": 1})
+    writer({"index": 2})
     again = JsonlWriter(path)
-    again({"run": 3})
-    assert [item["run"] for item in read_jsonl(path)] == [1, 2, 3]
+    again({"index": 3})
+    assert [item["index"] for item in read_jsonl(path)] == [1, 2, 3]
+    first, second, third = (item["run"] for item in read_jsonl(path))
+    assert first == second != third, "each writer is another run"
+
+
+def test_events_of_the_last_run_are_read_by_default(tmp_path):
+    folder = tmp_path / "nanguard"
+    for run in ("a", "b"):
+        for step in range(2):
+            JsonlWriter(folder / "events.jsonl", run)({"step": step, "signal": run})
+    for path in (tmp_path, folder, folder / "events.jsonl"):
+        assert [event["signal"] for event in read_events(path)] == ["b", "b"]
+        assert len(read_events(path, every_run=True)) == 4
+    assert read_events(tmp_path / "none") == []
+
+
+def test_a_last_run_without_events_has_none(tmp_path):
+    JsonlWriter(tmp_path / "events.jsonl", "a")({"step": 1})
+    for run in ("a", "b"):
+        JsonlWriter(tmp_path / "metrics.jsonl", run)({"loss": 1.0})
+    assert read_events(tmp_path) == []
+    JsonlWriter(tmp_path / "events.jsonl", "c")({"step": 2})  # it has not logged a row yet
+    assert [event["step"] for event in read_events(tmp_path)] == [2]
 
 
 def test_hostile_text_stays_on_its_line_and_comes_back(tmp_path):
@@ -43,7 +70,7 @@ def test_hostile_text_stays_on_its_line_and_comes_back(tmp_path):
     writer({"message": HOSTILE, HOSTILE: 1})
     writer({"message": "next"})
     assert path.read_bytes().count(b"\n") == 2
-    assert list(read_jsonl(path)) == [{"message": HOSTILE, HOSTILE: 1}, {"message": "next"}]
+    assert contents(path) == [{"message": HOSTILE, HOSTILE: 1}, {"message": "next"}]
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF, [NAN], {"deep": {"er": INF}}])
@@ -54,7 +81,7 @@ def test_a_nonfinite_number_is_refused_and_leaves_no_half_line(tmp_path, value):
     with pytest.raises(ValueError, match="not JSON compliant"):
         writer({"bad": value})
     writer({"good": 2})
-    assert list(read_jsonl(path)) == [{"good": 1}, {"good": 2}]
+    assert contents(path) == [{"good": 1}, {"good": 2}]
 
 
 @pytest.mark.parametrize("cut", range(1, 14))
@@ -63,7 +90,7 @@ def test_a_last_line_cut_by_a_crash_is_left_out(tmp_path, cut):
     whole = json.dumps({"first": 1}) + "\n"
     last = json.dumps({"second": 22})
     path.write_text(whole + last[:cut], encoding="utf-8")
-    assert list(read_jsonl(path)) == [{"first": 1}]
+    assert contents(path) == [{"first": 1}]
 
 
 def test_a_resumed_run_goes_on_after_a_cut_line(tmp_path):
@@ -73,7 +100,7 @@ def test_a_resumed_run_goes_on_after_a_cut_line(tmp_path):
     writer = JsonlWriter(path)
     writer({"third": 3})
     writer({"fourth": 4})
-    assert list(read_jsonl(path)) == [{"first": 1}, {"third": 3}, {"fourth": 4}]
+    assert contents(path) == [{"first": 1}, {"third": 3}, {"fourth": 4}]
 
 
 def test_a_broken_line_in_the_middle_is_not_hidden(tmp_path):

@@ -40,7 +40,10 @@ def test_stock_trainers_are_guarded_meanwhile(kind, tmp_path, said):
     assert trainer.nanguard.arguments.nanguard_on_spike == "skip"
     events = tmp_path / "nanguard" / "events.jsonl"
     name = stock_class(kind).__name__
-    assert said == [f"{name} is guarded with nanguard_on_spike=skip; events go to {events}", f"no events in {events}."]
+    assert said == [
+        f"{name} is guarded with nanguard_on_spike=skip; events go to {events}",
+        f"no events, so there is no {events}.",
+    ]
     assert takeover.num_built == 1
     assert type(build(kind, tmp_path, guard=False)) is stock_class(kind)
 
@@ -341,7 +344,7 @@ def test_a_forked_process_tells_of_its_own_trainers_only(tmp_path):
         told.append(queue.get())
     files = [tmp_path / name / "nanguard" / "events.jsonl" for name in ("parent", "child")]
     begun = [f"Trainer is guarded; events go to {file}" for file in files]
-    assert told == [*begun, f"no events in {files[1]}.", f"no events in {files[0]}."]
+    assert told == [*begun, *(f"no events, so there is no {file}." for file in reversed(files))]
 
 
 def test_the_temperature_of_an_online_trainer_is_raised_before_it_is_built(tmp_path, said, caplog):
@@ -371,7 +374,7 @@ def test_files_of_other_ranks_are_named_if_they_are_of_this_run(tmp_path, said):
     with take_over(said) as takeover:
         takeover.began -= 60  # the clock of a file system may be coarse
         build("plain", tmp_path, guard=False)
-    assert said[-1] == f"no events in {folder / 'events.jsonl'} (other ranks: events-rank2.jsonl)."
+    assert said[-1] == f"no events, so there is no {folder / 'events.jsonl'} (other ranks: events-rank2.jsonl)."
 
 
 def test_only_the_first_rank_speaks(tmp_path, said, monkeypatch):

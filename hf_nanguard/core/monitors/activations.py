@@ -13,7 +13,7 @@ from ..event import Culprit, Event, JsonObject, JsonValue
 from ..torch_private import is_compiled
 from ..vocabulary import Action, Signal
 from .base import Monitor
-from .module_choice import find_blocks, pick_modules
+from .module_choice import find_blocks, matches, pick_modules, split_patterns
 from .module_outputs import NEAR_BITS, Activation, OutputProbe, read_table, tabulate
 from .overflow_forecast import Forecast, Headroom
 
@@ -40,6 +40,7 @@ class ActivationMonitor(Monitor):
 
     def __post_init__(self) -> None:
         self.modules = pick_modules(self.model, self.patterns)
+        self.unseen = split_patterns(self.patterns)  # patterns none of whose modules has run yet
         self.blocks = set(find_blocks(self.model))
         self.compiled = self.compiled or any(is_compiled(module) for module in self.model.modules())
 
@@ -77,8 +78,11 @@ class ActivationMonitor(Monitor):
         self.reduce_max(table)
         self.seen = read_table(table, self.modules)
         self.num_empty = 0 if self.seen else self.num_empty + 1
+        if self.seen:
+            self._emit_unseen(step)
         if self.num_empty > 1:  # once may be a step whose batches were all dropped
-            self._turn_off(step, "none of the monitored modules ran in a training forward")
+            named = f" ({', '.join(self.unseen)})" if self.unseen else ""
+            self._turn_off(step, f"none of the monitored modules{named} ran in a training forward")
         self._emit_nonfinite(step, list(probe.order))
         self._emit_headroom(step)
         self._record_metrics()
@@ -116,6 +120,22 @@ class ActivationMonitor(Monitor):
 
     def _turn_off(self, step: int, reason: str) -> None:
         self.turn_off(step, f"Activations are not monitored: {reason}.")
+
+    def _emit_unseen(self, step: int) -> None:
+        """Reports, at the first check in which modules ran, the patterns none of whose modules did."""
+        unseen, self.unseen = self.unseen, []
+        for pattern in unseen:
+            if not any(matches(name, pattern) for name in self.seen):
+                exists = any(matches(name, pattern) for name in self.modules)
+                why = (
+                    "its modules did not run: the loss may use their weights without calling them, as TRL does with the head, "
+                    "which nanguard_attention_steps measures nevertheless"
+                )
+                self.emit(
+                    step,
+                    Signal.GUARD_FAILED,
+                    f"The module pattern {pattern!r} is not monitored because {why if exists else 'it matches no module'}.",
+                )
 
     def _emit_failures(self, step: int, failures: dict[str, Exception]) -> None:
         """Reports modules that cannot be measured, on the rank where that is so, and leaves them out from here on."""

@@ -39,13 +39,11 @@ def pick_modules(model: nn.Module, patterns: str | Sequence[str] | None = None) 
     if patterns is None:
         chosen = {**find_blocks(model), **find_outer_layers(model)}
         return {name: module for name, module in model.named_modules() if name in chosen}
-    if isinstance(patterns, str):
-        patterns = [part.strip() for part in patterns.split(",")]
+    patterns = split_patterns(patterns)
     found = {
         name: module
         for name, module in model.named_modules()
-        if not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-        and any(fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}") for pattern in patterns)
+        if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and any(matches(name, each) for each in patterns)
     }
     if not found:
         example = next(iter(find_blocks(model) or find_outer_layers(model)), "")
@@ -54,6 +52,16 @@ def pick_modules(model: nn.Module, patterns: str | Sequence[str] | None = None) 
             f"This model has modules such as {example!r}."
         )
     return found
+
+
+def split_patterns(patterns: str | Sequence[str] | None) -> list[str]:
+    """Returns patterns one by one."""
+    return [part.strip() for part in patterns.split(",")] if isinstance(patterns, str) else list(patterns or ())
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Returns whether a pattern matches the name of a module."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 
 def _walk(module: nn.Module, name: str = "", is_block: bool = False) -> Iterator[tuple[str, nn.Module, bool]]:

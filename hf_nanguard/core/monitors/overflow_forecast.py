@@ -22,8 +22,8 @@ from itertools import combinations
 from statistics import median
 
 from ..event import JsonObject
-from ..robust_window import MAD_TO_SIGMA
 
+MAD_TO_SIGMA = 1.4826
 WINDOW = 16
 RECENT = 5
 MIN_SAMPLES = 4

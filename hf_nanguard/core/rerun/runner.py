@@ -5,6 +5,7 @@ a rank with nothing left joins the others' reduction with zeros. Sharded paramet
 pass: `lockstep` is then true and a micro-batch is dropped on all ranks or on none.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -75,6 +76,10 @@ class Runner(ABC, Generic[Payload, Weight]):
     def why_not(self, group: AccumulationGroup[Payload, Weight]) -> str | None:
         """Returns why the group cannot be redone, `None` if it can."""
         return None
+
+    def mean_loss(self, losses: list[float]) -> float:
+        """Returns the loss of a step from those of its micro-batches, which the loop has weighed already."""
+        return sum(losses) if losses else math.nan
 
     left_out: frozenset[str] = frozenset()  # the terms left out of the loss of the micro-batch that is being run again
 
@@ -264,6 +269,9 @@ class LoopRunner(Runner[object, float]):
         with self.marking(loss) if marks else nullcontext():
             (weighed if self.scaler is None else self.scaler.scale(weighed)).backward()
         return loss.detach()
+
+    def mean_loss(self, losses: list[float]) -> float:
+        return sum(losses) / len(losses)
 
     def forward(self, micro: MicroBatch) -> None:
         self._loss(micro.payload)

@@ -80,6 +80,8 @@ def format_bad_gradients(step: int, norm: float, census: Census, num_nan: int, n
     ]
     if not census.bad:
         lines.append("  every gradient is finite, only their norm is not; no parameter is to blame")
+    if census.bad and not census.good:
+        return "\n".join([*lines, f"  all {len(census.bad)} parameters are bad"])
     shown = list(census.bad.items())[-SHOWN:]
     if len(census.bad) > len(shown):
         lines.append(f"  ... {len(census.bad) - len(shown)} more bad parameters before these")

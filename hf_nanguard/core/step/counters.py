@@ -17,6 +17,8 @@ class Counter:
         self.dropped = 0
         self.skipped_steps = 0
         self.scaler_skips = 0
+        self.unscorable_completions = 0
+        self.failed_reward_calls = 0
         self.num_nan = 0
         self.num_inf = 0
         self.grad_norm_max = 0.0
@@ -40,6 +42,11 @@ class Counter:
     def count_scaler_skip(self) -> None:
         """Counts a step that the loss scaler skips."""
         self.scaler_skips += 1
+
+    def count_rewards(self, unscorable: int, failed_calls: int) -> None:
+        """Counts, of one generation, completions of all ranks without a finite reward and calls that failed as a whole."""
+        self.unscorable_completions += unscorable
+        self.failed_reward_calls += failed_calls
 
     def count_microbatches(self, seen: int, dropped: int) -> None:
         """Counts the micro-batches of one step of this rank."""
@@ -72,8 +79,9 @@ class Counter:
             "nanguard/success_rate_recent": 1.0 if not self.recent else sum(self.recent) / len(self.recent),
             "nanguard/grad_norm_max": self.grad_norm_max,
         }
-        if self.scaler_skips:
-            metrics["nanguard/scaler_skips"] = self.scaler_skips
+        for name in ("scaler_skips", "unscorable_completions", "failed_reward_calls"):
+            if getattr(self, name):
+                metrics[f"nanguard/{name}"] = getattr(self, name)
         metrics |= {f"nanguard/term/{name}": total / number for name, (total, number) in self.terms.items()}
         metrics |= {f"nanguard/dropped_terms/{name}": number for name, number in self.dropped_terms.items()}
         self.grad_norm_max, self.terms = 0.0, {}

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ..robust_window import RobustWindow
+from ..monitors.spike_detector import SpikeDetector
 from ..settings import Policy
 from ..vocabulary import Signal
 
@@ -31,7 +31,7 @@ class Decision:
 HEALTHY = Decision(StepAction.STEP)
 
 
-def decide(losses: list[float], norm: float, policy: Policy, norms: RobustWindow, alone: bool = True) -> Decision:
+def decide(losses: list[float], norm: float, policy: Policy, norms: SpikeDetector, alone: bool = True) -> Decision:
     """Decides an optimizer step from what was read of it: finite first, then thresholds, then statistics.
 
     The norm, measured before clipping, is the same on every rank. Unless this rank is `alone`, everything but `STEP` depends
@@ -48,7 +48,7 @@ def decide(losses: list[float], norm: float, policy: Policy, norms: RobustWindow
         return Decision(StepAction.SKIP, Signal.GRAD_SPIKE)
     spike = norms.is_spike(norm)
     action = {"clip": StepAction.CLIP, "skip": StepAction.SKIP}.get(policy.on_spike, StepAction.STEP)
-    if spike and policy.acts and action is not StepAction.STEP:
+    if spike and norms.can_act and policy.acts and action is not StepAction.STEP:
         return Decision(action, Signal.GRAD_SPIKE)
     if has_bad_loss:
         return Decision(StepAction.STEP, Signal.LOSS_NONFINITE)
@@ -56,22 +56,36 @@ def decide(losses: list[float], norm: float, policy: Policy, norms: RobustWindow
 
 
 class Escalation:
-    """Counts bad steps in a row; after too many of them the run has to halt."""
+    """Counts bad steps in a row; after too many of them the run has to halt.
+
+    Bad steps with fewer than `max_bad_steps` good ones between them are one period, which has a first bad step.
+    """
 
     def __init__(self, max_bad_steps: int):
         self.max_bad_steps = max_bad_steps
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Gives a run its full budget, also if it resumes another."""
         self.bad_in_a_row = 0
+        self.num_good = 0  # since the last bad step
+        self.first_bad_step: int | None = None
 
     def reset(self) -> None:
         """Sets the count back to zero after a good step."""
         self.bad_in_a_row = 0
+        self.num_good += 1
+        if self.num_good >= self.max_bad_steps:
+            self.first_bad_step = None
 
     @property
     def is_half_way(self) -> bool:
         """Whether half of the bad steps in a row that are allowed have occurred."""
         return self.bad_in_a_row >= max(1, self.max_bad_steps // 2)
 
-    def count_bad(self) -> bool:
+    def count_bad(self, step: int) -> bool:
         """Counts a bad step; returns whether the run has to halt."""
         self.bad_in_a_row += 1
+        self.num_good = 0
+        self.first_bad_step = step if self.first_bad_step is None else self.first_bad_step
         return self.bad_in_a_row >= self.max_bad_steps

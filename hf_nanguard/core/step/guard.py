@@ -29,14 +29,15 @@ from ...errors import ArgumentError, NonFiniteError
 from ..autopsy.examiner import Examiner
 from ..event import JsonObject
 from ..journal import EventSink, Journal
+from ..monitors.loss_watch import LossWatch
 from ..monitors.monitor_set import MonitorSet, build_monitors
+from ..monitors.spike_detector import SpikeDetector
 from ..ranks import Ranks
 from ..rerun.loss_terms import ON_NONFINITE, Term, cut_term, select_finite
 from ..rerun.micro_batch import AccumulationGroup, MicroBatch
 from ..rerun.runner import LoopRunner, Runner
 from ..rerun.traceless_skip import ScalerState
 from ..rng import RngState
-from ..robust_window import RobustWindow
 from ..settings import Policy
 from .counters import Counter
 from .decision import Escalation
@@ -97,12 +98,15 @@ class Guard:
         device = self.runner.parameters[0].device if self.runner and self.runner.parameters else "cpu"
         self.ranks = ranks or Ranks(device)
         self.escalation = Escalation(self.policy.max_bad_steps)
-        self.norms = RobustWindow()
+        self.norms = SpikeDetector()
         self.counter = Counter()
         self.journal = Journal(self.ranks, on_event)
+        self.loss_watch = LossWatch(self.journal)
         examiner = Examiner(self.policy, self.journal, None if folder is None else Path(folder))
         self.redo = Redo(self.journal, self.counter, examiner)
-        self.settlement = Settlement(self.policy, self.journal, self.counter, self.escalation, self.norms, self.redo)
+        self.settlement = Settlement(
+            self.policy, self.journal, self.counter, self.escalation, self.norms, self.loss_watch, self.redo
+        )
         self.monitor_set = MonitorSet(self.journal)
         if model is not None and self.runner is not None:
             self.monitor_set.begin(build_monitors(self.policy, model, optimizer, self.journal))
@@ -294,12 +298,12 @@ class Guard:
     # ---- state ----
 
     def state_dict(self) -> JsonObject:
-        """Returns what survives a checkpoint: counts, statistics, bad steps in a row, and the state of the monitors."""
+        """Returns what survives a checkpoint: counts, statistics, and the state of the monitors."""
         return {
             "schema": 1,
             "counter": self.counter.state_dict(),
             "norms": self.norms.state_dict(),
-            "bad_in_a_row": self.escalation.bad_in_a_row,
+            "losses": self.loss_watch.state_dict(),
             "monitors": self.monitor_set.state_dict(),
         }
 
@@ -307,7 +311,6 @@ class Guard:
         """Restores what [`Guard.state_dict`] returned."""
         self.counter.load_state_dict(state["counter"])
         self.norms.load_state_dict(state["norms"])
-        self.escalation.reset()
-        for _ in range(int(state["bad_in_a_row"])):
-            self.escalation.count_bad()
+        if "losses" in state:  # a checkpoint of an older version has none
+            self.loss_watch.load_state_dict(state["losses"])
         self.monitor_set.load_state_dict(state.get("monitors", {}))  # a checkpoint of an older version has none

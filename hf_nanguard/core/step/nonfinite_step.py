@@ -77,8 +77,15 @@ class Containment:
         self.counter.count_gradients(census.bad)
         if any(fact["halts"] for fact in facts):
             return self.halt_on_input(reading, runner)
-        if not reading.clipped and not known and bad:
+        outcome = self._contain_known(reading, runner, facts, finite, known)
+        if not reading.clipped and not known and bad:  # after the autopsy, which says more
             self.log_gradients(reading)
+        return outcome
+
+    def _contain_known(
+        self, reading: StepReading, runner: Runner, facts: list[RankFacts], finite: bool, known: bool
+    ) -> StepOutcome:
+        group = reading.group
         reports = reading.bad_loss is not None or group.has_bad_term or (finite and self.ranks.rank == 0)
         why_not = next((fact["why_not"] for fact in facts if fact["why_not"]), None)
         action = StepAction.REDO if known else reading.decision.action
@@ -260,15 +267,16 @@ class Containment:
 
     def escalate(self, outcome: StepOutcome, reading: StepReading, signal: Signal, message: str) -> StepOutcome:
         """Counts a bad step; after too many in a row the run ends."""
-        if not self.escalation.count_bad():
+        if not self.escalation.count_bad(reading.step):
             return outcome
         num_bad = self.escalation.bad_in_a_row
         why = f"after {num_bad} bad steps in a row; last: {message}"
         values = {"bad_steps_in_a_row": num_bad}
         self.journal.write_once(Event(reading.step, signal, Action.HALTED, f"halted {why}", values=values))
+        common = self.journal.summary.describe_common(self.escalation.first_bad_step or 0)
         reason = (
-            f"Training was halted {why}. The weights are those of the last good step. Compare the events of these steps, or "
-            "raise max_bad_steps."
+            f"Training was halted {why}. {common} The weights are those of the last good step. To allow more, raise "
+            "nanguard_max_bad_steps."
         )
         return replace(outcome, halt=reason)
 

@@ -12,10 +12,11 @@ from torch import Tensor
 from ..event import Culprit, Event
 from ..finite import find_nonfinite, local, read_host, total_norm
 from ..journal import Journal
+from ..monitors.loss_watch import LossWatch
+from ..monitors.spike_detector import SpikeDetector
 from ..ranks import Ranks
 from ..rerun.micro_batch import AccumulationGroup, BatchAction, Finding
 from ..rerun.runner import Runner, same_on_all_ranks
-from ..robust_window import RobustWindow
 from ..settings import Policy
 from ..vocabulary import Action, Cause, Signal
 from .bad_gradients import take_census
@@ -37,7 +38,8 @@ class Settlement:
         journal: Journal,
         counter: Counter,
         escalation: Escalation,
-        norms: RobustWindow,
+        norms: SpikeDetector,
+        loss_watch: LossWatch,
         redo: Redo,
     ):
         self.policy = policy
@@ -45,6 +47,7 @@ class Settlement:
         self.counter = counter
         self.escalation = escalation
         self.norms = norms
+        self.loss_watch = loss_watch
         self.redo = redo
         self.containment = Containment(policy, journal, counter, escalation, redo)
         self.last_norm: float | None = None
@@ -100,21 +103,25 @@ class Settlement:
             return self.containment.contain(reading, runner)
         if finite:
             self.counter.count_norm(reading.norm)
+        if finite and decision.action is not StepAction.SKIP:
+            self.loss_watch.observe(reading.step, runner.mean_loss(reading.losses))
         if decision.action in (StepAction.CLIP, StepAction.SKIP):
             return self._contain_spike(reading, runner)
         self.containment.count(reading, 0, reading.group.micro_batches)
         if decision.signal is not None:
             return self._observe(reading, runner)
         self.escalation.reset()
-        self.norms.add(reading.norm)
+        self.norms.add(reading.step, reading.norm)
         self._emit_zero(reading, zero_is_news)
         return StepOutcome(norm=reading.norm_dev)
 
     def _observe(self, reading: StepReading, runner: Runner) -> StepOutcome:
         """Reports what is wrong and lets the step continue: mode `observe`, a non-finite loss of this rank, a spike."""
-        norm, threshold = reading.norm, self.norms.threshold()
+        norm = reading.norm
+        spike = self.norms.add(reading.step, norm)
         if reading.decision.signal is Signal.GRAD_SPIKE:
-            self._emit_spike(reading, Action.OBSERVED, threshold)
+            if spike is not None:  # else its episode is reported already
+                self._emit_spike(reading, Action.OBSERVED, spike.threshold)
         elif math.isfinite(norm):
             self._emit_bad_loss(reading, runner)
         else:
@@ -126,7 +133,6 @@ class Settlement:
             self.journal.write(reading.event(Action.OBSERVED, reading.describe(), blamed=blamed))
         if math.isfinite(norm):
             self.escalation.reset()
-            self.norms.add(norm if threshold is None else min(norm, threshold))
         shown = reading.finite_losses
         keep = self.policy.acts and len(shown) < len(reading.losses)
         return StepOutcome(norm=reading.norm_dev, redone=shown if keep else None)
@@ -143,7 +149,7 @@ class Settlement:
             return self.containment.skip(reading, runner, Signal.GRAD_SPIKE, message)
         self.containment.count(reading, 0, reading.group.micro_batches)
         self.escalation.reset()
-        self.norms.add(reading.norm)
+        self.norms.add(reading.step, reading.norm)
         shown = reading.finite_losses
         redone = shown if len(shown) < len(reading.losses) else None
         return StepOutcome(norm=reading.norm_dev, redone=redone, clip_to=threshold)
@@ -153,6 +159,9 @@ class Settlement:
     def _emit_spike(self, reading: StepReading, action: Action, threshold: float | None) -> str:
         message = f"gradient norm {reading.norm:.4g} at step {reading.step} is above the threshold of {threshold:.4g}"
         values = {"grad_norm": reading.norm, "threshold": threshold}
+        if threshold != self.policy.skip_grad_norm and (usual := self.norms.usual) is not None:
+            message += f"; the usual norm is {usual:.4g}"
+            values["usual"] = usual
         culprit = Culprit(phase="backward")
         self.journal.write_once(Event(reading.step, Signal.GRAD_SPIKE, action, message, values=values, culprit=culprit))
         return message

@@ -69,7 +69,9 @@ class StepReading:
     @property
     def measured(self) -> dict[str, JsonValue]:
         """What was measured of the whole step, for events."""
-        rate = {} if self.learning_rate is None else {"learning_rate": self.learning_rate}
+        rate: dict[str, JsonValue] = {} if self.learning_rate is None else {"learning_rate": self.learning_rate}
+        if not math.isfinite(self.norm) and any(micro.must_be_dropped for micro in self.group.micro_batches):
+            return rate  # the gradients were made NaN to tell all ranks, or are those of a batch that is dropped anyway
         return {"grad_norm": self.norm, **rate}
 
     @property

@@ -89,7 +89,9 @@ def parse(words: Sequence[str], kind: RecipeKind) -> RecipeArguments:
             "is for pretrained models. Set another with --learning_rate."
         )
     if no_data and not no_model:
-        notes.append("no dataset is given, so the model is trained on the built-in task. Name yours with --dataset_name.")
+        notes.append(
+            "no dataset is given, so the model is trained on the built-in task. Name yours with --dataset_name."
+        )
     if given.datasets and given.dataset_name is not None:
         notes.append(f"--dataset_name {given.dataset_name} is ignored because datasets is given.")
     parser.set_layer({**base, **preset, **config}, f"--preset {given.preset}")

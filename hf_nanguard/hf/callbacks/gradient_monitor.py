@@ -10,6 +10,7 @@ from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ...core.event import Culprit, Event
+from ...core.event_summary import EventSummary
 from ...core.finite import local, read_host
 from ...core.rerun.traceless_skip import clear_gradients
 from ...core.step.bad_gradients import Census, describe, format_bad_gradients, take_census
@@ -57,6 +58,7 @@ class GradientMonitorCallback(TrainerCallback):
         self.has_failed = False
         self.tap: GradientTap | None = None
         self.writer: JsonlWriter | None = None
+        self.summary = EventSummary()
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.on_train_end(args, state, control)
@@ -151,6 +153,7 @@ class GradientMonitorCallback(TrainerCallback):
     def _write(self, event: Event) -> None:
         if self.writer is not None:
             self.writer(event.as_dict())
+            self.summary.add(event.as_dict())
 
 
 def _read_scale(optimizer: AcceleratedOptimizer | None) -> float:

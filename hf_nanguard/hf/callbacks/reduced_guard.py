@@ -1,11 +1,16 @@
 """What a callback can do on a trainer with a training loop of its own: detect, skip, report."""
 
+import logging
+
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import TrainerControl
 
+from ...core.event_summary import EventSummary
 from ...core.vocabulary import Action
 from ..trainer.arguments import GuardArguments, find_guard_arguments
 from .gradient_monitor import GradientMonitorCallback
+
+logger = logging.getLogger("hf_nanguard")
 
 
 class ReducedGuard(GradientMonitorCallback):
@@ -26,6 +31,13 @@ class ReducedGuard(GradientMonitorCallback):
         self.acts = policy.acts
         if policy.mode != "off":
             super().on_train_begin(args, state, control, model=model, **kwargs)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        super().on_train_end(args, state, control, **kwargs)
+        text = None if self.writer is None else self.summary.format_end(self.writer.path)
+        if text is not None and args.process_index == 0:
+            logger.warning(text)
+        self.summary = EventSummary()
 
     def contain(self, optimizer: AcceleratedOptimizer | None, control: TrainerControl) -> Action:
         if not self.acts:

@@ -21,6 +21,7 @@ class HostTrainer(Protocol):
     model: nn.Module
     model_wrapped: nn.Module
     optimizer: AcceleratedOptimizer
+    lr_scheduler: Any
     processing_class: Any
     train_dataset: Any
     data_collator: Callable[[list[Any]], Any]

@@ -48,8 +48,10 @@ class Rollout:
     def __init__(self, trainer: OnlineTrainer, guard: Guard):
         self.trainer = trainer
         self.policy, self.journal, self.ranks = guard.policy, guard.journal, guard.ranks
+        self.counter = guard.counter
         self.num_affected = 0  # generations in a row with an unusable completion
         self.num_mostly_unusable = 0  # generations in a row most of which was unusable
+        self.unscored_since: int | None = None  # the first of the steps in a row whose completions all had no score
         self.equal_rewards = False  # within every group of the last generation
         self.is_new = False  # since the last step
         self.begin(0, None)
@@ -62,6 +64,8 @@ class Rollout:
         self.tokens: dict[int, list[int]] = {}  # of prompt and completion so far, by completion
         self.events: list[Event] = []
         self.bad_reward = False
+        self.num_unscorable = 0  # of this rank, without the unusable ones
+        self.failed_calls: list[str] = []  # what reward functions did instead of scoring
 
     # ---- sampling ----
 
@@ -120,12 +124,17 @@ class Rollout:
         with checked_rewards(self.trainer, self.unusable if acts else (), prompts, completions, acts) as check:
             rewards = calculate(inputs, prompts, completions, *args, **kwargs)
         action = (Action.HALTED if halts else Action.DROPPED) if acts else Action.OBSERVED
-        for bad in check.bad or self._find_own_infinities(rewards, len(prompts)):
+        found = check.bad or self._find_own_infinities(rewards, len(prompts))
+        for bad in found:
             values = {"kind": bad.kind, "whole_call": bad.whole}
             why = {"culprit": bad.culprit(self.rows), "cause": Cause.REWARD_NONFINITE}
             self._add_event(Signal.REWARD_NONFINITE, action, bad.message, values=values, **why)
         if not acts:
             return rewards
+        if found:
+            marked = rewards[self.ranks.rank * len(prompts) :][: len(prompts)].isinf().any(dim=1).tolist()
+            self.num_unscorable = sum(is_bad and i not in self.unusable for i, is_bad in enumerate(marked))
+            self.failed_calls = [bad.message for bad in found if bad.whole]
         self.bad_reward = halts and holds_bad_reward(rewards)
         return mark_unscorable(rewards)
 
@@ -168,6 +177,7 @@ class Rollout:
         self.note_rewards(equal[-1] == 1.0 if equal else None)
         if not self.ranks.any(bool(self.events or self.unusable or self.bad_reward)):
             self.num_affected = self.num_mostly_unusable = 0
+            self.unscored_since = None
             return None
         self.journal.write_shared(self.events)
         return self._escalate()
@@ -191,13 +201,19 @@ class Rollout:
 
     def _escalate(self) -> str | None:
         """Checks the parameters if many completions were unusable, or some in several generations in a row."""
-        facts = self.ranks.gather((len(self.unusable), self.size))
+        facts = self.ranks.gather((len(self.unusable), self.size, self.num_unscorable, len(self.failed_calls)))
         if self.bad_reward:  # of any rank: all of them have read the gathered rewards
             return (
                 f"Training was halted at step {self.step} because a reward was not a finite number "
                 "(on_bad_reward='halt'). The event names the reward function."
             )
-        num_unusable, size = (sum(numbers) for numbers in zip(*facts, strict=True))
+        num_unusable, size, num_unscorable, num_failed = (sum(numbers) for numbers in zip(*facts, strict=True))
+        if self.trainer.model.training:
+            self.counter.count_rewards(num_unscorable, num_failed)
+            if (
+                reason := self._halt_unscored(num_unscorable > 0 and num_unscorable + num_unusable >= size)
+            ) is not None:
+                return reason
         most = num_unusable > MAX_SHARE * size
         if self.trainer.model.training:  # generations of an evaluation are not counted
             self.num_affected = self.num_affected + 1 if num_unusable else 0
@@ -225,6 +241,24 @@ class Rollout:
         self.journal.write_once(event)
         why = " because the model's samples are meaningless" if bad else ""
         return f"Training was halted{why}. {message}"
+
+    def _halt_unscored(self, is_unscored: bool) -> str | None:
+        """Returns why the run has to end if no completion could be scored for too many steps in a row."""
+        if not is_unscored:
+            self.unscored_since = None
+            return None
+        self.unscored_since = self.step if self.unscored_since is None else self.unscored_since
+        num_steps = self.step - self.unscored_since + 1
+        if num_steps < self.policy.max_bad_steps:
+            return None
+        last = next((message for found in self.ranks.gather(self.failed_calls[:1]) for message in found), None)
+        message = f"No completion could be scored in {num_steps} steps in a row, from step {self.unscored_since} on" + (
+            "." if last is None else f"; last: {last}."
+        )
+        culprit, cause = Culprit(phase="reward"), Cause.REWARD_NONFINITE
+        event = Event(self.step, Signal.REWARD_NONFINITE, Action.HALTED, message, culprit=culprit, cause=cause)
+        self.journal.write_once(event)
+        return f"Training was halted. {message} To allow more, raise nanguard_max_bad_steps."
 
     # ---- events ----
 

@@ -1,6 +1,7 @@
 """Ends a guarded run early, in order: the last good state is saved, and a sentence says where."""
 
 import logging
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from torch import nn
@@ -9,6 +10,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ...core.monitors.weights import find_bad_weights
 from ...core.step.guard import Guard
 from ...errors import NonFiniteError
+from ..compat.trainer import keeping_checkpoint
 from ..compat.trainer_protocol import HostTrainer
 
 logger = logging.getLogger("hf_nanguard")
@@ -21,19 +23,27 @@ class Halting:
         self.trainer = trainer
         self.guard = guard
         self.saves = True
-        self.last_good: Path | None = None
+        self.begin_run()
 
     def begin_run(self) -> None:
         """Forgets the checkpoints of an earlier run."""
-        self.last_good = None
+        self.last_good: Path | None = None
+        self.before_bad: Path | None = None  # the last one from before the first bad step of a period of bad steps
 
     def save_nothing(self) -> None:
         """Makes a halt save no state: a measured run leaves no weights behind."""
         self.saves = False
 
     def note_saved(self, folder: Path) -> None:
-        """Notes a checkpoint whose state was finite."""
+        """Notes a checkpoint whose state was finite, saved by this run or resumed from."""
         self.last_good = folder
+        if self.guard.escalation.first_bad_step is None:
+            self.before_bad = folder
+
+    def keeping_checkpoint(self) -> AbstractContextManager[None]:
+        """Returns a context, for a save among bad steps, in which the host deletes any checkpoint but that from before them."""
+        bad = self.guard.escalation.first_bad_step is not None
+        return keeping_checkpoint(self.before_bad) if bad and self.before_bad is not None else nullcontext()
 
     def may_save(self, model: nn.Module) -> bool:
         """Returns whether weights and optimizer state are finite, so that a checkpoint may be saved. If not, the run ends."""
@@ -57,7 +67,15 @@ class Halting:
             if self.last_good != folder or not ranks.any(folder.is_dir()):
                 trainer._save_checkpoint(model, None)
             message += f" The last good state is in {folder}."
+        message += self._name_earlier(folder)
         logger.error("hf_nanguard: %s", message)
         if self.guard.policy.on_halt == "raise":
             raise NonFiniteError(message)
         trainer.control.should_training_stop = True
+
+    def _name_earlier(self, folder: Path) -> str:
+        """Names the checkpoint from before the bad steps: one that was saved among them may hold what makes them bad."""
+        first, earlier = self.guard.escalation.first_bad_step, self.before_bad
+        if first is None or earlier is None or earlier in (folder, self.last_good) or not earlier.is_dir():
+            return ""
+        return f" The first of the bad steps is {first}; resume from {earlier}, the last checkpoint from before it."

@@ -59,6 +59,8 @@ class GuardedTrainerMixin(Stealth, _Host):
     | `nanguard/dropped_microbatches` | micro-batches, of all ranks, that were left out |
     | `nanguard/success_rate` | micro-batches used / seen; `_recent`: of the last 100 |
     | `nanguard/grad_norm_max` | largest pre-clip norm since the last row |
+    | `nanguard/unscorable_completions` | completions without a finite reward, once there are any |
+    | `nanguard/failed_reward_calls` | calls of reward functions that failed as a whole, once there are any |
     | `nanguard/scaler_skips` | steps the GradScaler skipped by itself, once there are any |
     | `nanguard/term/<name>` | mean of a loss term named by `guard.term`, since the last row, of this rank |
     | `nanguard/dropped_terms/<name>` | how often a term was dropped on this rank, once it was |
@@ -199,7 +201,8 @@ class GuardedTrainerMixin(Stealth, _Host):
     def _save_checkpoint(self, model, trial):
         if not self.nanguard.halting.may_save(model):
             return
-        super()._save_checkpoint(model, trial)
+        with self.nanguard.halting.keeping_checkpoint():
+            super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         self.nanguard.halting.note_saved(folder)
         if self.nanguard.on and self.args.should_save:

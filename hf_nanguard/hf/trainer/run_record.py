@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ...core.event import strict
 from ...core.step.guard import Guard
-from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
+from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path, new_run_id
 from ..compat.trainer_protocol import HostTrainer
 
 logger = logging.getLogger("hf_nanguard")
@@ -46,7 +46,11 @@ class RunRecord:
         self.trainer = trainer
         self.directory = Path(str(trainer.args.output_dir)) / GUARD_FOLDER
         self.events = JsonlWriter(events_path(self.directory, rank))
-        self.metrics = JsonlWriter(self.directory / "metrics.jsonl")
+        self.metrics = JsonlWriter(self.directory / "metrics.jsonl", self.events.run)
+
+    def begin_run(self) -> None:
+        """Gives the lines of another `train()` another id."""
+        self.events.run = self.metrics.run = new_run_id()
 
     def write_row(self) -> None:
         """Appends the newest log row to `metrics.jsonl`."""

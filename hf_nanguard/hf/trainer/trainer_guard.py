@@ -39,6 +39,8 @@ from .trainer_runner import TrainerRunner
 
 logger = logging.getLogger("hf_nanguard")
 
+ONLINE_NORM = 0.1  # gradient norms below that, e.g. of a KL term where rewards are equal, count as that
+
 
 class OnlineData(Protocol):
     """The data of an online trainer (GRPO, RLOO): sampled and scored while the run goes on.
@@ -97,11 +99,14 @@ class TrainerGuard:
         self._joined = ExitStack()  # of a train() that had begun before the guard
         self._is_guarding_generation = False
         self._has_left_out_steps = False  # in this run, from the mean of its losses
+        self._creates_optimizer = False  # the host does, with the learning rate of its arguments
         self._abandons_step = False  # the run halts within the step that is being recorded
 
     def use_online(self, online: OnlineData) -> None:
         """Takes the data of an online trainer, which guards its own generation."""
         self.online = online
+        self.guard.loss_watch.expect_sign_changes()
+        self.guard.norms.raise_floor(ONLINE_NORM)
 
     @property
     def watches(self) -> bool:
@@ -130,7 +135,10 @@ class TrainerGuard:
         self.recorder.begin_run()
         self._abandons_step = self._has_left_out_steps = False
         self.halting.begin_run()
-        self.guard.escalation.reset()
+        self.guard.escalation.begin_run()
+        self.guard.journal.begin_run()
+        self.record.begin_run()
+        self._creates_optimizer = self.trainer.optimizer is None
         if self.on and self.guard.ranks.rank == 0:
             self._log_limits()
         try:
@@ -140,6 +148,7 @@ class TrainerGuard:
             self.end_step()  # an error may have come between a skipped step and its end
             self.recorder.end_run()
             self.guard.monitor_set.close()
+            self._log_summary()
 
     def join_run(self) -> None:
         """Begins to guard a `train()` that is running already, until it ends or fails; not one that is guarded."""
@@ -163,6 +172,8 @@ class TrainerGuard:
             return
         if resumed is not None:
             load_guard(self.guard, Path(resumed))
+            self.halting.note_saved(Path(resumed))
+            self._check_resumed_rate()
         self._given_filter = self.trainer.args.logging_nan_inf_filter
         dispatched = compat_accelerate.dispatches_batches(self.trainer)  # by rank 0: then rows are not known
         followed = None if dispatched else dataloader
@@ -212,6 +223,24 @@ class TrainerGuard:
             logger.warning(
                 "hf_nanguard: rank 0 dispatches the batches of this dataset, so labels and inputs are not checked before "
                 "the forward and rows are not known. Set accelerator_config={'dispatch_batches': False} to change that."
+            )
+
+    def _log_summary(self) -> None:
+        """Ends a run that had events with what they were and where they are."""
+        text = self.guard.journal.summary.format_end(self.record.events.path)
+        if text is not None and self.guard.ranks.rank == 0:
+            logger.warning(text)
+
+    def _check_resumed_rate(self) -> None:
+        """Warns that a resumed run keeps the learning rate of its checkpoint, whatever it was given."""
+        asked, restored = self.trainer.args.learning_rate, compat.base_rates(self.trainer)
+        if self._creates_optimizer and restored and asked not in restored and self.guard.ranks.rank == 0:
+            logger.warning(
+                "hf_nanguard: learning_rate=%g was asked for, but the schedule of the checkpoint is resumed with %g. For "
+                "another rate, load the weights of the checkpoint into the model and train without resume_from_checkpoint, or "
+                "remove optimizer.pt and scheduler.pt from a copy of the checkpoint.",
+                asked,
+                max(restored),
             )
 
     @contextmanager

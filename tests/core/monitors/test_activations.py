@@ -435,3 +435,23 @@ def test_a_module_that_runs_no_more_does_not_ask_for_a_look_at_every_step():
     trend.add(9, 0.5)
     _run(monitor, model, step=19)
     assert monitor.next_check is None
+
+
+def test_a_pattern_whose_modules_do_not_run_is_reported_once():
+    model = Stack()
+    model.side = nn.Linear(2, 2)
+    monitor, events = _watch(model, patterns="layers.*, side, haed")
+    for step in range(3):
+        _run(monitor, model, step)
+    messages = [event["message"] for event in events]
+    assert [event["signal"] for event in events] == ["guard_failed"] * 2
+    assert "'side' is not monitored because its modules did not run" in messages[0]
+    assert "'haed' is not monitored because it matches no module" in messages[1]
+
+
+def test_patterns_whose_modules_run_are_not_reported():
+    model = Stack()
+    monitor, events = _watch(model, patterns=["head", "layers.*.linear"])
+    for step in range(3):
+        _run(monitor, model, step)
+    assert events == []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_nanguard.core.robust_window import RobustWindow
+from hf_nanguard.core.monitors.spike_detector import SpikeDetector
 from hf_nanguard.core.settings import Policy
 from hf_nanguard.core.step.decision import HEALTHY, Decision, Escalation, StepAction, decide
 from hf_nanguard.core.vocabulary import Signal
@@ -10,9 +10,9 @@ from hf_nanguard.testing import INF, NAN
 
 
 def seen(value=1.0, count=60):
-    window = RobustWindow()
+    window = SpikeDetector()
     for _ in range(count):
-        window.add(value)
+        window.add(0, value)
     return window
 
 
@@ -88,10 +88,26 @@ def test_nothing_but_step_depends_on_this_rank_s_losses():
 
 def test_the_ladder_counts_only_bad_steps_in_a_row():
     escalation = Escalation(3)
-    assert [escalation.count_bad(), escalation.count_bad()] == [False, False]
+    assert [escalation.count_bad(0), escalation.count_bad(1)] == [False, False]
     escalation.reset()
-    assert [escalation.count_bad(), escalation.count_bad(), escalation.count_bad()] == [False, False, True]
+    assert [escalation.count_bad(step) for step in (3, 4, 5)] == [False, False, True]
+    assert escalation.first_bad_step == 0
+
+
+def test_a_period_of_bad_steps_ends_after_as_many_good_ones():
+    escalation = Escalation(3)
+    escalation.count_bad(7)
+    for _ in range(2):
+        escalation.reset()
+    escalation.count_bad(10)
+    assert escalation.first_bad_step == 7
+    for _ in range(3):
+        escalation.reset()
+    assert escalation.first_bad_step is None
+    escalation.count_bad(14)
+    escalation.begin_run()
+    assert (escalation.first_bad_step, escalation.bad_in_a_row) == (None, 0)
 
 
 def test_a_ladder_of_one_halts_at_once():
-    assert Escalation(1).count_bad()
+    assert Escalation(1).count_bad(0)

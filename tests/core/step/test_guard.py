@@ -272,14 +272,14 @@ def test_a_spike_is_observed_and_the_step_goes_on():
     loop, _, threshold, outcome = spiked("observe")
     plain = Loop("sgd", clip=None).run(make_groups(61, 1, {(60, 0): {"fault": "loss", "value": 1e3}}))
     assert outcome.stepped
-    assert loop.told() == [(60, None, "grad_spike", "observed")]
+    assert loop.told() == [(60, None, "loss_spike", "observed"), (60, None, "grad_spike", "observed")]
     assert_same(loop.everything(), plain.everything())
     assert max(loop.guard.norms.values) <= threshold, "the spike must not move the yardstick"
 
 
 def test_a_spike_is_clipped_to_the_threshold():
     loop, _, threshold, outcome = spiked("clip")
-    assert loop.told() == [(60, None, "grad_spike", "clipped")]
+    assert loop.told() == [(60, None, "loss_spike", "observed"), (60, None, "grad_spike", "clipped")]
     assert outcome.clip_to == threshold
     plain = Loop("sgd", clip=None).run(make_groups(60, 1))
     plain.clip = threshold
@@ -567,7 +567,7 @@ def test_state_makes_the_round_trip():
     again = Loop().guarded().guard
     again.load_state_dict(state)
     assert again.state_dict() == loop.guard.state_dict()
-    assert again.escalation.bad_in_a_row == 2
+    assert again.escalation.bad_in_a_row == 0, "a run starts with a full budget"
     assert again.counter.skipped_steps == 2
     assert list(again.norms.values) == list(loop.guard.norms.values)
     assert len(again.norms.values) == 1

@@ -10,11 +10,11 @@ from torch import nn
 from hf_nanguard.core.autopsy.examiner import Examiner
 from hf_nanguard.core.finite import read_host
 from hf_nanguard.core.journal import Journal
+from hf_nanguard.core.monitors.spike_detector import SpikeDetector
 from hf_nanguard.core.ranks import Ranks
 from hf_nanguard.core.rerun.micro_batch import AccumulationGroup, BatchAction, Finding, MicroBatch
 from hf_nanguard.core.rerun.runner import LoopRunner
 from hf_nanguard.core.rng import RngState
-from hf_nanguard.core.robust_window import RobustWindow
 from hf_nanguard.core.settings import Policy
 from hf_nanguard.core.step.bad_gradients import Census
 from hf_nanguard.core.step.counters import Counter
@@ -87,7 +87,7 @@ class Bench:
         norm_dev = torch.as_tensor(NAN) if clipped else self.runner.measure()
         losses = read_host(self.group.losses)
         [norm] = read_host([norm_dev])
-        decision = decide(losses, norm, self.policy, RobustWindow())
+        decision = decide(losses, norm, self.policy, SpikeDetector())
         reading = StepReading(STEP, self.group, losses, norm, norm_dev, decision, 0, clipped)
         return self.containment.contain(reading, self.runner)
 

@@ -158,6 +158,7 @@ def test_a_loop_of_its_own_is_guarded_in_a_reduced_way(later, tmp_path, caplog):
         trainer.train()
     assert not isinstance(trainer, GuardedTrainerMixin)
     assert caplog.text.count("guarded in a reduced way because its train runs a training loop of its own") == 1
+    assert caplog.text.count("events of this run") == 1
     [event] = events_of(trainer)
     assert (event["signal"], event["action"], event["step"]) == ("grad_nonfinite", "skipped", 2)
     assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())

@@ -382,3 +382,48 @@ def test_prompts_that_break_the_forward_too_cost_no_healthy_completion(tmp_path)
     whole = {event["step"] for event in emitted(trainer, "logits_nonfinite") if event["values"]["num_unusable"] == 4}
     assert not [event for event in dropped if event["step"] in sampled - whole]
     assert finite(trainer)
+
+
+@pytest.mark.parametrize("fault", ["raises", "nan", "short"])
+def test_reward_functions_that_always_fail_are_counted_and_end_the_run(fault, tmp_path):
+    def reward_broken(completions, **kwargs):
+        if fault == "raises":
+            raise KeyError("answer")
+        return [NAN] * len(completions) if fault == "nan" else [1.0]
+
+    extra = {"guard": GuardArguments(nanguard_max_bad_steps=4), "reward_funcs": [reward_length, reward_broken]}
+    trainer = build("grpo", tmp_path, gradient_accumulation_steps=1, max_steps=50, extra=extra)
+    with pytest.raises(NonFiniteError, match=r"No completion could be scored in 4 steps in a row, from step 0 on"):
+        trainer.train()
+    assert trainer.state.global_step == 3
+    row = [row for row in trainer.state.log_history if "loss" in row][-1]
+    assert row["nanguard/unscorable_completions"] == 2 * 3
+    assert row.get("nanguard/failed_reward_calls", 0) == (0 if fault == "nan" else 3)
+    assert events_of(trainer)[-1]["action"] == "halted"
+
+
+def test_reward_functions_that_fail_now_and_then_are_counted_and_do_not_end_the_run(tmp_path):
+    calls = []
+
+    def reward_flaky(completions, **kwargs):
+        calls.append(len(completions))
+        if len(calls) % 3:
+            raise TimeoutError("busy")
+        return reward_length(completions)
+
+    extra = {"guard": GuardArguments(nanguard_max_bad_steps=3), "reward_funcs": reward_flaky}
+    trainer = build("grpo", tmp_path, gradient_accumulation_steps=1, max_steps=7, extra=extra)
+    trainer.train()
+    row = [row for row in trainer.state.log_history if "loss" in row][-1]
+    assert row["nanguard/failed_reward_calls"] == 5
+    assert row["nanguard/unscorable_completions"] == 10
+
+
+@pytest.mark.parametrize("patterns", ["layers.*, lm_head", "lm_head"])
+def test_a_head_that_trl_does_not_call_is_said_not_to_be_monitored(patterns, tmp_path):
+    guard = GuardArguments(nanguard_activation_modules=patterns, nanguard_activation_steps=1)
+    trainer = build("grpo", tmp_path, extra={"guard": guard}, max_steps=3, gradient_accumulation_steps=1)
+    trainer.train()
+    [event] = emitted(trainer, "guard_failed")
+    assert "lm_head" in event["message"]
+    assert "not monitored" in event["message"]

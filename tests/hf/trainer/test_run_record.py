@@ -13,7 +13,7 @@ from ...trainers import build
 def test_state_goes_through_a_checkpoint(tmp_path):
     guard = Guard()
     guard.counter.count_microbatches(4, 1)
-    guard.norms.add(2.5)
+    guard.norms.add(0, 2.5)
     save_guard(guard, tmp_path)
     again = Guard()
     assert load_guard(again, tmp_path)
@@ -41,4 +41,4 @@ def test_rows_are_strict_json(tmp_path):
     trainer.state.log_history.append({"loss": float("nan"), "step": 1})
     record.write_row()
     [line] = (tmp_path / "nanguard" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(line) == {"loss": "nan", "step": 1}
+    assert json.loads(line) == {"run": record.events.run, "loss": "nan", "step": 1}

@@ -1,0 +1,85 @@
+"""Judges the loss of every step against the run's own history and writes `loss_spike` and `loss_diverged`."""
+
+import math
+
+from ..event import Event, JsonObject, JsonValue
+from ..journal import Journal
+from ..vocabulary import Action, Signal
+from .loss_divergence import Divergence, DivergenceDetector
+from .spike_detector import Spike, SpikeDetector
+
+NEAR_ZERO = 1e-6  # a loss that small, or negative, moves around 0, as the policy loss of RL does
+NUM_FIRST = 10
+NEGLIGIBLE = 0.01  # of the first losses: factors between losses below do not matter
+SIGNED_RATIO, SIGNED_FLOOR, SIGNED_LEVEL = 10.0, 1.0, 3.0  # for a loss around 0, which advantages keep near 1
+
+
+class LossWatch:
+    """Observes the losses of a run; nothing is done about them. Only rank 0 writes, about its own losses."""
+
+    def __init__(self, journal: Journal):
+        self.journal = journal
+        self.spikes = SpikeDetector(ratio=2.8, tail=3.0)
+        self.divergence = DivergenceDetector()
+        self.is_signed = False
+        self.num_seen = 0
+
+    def expect_sign_changes(self) -> None:
+        """Judges the loss as one that moves around 0, where only its size says anything."""
+        if not self.is_signed:
+            self.is_signed = True
+            self.spikes.ratio = SIGNED_RATIO
+            self.spikes.raise_floor(SIGNED_FLOOR)
+            self.divergence.raise_floor(SIGNED_LEVEL)
+
+    def observe(self, step: int, loss: float) -> None:
+        """Adds the loss of a step that was trained on."""
+        if not math.isfinite(loss):
+            return
+        if loss <= NEAR_ZERO:
+            self.expect_sign_changes()
+        if self.num_seen == NUM_FIRST and not self.is_signed:
+            floor = NEGLIGIBLE * min(self.spikes.values)  # the first loss, if the others are those of a diverged run
+            self.spikes.raise_floor(floor)
+            self.divergence.raise_floor(floor)
+        self.num_seen += 1
+        if (spike := self.spikes.add(step, loss)) is not None:
+            self._emit_spike(step, spike)
+        if (divergence := self.divergence.add(step, loss)) is not None:
+            self._emit_divergence(step, divergence)
+
+    def _emit_spike(self, step: int, spike: Spike) -> None:
+        values = {"loss": spike.value, "usual": spike.usual, "threshold": spike.threshold}
+        message = f"loss {spike.value:.4g} at step {spike.step} is far above the usual {spike.usual:.4g}"
+        self.journal.write_once(Event(spike.step, Signal.LOSS_SPIKE, Action.OBSERVED, message, values=values))
+
+    def _emit_divergence(self, step: int, found: Divergence) -> None:
+        values: dict[str, JsonValue] = {
+            "loss": found.value,
+            "usual": found.usual,
+            "since_step": found.since,
+            "reference": found.reference,
+        }
+        what = "where it began" if found.reference == "start" else "its best level"
+        message = (
+            f"the loss stays above {what}: {found.value:.4g} at step {step}, against {found.usual:.4g}, since step "
+            f"{found.since}. Lower the learning rate, lengthen the warm-up, or check the data from that step on"
+        )
+        self.journal.write_once(Event(step, Signal.LOSS_DIVERGED, Action.OBSERVED, message, values=values))
+
+    def state_dict(self) -> JsonObject:
+        """Returns what `load_state_dict` needs, as JSON values."""
+        return {
+            "spikes": self.spikes.state_dict(),
+            "divergence": self.divergence.state_dict(),
+            "is_signed": self.is_signed,
+            "num_seen": self.num_seen,
+        }
+
+    def load_state_dict(self, state: JsonObject) -> None:
+        """Restores what [`LossWatch.state_dict`] returned."""
+        self.spikes.load_state_dict(state["spikes"])
+        self.divergence.load_state_dict(state["divergence"])
+        self.num_seen = int(state["num_seen"])
+        if state["is_signed"]:
+            self.expect_sign_changes()

@@ -1,0 +1,183 @@
+"""The loss against the run's own history: healthy series of many kinds are silent, spikes and divergence are reported once."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from hf_nanguard.core.journal import Journal
+from hf_nanguard.core.monitors.loss_watch import LossWatch
+from hf_nanguard.core.monitors.spike_detector import SpikeDetector
+from hf_nanguard.core.ranks import Ranks
+
+N = 500
+STEPS = np.arange(N)
+
+
+class Watched:
+    """A loss watch, a detector of norms, and what they have reported."""
+
+    def __init__(self):
+        self.events = []
+        self.losses = LossWatch(Journal(Ranks("cpu"), self.events.append))
+        self.norms = SpikeDetector()
+        self.norm_spikes = []
+
+    def run(self, losses, norms=(), begin=0):
+        for step, loss in enumerate(losses, begin):
+            self.losses.observe(step, float(loss))
+        for step, norm in enumerate(norms, begin):
+            if self.norms.add(step, float(norm)):
+                self.norm_spikes.append(step)
+        return self
+
+    @property
+    def told(self):
+        return [(event["signal"], event["step"]) for event in self.events]
+
+
+def noise(rng, low=0.01, high=0.35):
+    return np.exp(rng.normal(0, rng.uniform(low, high), N))
+
+
+def decay(rng, first=None):
+    first = math.exp(rng.uniform(-1, 2.5)) if first is None else first
+    last = first * rng.uniform(0.01, 0.7)
+    return last + (first - last) * np.exp(-STEPS / rng.uniform(10, 400))
+
+
+def curriculum(rng):
+    bounds, start, parts = np.linspace(0, N, rng.integers(3, 7)).astype(int), 2.0, []
+    for size in np.diff(bounds):
+        low = start * rng.uniform(0.3, 0.7)
+        parts.append(low + (start - low) * np.exp(-np.arange(size) / rng.uniform(10, 60)))
+        start = min(low * rng.uniform(1.2, 2.0), 2.8)
+    return np.concatenate(parts) * noise(rng)
+
+
+def warm_up(rng):
+    length = rng.integers(5, 100)
+    return np.where(length > STEPS, 4 * (1 + 0.15 * STEPS / length), decay(rng, 4.0)) * noise(rng)
+
+
+def restarts(rng):
+    period = rng.integers(40, 200)
+    rate = 0.5 * (1 + np.cos(np.pi * (STEPS % period) / period))
+    return decay(rng) * (1 + rng.uniform(0.05, 0.5) * rate) * noise(rng)
+
+
+def tasks(rng):
+    levels = np.exp(rng.uniform(-1.2, 1.2, rng.integers(2, 5)))
+    return levels[rng.integers(0, len(levels), N)] * noise(rng) * (0.4 + 0.6 * np.exp(-STEPS / 100))
+
+
+def policy_loss(rng):
+    return rng.normal(0, rng.choice([1e-4, 0.01, 0.1, 0.5]), N) * (1 + 0.3 * np.abs(rng.standard_t(3, N)))
+
+
+def sparse_policy_loss(rng):
+    kl = 0.04 * np.abs(np.cumsum(rng.normal(0, 0.03, N)))
+    return np.where(rng.random(N) < 0.6, 0.0, rng.normal(0, 0.05, N)) + kl * (STEPS > 0)
+
+
+HEALTHY = {
+    "decay": lambda rng: decay(rng) * noise(rng),
+    "plateau": lambda rng: 3.0 * noise(rng),
+    "heavy tails": lambda rng: decay(rng) * (1 + 0.1 * np.abs(rng.standard_t(4, N))),
+    "small batches": lambda rng: decay(rng) * np.exp(rng.normal(0, 0.7, N)),
+    "gamma": lambda rng: decay(rng) * rng.gamma(3, 1, N) / 3,
+    "memorised": lambda rng: 5 * np.exp(-STEPS / 30) * noise(rng) + 1e-5 * np.exp(rng.normal(0, 1, N)),
+    "warm-up": warm_up,
+    "curriculum": curriculum,
+    "restarts": restarts,
+    "tasks": tasks,
+    "policy loss": policy_loss,
+    "sparse policy loss": sparse_policy_loss,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", HEALTHY)
+def test_healthy_runs_are_silent(kind):
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        norms = np.exp(rng.normal(0, rng.uniform(0.1, 0.6), N)) * (1 + 5 * np.exp(-STEPS / 20))
+        watched = Watched().run(HEALTHY[kind](rng), np.where(rng.random(N) < 0.2, 0.0, norms))
+        assert watched.told == [], seed
+        assert watched.norm_spikes == [], seed
+
+
+@pytest.mark.parametrize(("factor", "at"), [(5, 40), (5, 60), (10, 20), (10, 60), (100, 6), (100, 20), (1e6, 3)])
+def test_a_spike_is_reported_with_numbers(factor, at):
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        losses = (1 + 2 * np.exp(-np.arange(100) / 60)) * np.exp(rng.normal(0, 0.05, 100))
+        usual = np.median(losses[max(at - 30, 0) : at])
+        losses[at] *= factor
+        losses[at + 1] *= 1 + (factor - 1) * 0.2  # on its way back
+        watched = Watched().run(losses)
+        assert watched.told == [("loss_spike", at)]
+        values = watched.events[0]["values"]
+        assert values["loss"] == pytest.approx(losses[at])
+        assert values["usual"] == pytest.approx(usual, rel=1e-3)
+
+
+def diverging(top, rise=20, at=80, first=3.0, best=0.5, n=300):
+    steps = np.arange(n)
+    losses = best + (first - best) * np.exp(-steps / 15)
+    losses += (top - losses) * (1 - np.exp(-np.maximum(steps - at, 0) / rise))
+    return losses * np.exp(np.random.default_rng(0).normal(0, 0.08, n))
+
+
+@pytest.mark.parametrize("top", [2.7, 3.0, 9.0, 1e4])
+@pytest.mark.parametrize("rise", [1, 20, 60])
+def test_a_loss_that_stays_high_has_diverged(top, rise):
+    watched = Watched().run(diverging(top, rise))
+    [(signal, step)] = [told for told in watched.told if told[0] != "loss_spike"]
+    event = watched.events[-1]
+    assert signal == "loss_diverged"
+    assert event["action"] == "observed"
+    assert 75 < event["values"]["since_step"] <= min(80 + rise, step)
+    assert event["values"]["loss"] > 1.6 * event["values"]["usual"]
+    assert f"since step {event['values']['since_step']}" in event["message"]
+
+
+@pytest.mark.parametrize("first", [0.07, 2.0])
+def test_a_run_that_diverges_at_once_is_reported_within_a_few_steps(first):
+    losses = [first, 400 * first, *(first * 300 * math.exp(x) for x in np.random.default_rng(1).normal(0, 0.3, 14))]
+    watched = Watched().run(losses)
+    assert "loss_diverged" in dict(watched.told)
+    assert watched.events[-1]["values"]["usual"] == pytest.approx(first)
+
+
+def test_a_policy_loss_that_explodes_is_reported():
+    rng = np.random.default_rng(0)
+    losses = np.concatenate([policy_loss(rng)[:60], 500 * np.exp(rng.normal(0, 0.3, 30))])
+    assert dict(Watched().run(losses).told).keys() == {"loss_spike", "loss_diverged"}
+
+
+def test_a_second_divergence_is_reported_after_a_recovery():
+    losses = np.concatenate([diverging(6.0, 1)[:200], np.full(120, 0.5), np.full(80, 7.0)])
+    told = [step for signal, step in Watched().run(losses).told if signal == "loss_diverged"]
+    assert len(told) == 2
+    assert told[1] > 320
+
+
+def test_the_history_survives_a_checkpoint():
+    losses = diverging(3.0)
+    first = Watched().run(losses[:75])
+    state = json.loads(json.dumps(first.losses.state_dict(), allow_nan=False))
+    resumed = Watched()
+    resumed.losses.load_state_dict(state)
+    resumed.run(losses[75:], begin=75)
+    assert resumed.told == Watched().run(losses).told
+    assert resumed.told
+
+
+def test_nonfinite_losses_are_not_part_of_it():
+    losses = list(diverging(3.0))
+    spoiled = [loss for pair in zip(losses, [math.nan, math.inf] * 150, strict=True) for loss in pair]
+    watched = Watched()
+    for step, loss in enumerate(spoiled):
+        watched.losses.observe(step // 2, loss)
+    assert watched.told == Watched().run(losses).told
