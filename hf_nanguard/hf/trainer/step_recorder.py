@@ -95,6 +95,8 @@ class StepRecorder:
     def end_run(self) -> None:
         """Lets go of everything that `train()` left, also after an error."""
         self.phase = Phase.OUTSIDE
+        self._held = None
+        self.loss_errors.keep_replacement(None)
         self.guard.begin_group()
 
     def begin_group(self, batches: list[Any]) -> None:
@@ -153,7 +155,7 @@ class StepRecorder:
             held = self._held
             finding = self.loss_errors.judge(error, index, self._batch_rows[index], held is not None, runner.lockstep)
             if finding is None or held is None:
-                self._abandon()
+                self.abandon()
                 raise
             rows = self._rows_of(held[0], index)
             findings = (*findings, finding)
@@ -164,6 +166,7 @@ class StepRecorder:
         finally:
             self.phase = Phase.COLLECTING if self.phase is Phase.RUNNING else self.phase
         payload, rng = self._held or (None, RngState.capture(self.trainer.args.device.type))
+        self._held = None
         rows = self._rows_of(payload, index) if rows is None else rows
         group.micro_batches.append(MicroBatch(index, payload, rng, findings, rows, loss.detach()))
         return loss
@@ -232,7 +235,7 @@ class StepRecorder:
             total += loss.to(total.device)
         total += extra
 
-    def _abandon(self) -> None:
+    def abandon(self) -> None:
         """Forgets the group after an error: the host may catch it and begin anew with a smaller batch."""
         self.guard.begin_group()
         self.phase = Phase.IDLE
