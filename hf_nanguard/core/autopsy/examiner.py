@@ -133,6 +133,11 @@ class Examiner:
         self.num_traces = 0
         self.logged: set[str] = set()
 
+    def write_to(self, folder: Path) -> None:
+        """Writes bundles there from now on. Verdicts that name a bundle of another folder are forgotten."""
+        if folder != self.folder:
+            self.folder, self.known = folder, {}
+
     @property
     def due(self) -> bool:
         """Whether another micro-batch may be traced."""

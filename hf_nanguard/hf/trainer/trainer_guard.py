@@ -87,7 +87,7 @@ class TrainerGuard:
         self.acts = self.policy.acts
         ranks = Ranks(trainer.args.device)
         self.record = RunRecord(trainer, ranks.rank)
-        self.guard = Guard(policy=self.policy, ranks=ranks, on_event=self.record.events, folder=self.record.directory)
+        self.guard = Guard(policy=self.policy, ranks=ranks, on_event=self.record.write_event)
         self.recorder = StepRecorder(trainer, self.guard)
         self.evaluation = Evaluation(trainer, self.guard)
         self.halting = Halting(trainer, self.guard)
@@ -132,6 +132,8 @@ class TrainerGuard:
             yield
             return
         self.recorder.begin_run()
+        self.record.begin_run()
+        self.guard.write_bundles_to(self.record.directory)
         self._abandons_step = self._has_left_out_steps = self._has_reported_update = False
         self.halting.begin_run()
         self.guard.escalation.reset()
