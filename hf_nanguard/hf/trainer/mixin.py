@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from transformers import TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from ..compat.trainer_protocol import HostTrainer
 from .arguments import GuardArguments, find_guard_arguments
@@ -127,7 +127,10 @@ class GuardedTrainerMixin(Stealth, _Host):
     def _finalize_training(self, *args, **kwargs):
         with self.nanguard.finalizing():
             output = super()._finalize_training(*args, **kwargs)
-            return output._replace(training_loss=math.nan) if self.nanguard.has_no_mean else output
+            has_mean = not self.nanguard.has_no_mean or not isinstance(
+                output, TrainOutput
+            )  # a subclass may return anything
+            return output if has_mean else output._replace(training_loss=math.nan)
 
     # ---- data ----
 
@@ -215,6 +218,7 @@ class GuardedTrainerMixin(Stealth, _Host):
         if self.nanguard.replaying:
             return
         if self.nanguard.on and "loss" in logs:
+            self.nanguard.recorder.begin_row()
             logs.update(self.nanguard.log_metrics())
         if "train_loss" in logs and self.nanguard.has_no_mean:
             logs["train_loss"] = math.nan

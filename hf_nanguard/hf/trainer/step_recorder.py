@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...core.rerun.micro_batch import AccumulationGroup, BatchAction, MicroBatch
@@ -235,8 +236,14 @@ class StepRecorder:
             total += loss.to(total.device)
         total += extra
 
+    def begin_row(self) -> None:
+        """Takes the losses so far out of the running loss of an open group, once the host has logged them."""
+        if self.phase is Phase.COLLECTING and self.has_micro_batches:
+            logged = sum(torch.where(torch.isfinite(loss), loss, 0.0) for loss in self.guard.group.losses)
+            self._loss_before = running_loss(self.trainer) - logged
+
     def abandon(self) -> None:
-        """Forgets the group after an error: the host may catch it and begin anew with a smaller batch."""
+        """Forgets a group that will not be settled."""
         self.guard.begin_group()
         self.phase = Phase.IDLE
 

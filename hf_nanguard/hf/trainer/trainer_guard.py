@@ -202,6 +202,8 @@ class TrainerGuard:
             ):
                 yield
         except BaseException:
+            self.end_step()
+            self.recorder.abandon()  # the host may catch it and begin anew with a smaller batch
             self._joined.close()
             raise
 
