@@ -4,6 +4,7 @@ import copy
 import gc
 import inspect
 import pickle
+from itertools import product
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from hf_nanguard.testing import Fault, plant
 from tests.reference import assert_same, tensors_of
 from tests.trainers import build, events_of, stock_class
 
-from .ways import WAYS, build_guarded
+from .ways import WAYS, build_guarded, params
 
 SETTINGS = GuardArguments(nanguard_max_bad_steps=7)
 
@@ -28,8 +29,17 @@ def _pickled(trainer):
 COPIES = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": _pickled}
 
 
-@pytest.mark.parametrize("make", COPIES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "make"),
+    params(
+        ("class", "copy"),
+        ("attach", "deepcopy"),
+        ("callback in the constructor", "pickle"),
+        ("callback added later", "deepcopy"),
+        ("nanguard run", "deepcopy"),
+        cases=product(WAYS, COPIES),
+    ),
+)
 def test_a_copy_has_its_own_guard_or_none(way, make, tmp_path):
     GradientState._reset_state()  # holds weak references of earlier runs that no trainer, stock or guarded, can be pickled with
     trainer = build_guarded(way, "plain", tmp_path, SETTINGS)
@@ -51,8 +61,9 @@ def test_a_copy_has_its_own_guard_or_none(way, make, tmp_path):
     assert "nanguard" not in vars(trainer) or trainer.nanguard.guard.counter.seen == seen
 
 
-@pytest.mark.parametrize("kind", ["plain", "grpo"])
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "nanguard run"])
+@pytest.mark.parametrize(
+    ("way", "kind"), params(("attach", "plain"), cases=product(list(WAYS)[:-1], ("plain", "grpo")))
+)
 def test_a_copy_of_a_trained_trainer_trains_as_that_of_a_stock_one(way, kind, tmp_path):
     ends = []
     for name in ("stock", way):
@@ -66,7 +77,7 @@ def test_a_copy_of_a_trained_trainer_trains_as_that_of_a_stock_one(way, kind, tm
     assert_same(*ends)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", params("callback added later"))
 def test_nothing_is_held_after_a_run_or_an_error(way, tmp_path):
     class Failing(stock_class("plain")):
         fails = False
@@ -107,8 +118,15 @@ def _trained_stock(tmp_path):
 # ---- what a script sees of the guard ----
 
 
-@pytest.mark.parametrize("kind", ["plain", "sft", "grpo"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    params(
+        ("class", "plain"),
+        ("attach", "grpo"),
+        ("callback added later", "plain"),
+        cases=product(WAYS, ("plain", "sft", "grpo")),
+    ),
+)
 def test_every_method_has_the_signature_of_the_host(way, kind, tmp_path):
     trainer = build_guarded(way, kind, tmp_path, max_steps=1)
     trainer.train()
@@ -134,7 +152,7 @@ def test_every_override_shows_the_signature_of_the_host():
     assert not {name for name in ours if hasattr(Trainer, name)} - {"__reduce_ex__"}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", params("callback in the constructor", "callback added later"))
 def test_a_trainer_says_it_is_of_the_class_it_was_built_as(way, tmp_path):
     class Mine(Trainer):
         def compute_loss(self, *args, **kwargs):

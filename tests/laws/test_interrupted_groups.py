@@ -9,6 +9,7 @@ from hf_nanguard.testing import Fault, plant
 from ..models import token_dataset
 from ..reference import assert_same, tensors_of
 from ..trainers import build, events_of, stock_class
+from .ways import params
 
 
 class Stream(IterableDataset):
@@ -18,14 +19,14 @@ class Stream(IterableDataset):
         return iter([token_dataset(48)[i] for i in range(10)])
 
 
-@pytest.mark.parametrize("place", [(0, 0), (1, 0), (1, 3)])
-def test_a_row_inside_a_group_counts_no_loss_twice(place, tmp_path):
+@pytest.mark.parametrize(("step", "micro_step"), params((1, 3), cases=[(0, 0), (1, 0), (1, 3)]))
+def test_a_row_inside_a_group_counts_no_loss_twice(step, micro_step, tmp_path):
     """The last two batches of the stream belong to the group that its next pass completes; a row comes in between."""
     means = []
     for strategy in ("no", "epoch"):
         extra = {"train_dataset": Stream()}
         trainer = build("plain", tmp_path / strategy, extra=extra, logging_strategy=strategy, max_steps=3, dropout=0.0)
-        planted = plant(trainer, Fault("loss", *place))
+        planted = plant(trainer, Fault("loss", step, micro_step))
         means.append(trainer.train().training_loss)
         assert len(planted.triggered) == 1
         assert [event["action"] for event in events_of(trainer)] == ["dropped"]
@@ -42,7 +43,9 @@ def test_a_run_may_return_anything(tmp_path):
     assert trainer.train() is None
 
 
-@pytest.mark.parametrize("event", ["on_substep_end", "on_pre_optimizer_step", "on_step_end"])
+@pytest.mark.parametrize(
+    "event", params("on_substep_end", cases=("on_substep_end", "on_pre_optimizer_step", "on_step_end"))
+)
 def test_a_smaller_batch_size_begins_with_an_empty_group(event, tmp_path):
     class OutOfMemory(TrainerCallback):
         has_failed = False

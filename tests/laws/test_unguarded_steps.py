@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from itertools import product
 from types import MethodType
 
 import pytest
@@ -11,6 +12,8 @@ from transformers import Trainer
 from hf_nanguard import attach, guarded
 from hf_nanguard.hf.trainer.held_inputs import HeldInputs
 from tests.trainers import build, events_of
+
+from .ways import build_guarded, params
 
 METHODS = (
     "train", "_inner_training_loop", "_run_epoch", "_finalize_training", "get_train_dataloader", "get_batch_samples",
@@ -55,14 +58,7 @@ def _build(place, own, folder):
     return trainer
 
 
-@pytest.mark.parametrize(
-    ("names", "place"),
-    [
-        pytest.param(names, place, marks=[] if (names, place) in QUICK else [pytest.mark.slow])
-        for names in METHODS
-        for place in ("below", "above", "on it")
-    ],
-)
+@pytest.mark.parametrize(("names", "place"), params(*QUICK, cases=product(METHODS, ("below", "above", "on it"))))
 def test_a_replaced_method_is_guarded_or_reported(names, place, tmp_path, caplog):
     trainer = _build(place, _own(names), tmp_path)
     with caplog.at_level(logging.WARNING, "hf_nanguard"):
@@ -96,14 +92,12 @@ class OwnLoop(Trainer):
 held: list[int] = []
 
 
-@pytest.mark.parametrize("calls", [False, True])
-@pytest.mark.parametrize("way", [attach, None])
+@pytest.mark.parametrize(("way", "calls"), params(("attach", True), cases=product(("class", "attach"), (False, True))))
 def test_a_loop_of_its_own_is_reported_and_nothing_is_held(way, calls, tmp_path):
     held.clear()
     OwnLoop.calls_training_step = calls
     OwnLoop.current_gradient_accumulation_steps, OwnLoop._tr_loss = 1, torch.tensor(0.0)
-    trainer = build("plain", tmp_path, OwnLoop, guard=way is None)
-    trainer = trainer if way is None else way(trainer)
+    trainer = build_guarded(way, "plain", tmp_path, trainer_class=OwnLoop)
     trainer.train()
     [event] = events_of(trainer)
     assert (event["signal"], event["step"]) == ("guard_failed", 0)

@@ -11,7 +11,7 @@ from hf_nanguard.testing import INF, NAN, Fault, OperationCounter, plant
 from tests.reference import assert_same, losses_of, tensors_of, without
 from tests.trainers import build, events_of, stock_class
 
-from .ways import WAYS, build_guarded
+from .ways import WAYS, build_guarded, params
 
 KINDS = ("plain", "sft", "grpo")
 LAYER = "model.layers.0.mlp.down_proj.weight"
@@ -261,7 +261,7 @@ def test_a_run_after_one_that_failed_between_epochs_is_guarded(way, tmp_path):
     assert not trainer.nanguard.watches
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", params("callback in the constructor"))
 def test_everything_is_written_where_the_run_writes(way, tmp_path):
     """A constructor may set the output directory after that of the Trainer, and a script between two runs."""
 
@@ -282,7 +282,7 @@ def test_everything_is_written_where_the_run_writes(way, tmp_path):
     assert not (tmp_path / "old" / "nanguard").exists()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", params("attach"))
 def test_settings_replaced_between_two_runs_are_those_of_the_second(way, tmp_path):
     """Also if somebody has put a `training_step` on the trainer itself, which the guard wraps during a run."""
     trainer = build_guarded(way, "plain", tmp_path, max_steps=2)
@@ -299,7 +299,7 @@ def test_settings_replaced_between_two_runs_are_those_of_the_second(way, tmp_pat
     assert trainer.nanguard.guard.counter.seen == 6
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", params("callback added later"))
 def test_settings_replaced_during_a_run_guard_the_rest_of_it(way, tmp_path):
     class Replacing(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):

@@ -1,10 +1,12 @@
 """The five ways to guard a trainer, as one table: every law holds for each of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from hf_nanguard import GuardArguments, NanGuardCallback, attach
 from hf_nanguard.takeover.takeover import Takeover
@@ -45,6 +47,14 @@ WAYS: dict[str, Callable[[Make, GuardArguments | None], Any]] = {
     "callback added later": _added_later,
     "nanguard run": _taken_over,
 }
+
+
+def params(*quick: Any, cases: Iterable[Any] = WAYS) -> list[Any]:
+    """Returns cases for `pytest.mark.parametrize`; those that are not `quick` are for `make slow`."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[] if case in quick else [pytest.mark.slow])
+        for case in cases
+    ]
 
 
 def _make(
