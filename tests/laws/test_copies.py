@@ -12,7 +12,7 @@ from accelerate.state import GradientState
 from transformers import Trainer, TrainerCallback
 
 from hf_nanguard import GuardArguments, GuardedTrainer, GuardedTrainerMixin
-from hf_nanguard.hf.trainer.guarded_class import Override
+from hf_nanguard.hf.trainer.guarded_class import OURS, Override
 from hf_nanguard.testing import Fault, plant
 from tests.reference import assert_same, tensors_of
 from tests.trainers import build, events_of, stock_class
@@ -49,7 +49,7 @@ def test_a_copy_has_its_own_guard_or_none(way, make, tmp_path):
     other = COPIES[make](trainer)
     if way == "nanguard run":  # the takeover has ended
         assert type(other) is Trainer
-        assert not {"nanguard", "given_guard"} & vars(other).keys()
+        assert not set(OURS) & vars(other).keys()
         return
     plant(other, Fault("loss", step=1, micro_step=1))
     other.train()
@@ -95,7 +95,7 @@ def test_nothing_is_held_after_a_run_or_an_error(way, tmp_path):
     with pytest.raises(ZeroDivisionError):
         trainer.train()
     assert _num_batches() == 0
-    assert set(vars(trainer)) - before - {"nanguard", "given_guard"} <= set(vars(_trained_stock(tmp_path)))
+    assert set(vars(trainer)) - before - set(OURS) <= set(vars(_trained_stock(tmp_path)))
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in trainer.model.modules())
     assert trainer.args.logging_nan_inf_filter
 

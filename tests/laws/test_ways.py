@@ -1,6 +1,7 @@
 """One guard, whichever way a user comes: the same run, the same events, the same cost."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -299,15 +300,19 @@ def test_settings_replaced_between_two_runs_are_those_of_the_second(way, tmp_pat
     assert trainer.nanguard.guard.counter.seen == 6
 
 
+@pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("way", params("callback added later"))
-def test_settings_replaced_during_a_run_guard_the_rest_of_it(way, tmp_path):
+def test_settings_replaced_during_a_run_guard_the_rest_of_it(way, fails, tmp_path):
     class Replacing(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
             if state.global_step == 1:
                 attach(trainer, GuardArguments(nanguard_on_nonfinite="skip"))
+            if state.global_step == 3 and fails:
+                raise ZeroDivisionError
 
     trainer = build_guarded(way, "plain", tmp_path, extra={"callbacks": [Replacing()]})
     plant(trainer, Fault("loss", step=2, micro_step=1))
-    trainer.train()
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        trainer.train()
     assert [(event["action"], event["step"]) for event in events_of(trainer)] == [("skipped", 2)]
     assert not trainer.nanguard.watches

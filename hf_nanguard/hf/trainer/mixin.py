@@ -100,8 +100,8 @@ class GuardedTrainerMixin(Stealth, _Host):
         host = HostMethods(self, GuardedTrainerMixin)
         before: TrainerGuard | None = vars(self).get("nanguard")
         self.nanguard = TrainerGuard(cast(HostTrainer, self), find_guard_arguments(guard, self.args), host)
-        if before is not None and before.retire():
-            self.nanguard.join_run()
+        if before is not None:
+            before.hand_over(self.nanguard)
 
     def __reduce_ex__(self, protocol):
         return reduce_guarded(type(self), super().__reduce_ex__(protocol))
@@ -127,10 +127,9 @@ class GuardedTrainerMixin(Stealth, _Host):
     def _finalize_training(self, *args, **kwargs):
         with self.nanguard.finalizing():
             output = super()._finalize_training(*args, **kwargs)
-            has_mean = not self.nanguard.has_no_mean or not isinstance(
-                output, TrainOutput
-            )  # a subclass may return anything
-            return output if has_mean else output._replace(training_loss=math.nan)
+        if self.nanguard.has_no_mean and isinstance(output, TrainOutput):  # a subclass may return anything
+            return output._replace(training_loss=math.nan)
+        return output
 
     # ---- data ----
 

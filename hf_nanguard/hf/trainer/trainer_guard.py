@@ -97,6 +97,7 @@ class TrainerGuard:
         self._optimizer: Any = None  # the one the monitors watch; a second run may have another
         self._hidden_filter = ExitStack()  # logging_nan_inf_filter while the host reads it: it hides NaN, by two reads
         self._joined = ExitStack()  # of a train() that is not ours
+        self._run_end = ExitStack()  # of a guard that took the place of this one
         self._checks_updates = False
         self._has_reported_update = False
         self._is_guarding_generation = False
@@ -142,6 +143,7 @@ class TrainerGuard:
         try:
             yield
         finally:
+            self._run_end.close()
             self.show_filter()
             self.end_step()  # an error may have come between a skipped step and its end
             self.recorder.end_run()
@@ -152,12 +154,14 @@ class TrainerGuard:
         if self.recorder.phase is Phase.OUTSIDE:
             self._joined.enter_context(self.training())
 
-    def retire(self) -> bool:
-        """Turns the guard off for good, because another takes its place; returns whether it was guarding a run."""
-        watched, self.on = self.watches, False
-        self.end_step()
-        self.recorder.abandon()
-        return watched
+    def hand_over(self, successor: "TrainerGuard") -> None:
+        """Turns the guard off for good, because another takes its place, in a run that is going on too."""
+        if self.watches:
+            self.end_step()
+            self.recorder.abandon()
+            successor.join_run()
+            self._run_end.callback(successor._joined.close)
+        self.on = False
 
     @contextmanager
     def checked_updates(self) -> Iterator[None]:
