@@ -40,7 +40,20 @@ def guarded(trainer_class: Any) -> type:
     generates = hasattr(trainer_class, "_generate_and_score_completions")  # the mark of TRL's online trainers
     mixin = ReinforcementMixin if generates else GuardedTrainerMixin
     body = {"__doc__": f"`{trainer_class.__name__}` with the guard.", "__module__": trainer_class.__module__}
-    return type(f"Guarded{trainer_class.__name__}", (mixin, trainer_class), {**body, MADE_HERE: True})
+    return type(
+        f"Guarded{trainer_class.__name__}", (mixin, trainer_class), {**body, MADE_HERE: (guarded, trainer_class)}
+    )
+
+
+def attached_class(original: Any) -> type:
+    """Returns the class of a trainer that was guarded by [`attach`]. A script that asks for its `__class__` gets the original."""
+    body = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__class__": property(lambda trainer: original, vars(object)["__class__"].__set__),
+        MADE_HERE: (attached_class, original),
+    }
+    return type(original.__name__, (guarded(original),), body)
 
 
 def attach(trainer: Trainer, guard: GuardArguments | None = None) -> Trainer:
@@ -48,7 +61,7 @@ def attach(trainer: Trainer, guard: GuardArguments | None = None) -> Trainer:
 
     Args:
         trainer (`Trainer`):
-            Any trainer, before `train()`. Its class becomes a guarded subclass of the same name.
+            Any trainer, before `train()`. Its type becomes a guarded subclass of the same name; its `__class__` stays.
         guard (`GuardArguments`, *optional*):
             The settings; taken from its arguments or the defaults otherwise.
 
@@ -68,14 +81,12 @@ def attach(trainer: Trainer, guard: GuardArguments | None = None) -> Trainer:
             f"attach() must be given a Trainer, got {type(trainer).__name__}. For other loops use Guard."
         )
     if isinstance(trainer, GuardedTrainerMixin):
+        kept = "stay as they are" if guard is None else "are replaced by those given now"
+        logger.warning("hf_nanguard: this trainer is guarded already; its settings %s.", kept)
+        trainer.needs_callback = False
         if guard is not None:
-            logger.warning(
-                "hf_nanguard: this trainer is guarded already; its settings are replaced by those given now."
-            )
             trainer.begin_guarding(guard)
         return trainer
-    original: Any = type(trainer)
-    body = {"__module__": original.__module__, MADE_HERE: True}
-    trainer.__class__ = type(original.__name__, (guarded(original),), body)
+    trainer.__class__ = attached_class(type(trainer))
     trainer.begin_guarding(guard)  # type: ignore[attr-defined]
     return trainer

@@ -9,6 +9,8 @@ from typing import Any, SupportsIndex
 def reduce_as(original: Any) -> Callable[[object, SupportsIndex], str | tuple]:
     """Returns a `__reduce_ex__` that reduces an instance of a guarded class as one of its original class."""
 
+    from ..hf.trainer.guarded_class import OURS, without_attributes
+
     def __reduce_ex__(trainer: object, protocol: SupportsIndex) -> str | tuple:  # noqa: N807 - it becomes the method of that name
         reduced = original.__reduce_ex__(trainer, protocol)
         if isinstance(reduced, str):
@@ -16,19 +18,12 @@ def reduce_as(original: Any) -> Callable[[object, SupportsIndex], str | tuple]:
         function, args, *rest = reduced
         args = tuple(original if value is type(trainer) else value for value in args)
         if rest:
-            rest[0] = _without_guard(rest[0])
+            rest[0] = without_attributes(rest[0], OURS)
         if function is copyreg.__newobj__:  # type: ignore[attr-defined] # pickle would check that the class is the same
             function = partial(function)
         return (function, args, *rest)
 
     return __reduce_ex__
-
-
-def _without_guard(state: object) -> object:
-    if isinstance(state, tuple):  # of a class with slots
-        return (_without_guard(state[0]), *state[1:])
-    ours = ("nanguard", "given_guard")
-    return {name: value for name, value in state.items() if name not in ours} if isinstance(state, dict) else state
 
 
 def restore_state(trainer: Any, state: Any) -> None:

@@ -168,17 +168,19 @@ class Takeover:
             self._say_unguarded(cls, obstacle, trainer)
             return
         was_guarded = isinstance(trainer, GuardedTrainerMixin)
-        if not was_guarded or self.settings:
-            own = trainer.nanguard.arguments if isinstance(trainer, GuardedTrainerMixin) else trainer.args
+        if isinstance(trainer, GuardedTrainerMixin):
+            trainer.needs_callback = False
+            if self.settings:
+                trainer.begin_guarding(self._merge(trainer.nanguard.arguments))
+        else:
             try:
-                attach(trainer, self._merge(own))
-                if not was_guarded:
-                    type(trainer).__reduce_ex__ = reduce_as(cls)  # type: ignore[method-assign, assignment]
-                    if not is_copy and trainer.state.global_step > 0:
-                        self._say_first(
-                            f"{cls.__name__} trained in its constructor, without the guard. Later training is guarded.",
-                            trainer,
-                        )
+                attach(trainer, self._merge(trainer.args))
+                type(trainer).__reduce_ex__ = reduce_as(cls)  # type: ignore[method-assign, assignment]
+                if not is_copy and trainer.state.global_step > 0:
+                    self._say_first(
+                        f"{cls.__name__} trained in its constructor, without the guard. Later training is guarded.",
+                        trainer,
+                    )
             except (TypeError, AttributeError) as error:
                 fixed = type(trainer) is cls
                 trainer.__class__ = cls

@@ -7,10 +7,11 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from hf_nanguard import GuardArguments, GuardedGRPOTrainer, GuardedSFTTrainer, GuardedTrainer, NanGuardCallback, attach
+from hf_nanguard import GuardArguments, GuardedGRPOTrainer, GuardedSFTTrainer, GuardedTrainer
+from tests.laws.ways import WAYS
 from tests.models import VOCAB, text_rows, tiny_llama, tiny_tokenizer, token_dataset
 
-from .scenario import ATTACH, CALLBACK, GRPO, LLAMA, MEAN, MIXIN, NORM, SFT, Scenario
+from .scenario import GRPO, LLAMA, MEAN, NORM, SFT, Scenario
 from .stock import StopAt, never_had, zeroed
 
 STOCK = {LLAMA: Trainer, MEAN: Trainer, NORM: Trainer, SFT: SFTTrainer, GRPO: GRPOTrainer}
@@ -109,10 +110,9 @@ def make_trainer(scenario: Scenario, folder: str, world: int, guarded: bool) -> 
         parts["reward_funcs"] = reward
         parts["train_dataset"] = Dataset.from_list(parts["train_dataset"])
     if guarded:
-        trainer_class = GUARDED[host] if scenario.way == MIXIN else STOCK[host]
-        callbacks = [NanGuardCallback(settings)] if scenario.way == CALLBACK else []
-        if scenario.way == MIXIN:
-            parts["guard"] = settings
+        trainer = WAYS[scenario.way](
+            lambda is_guarded, **more: (GUARDED if is_guarded else STOCK)[host](**parts, **more), settings
+        )
     else:
         trainer_class = STOCK[host]
         if scenario.gone:
@@ -120,9 +120,7 @@ def make_trainer(scenario: Scenario, folder: str, world: int, guarded: bool) -> 
         if scenario.zeroed is not None:
             trainer_class = zeroed(trainer_class, *scenario.zeroed)
         callbacks = [StopAt(scenario.stops_at)] if scenario.stops_at is not None else []
-    trainer = trainer_class(**parts, callbacks=callbacks)
-    if guarded and scenario.way == ATTACH:
-        attach(trainer, settings)
+        trainer = trainer_class(**parts, callbacks=callbacks)
     if host == MEAN:
         trainer.model_accepts_loss_kwargs = False
     return trainer

@@ -8,7 +8,7 @@ from typing import Any
 from hf_nanguard.report.run_files import events_path, read_jsonl
 
 from .launch import Played
-from .scenario import CALLBACK, GRPO, Expected, Scenario
+from .scenario import GRPO, Expected, Scenario
 
 
 def check_scenario(scenario: Scenario, played: Played) -> None:
@@ -75,11 +75,7 @@ def check_events(scenario: Scenario, ranks: list[dict[str, Any]], folder: Path) 
         wanted = [(e.signal, e.action, e.step, e.micro_step, e.rank) for e in expected]
         assert sorted(found, key=repr) == sorted(wanted, key=repr)
         for event in events:
-            if (
-                scenario.way != CALLBACK
-                and event["signal"] == "loss_nonfinite"
-                and event["action"] in ("dropped", "skipped")
-            ):
+            if event["signal"] == "loss_nonfinite" and event["action"] in ("dropped", "skipped"):
                 is_added = any(fault.kind == "constant" for fault in scenario.faults)
                 check_autopsy(event, "aten.add" if is_added else "aten.mul")
             check_event(

@@ -1,12 +1,16 @@
 """What is played on several ranks: the run, the culprit planted in it, and all that must come of it."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_nanguard.testing import Fault
 
 LLAMA, MEAN, NORM, SFT, GRPO = "llama", "mean", "norm", "sft", "grpo"
-MIXIN, ATTACH, CALLBACK = "mixin", "attach", "callback"
+# As in tests/laws/ways.py.
+CLASS, ATTACH, CALLBACK, LATER, RUN = WAYS = (
+    "class", "attach", "callback in the constructor", "callback added later", "nanguard run",
+)  # fmt: skip
 NAMED = {
     LLAMA: "model.layers.0.mlp.up_proj.weight",
     MEAN: "model.layers.0.mlp.up_proj.weight",
@@ -54,7 +58,7 @@ class Scenario:
             Model and trainer: `llama` (token losses), `mean` (the same by per-batch means), `norm` (BatchNorm and dropout
             in a plain module), `sft`, `grpo`.
         way (`str`):
-            How the guard is put in: `mixin` (the Guarded class), `attach`, `callback`.
+            How the guard is put in, one of the five ways of `WAYS`.
         faults (`tuple[Fault, ...]`):
             The culprits. Kinds beyond those of `hf_nanguard.testing`: `late_error` (raised after the loss was computed); and while completions are made: `sampling` (the
             logits of the first one are NaN), `policy` (`parameter` becomes NaN), `reward` (that of the first one is
@@ -85,7 +89,7 @@ class Scenario:
 
     name: str
     host: str = LLAMA
-    way: str = MIXIN
+    way: str = CLASS
     faults: tuple[Fault, ...] = ()
     guard: dict[str, Any] = field(default_factory=dict)
     accumulation: int = 3
@@ -107,12 +111,32 @@ def whole_step(step: int, accumulation: int, world: int) -> tuple[Place, ...]:
 
 def healthy(world: int) -> list[Scenario]:
     """Nothing is wrong: the guard must not be seen, nor heard."""
-    runs = [(host, way, 3) for host in (LLAMA, NORM, SFT) for way in (MIXIN,)]
-    runs += [(GRPO, MIXIN, 2), (LLAMA, MIXIN, 1), (LLAMA, ATTACH, 3), (LLAMA, CALLBACK, 3)]
+    runs = [(host, way, 3) for host in (LLAMA, NORM, SFT) for way in (CLASS,)]
+    runs += [(GRPO, CLASS, 2), (LLAMA, CLASS, 1)]
     return [
-        Scenario(f"healthy-{host}-{way}-{n}", host, way, accumulation=n, silent=True, profiled=host == NORM)
+        Scenario(f"healthy-{host}-{n}", host, way, accumulation=n, silent=True, profiled=host == NORM)
         for host, way, n in runs
     ]
+
+
+def by_every_way(goes: Callable[[int, int], tuple[Place, ...]], gradient: Expected) -> list[Scenario]:
+    """The laws, one scenario each, for every way in: identity and silence, no trace, least loss, honesty, lockstep of a halt.
+
+    Args:
+        goes (`Callable`):
+            Returns what is left out if a step and micro-step of rank 1 are bad.
+        gradient (`Expected`):
+            The event of a bad gradient.
+    """
+    loss, bad = Fault("loss", 1, 1, 1), Fault("gradient", 1, 1, 1, parameter=gradient.parameter)
+    found = [
+        Scenario("healthy", silent=True),
+        Scenario("loss", faults=(loss,), gone=goes(1, 1), events=(Expected("loss_nonfinite", "dropped", 1, 1, 1),)),
+        Scenario("gradient", faults=(bad,), gone=goes(1, 1), events=(gradient,)),
+        Scenario("halt", faults=(loss,), guard={"on_nonfinite": "halt"}, stops_at=1,
+                 events=(Expected("loss_nonfinite", "halted", 1, 1, 1),)),
+    ]  # fmt: skip
+    return [replace(s, name=f"way-{way.replace(' ', '-')}-{s.name}", way=way) for way in WAYS for s in found]
 
 
 def dropped(world: int, culprit: int) -> list[Scenario]:
@@ -125,7 +149,7 @@ def dropped(world: int, culprit: int) -> list[Scenario]:
         faults: tuple[Fault, ...],
         signals: tuple[str, ...],
         accumulation: int = 3,
-        way: str = MIXIN,
+        way: str = CLASS,
         **more: Any,
     ) -> None:
         gone = tuple((f.step, f.micro_step, f.rank) for f in faults)
@@ -168,7 +192,6 @@ def dropped(world: int, culprit: int) -> list[Scenario]:
     add("mean-tail", MEAN, (Fault("loss", 3, 0, culprit),), ("loss_nonfinite",))
     add("norm-last-step", NORM, (Fault("loss", 3, 0, culprit),), ("loss_nonfinite",))
     add("mean-middle", MEAN, (Fault("gradient", 1, 1, culprit, parameter=NAMED[MEAN]),), ("grad_nonfinite",))
-    add("attached", LLAMA, (Fault("gradient", 1, 1, culprit, parameter=NAMED[LLAMA]),), ("grad_nonfinite",), way=ATTACH)
     add("attached-sft", SFT, (Fault("gradient", 1, 1, culprit, parameter=NAMED[SFT]),), ("grad_nonfinite",), way=ATTACH)
     add("sft-single", SFT, (Fault("loss", 1, 0, culprit),), ("loss_nonfinite",), accumulation=1)
     add("grpo-loss", GRPO, (Fault("loss", 1, 0, culprit),), ("loss_nonfinite",), accumulation=2)
@@ -256,10 +279,6 @@ def policies(world: int, culprit: int) -> list[Scenario]:
                  events=(Expected("label_out_of_range", "halted", 1, 1, culprit),)),
         Scenario("halt-sft", SFT, faults=(loss,), guard={"on_nonfinite": "halt"}, stops_at=1,
                  events=(Expected("loss_nonfinite", "halted", 1, 1, culprit),)),
-        Scenario("callback-gradient", way=CALLBACK, faults=(gradient,), gone=((1, 1, culprit),),
-                 events=(Expected("grad_nonfinite", "dropped", 1, 1, culprit, parameter=NAMED[LLAMA]),)),
-        Scenario("callback-halt", way=CALLBACK, faults=(gradient,), guard={"on_nonfinite": "halt"}, stops_at=1,
-                 events=(Expected("grad_nonfinite", "halted", 1, 1, culprit, parameter=NAMED[LLAMA]),)),
         # Only one rank knows of a NaN loss with finite gradients; its mark in the gradients tells the others.
         *(Scenario(f"constant-loss-{micro}", faults=(Fault("constant", 1, micro, culprit),), gone=((1, micro, culprit),),
                    events=(Expected("loss_nonfinite", "dropped", 1, micro, culprit),)) for micro in (1, 2)),
@@ -317,8 +336,10 @@ def main_suite(world: int) -> list[Scenario]:
         s for s in (*dropped(world, 0), *policies(world, 0))
         if s.name in ("loss-all-norm", "label-all-llama", "gradient-middle-llama", "label-first-step-rebuilt", "halt-loss")
     ]  # fmt: skip
+    bad = Expected("grad_nonfinite", "dropped", 1, 1, 1, parameter=NAMED[LLAMA])
     return [
         *healthy(world),
+        *(by_every_way(lambda step, micro: ((step, micro, 1),), bad) if world == 2 else ()),
         *dropped(world, last),
         *policies(world, last),
         *rollouts(world, last),
@@ -351,7 +372,7 @@ def four_suite() -> list[Scenario]:
 
 def accelerate_suite() -> list[Scenario]:
     """What tells whether ranks that accelerate started find each other."""
-    wanted = ("healthy-llama-mixin-3", "loss-middle-llama", "label-middle", "halt-loss")
+    wanted = ("healthy-llama-3", "loss-middle-llama", "label-middle", "halt-loss")
     return [s for s in main_suite(2) if s.name in wanted]
 
 
@@ -391,8 +412,7 @@ def fsdp_suite() -> list[Scenario]:
                  events=(Expected("loss_error", "dropped", 1, 1, 1),)),
         Scenario("attached-without-clip", way=ATTACH, faults=(Fault("loss", 1, 1, 1),), gone=at(1, 1), options={"max_grad_norm": 0.0},
                  events=(Expected("loss_nonfinite", "dropped", 1, 1, 1),)),
-        Scenario("callback", way=CALLBACK, faults=(Fault("loss", 1, 1, 1),), gone=at(1, 1),
-                 events=(Expected("loss_nonfinite", "dropped", 1, 1, 1),)),
+        *by_every_way(at, Expected("grad_nonfinite", "dropped", 1, 1, 0, rows=False)),
         Scenario("checkpointing-bf16", faults=(Fault("loss", 1, 1, 1),), gone=at(1, 1),
                  options={"gradient_checkpointing": True, "bf16": True},
                  events=(Expected("loss_nonfinite", "dropped", 1, 1, 1),)),
@@ -414,9 +434,18 @@ VARIANTS = {
         "loss-middle-llama", "gradient-middle-norm", "loss-last-norm", "gradient-last-llama", "label-middle", "masked-last",
         "error-middle", "sft-last", "loss-all-llama", "error-all-norm", "label-all-sft", "loss-single-2", "label-single-0",
         "mean-tail", "attached-sft", "sft-single", "grpo-gradient", "loss-first-step-rebuilt", "error-sft", "skip-gradient",
-        "halt-gradient", "halt-sft", "callback-halt", "grpo-sampling-everywhere", "grpo-reward-inf",
+        "halt-gradient", "halt-sft", "grpo-sampling-everywhere", "grpo-reward-inf",
     ),
     "fsdp": ("healthy-llama-1", "loss-middle-rank0", "label-middle-rank1", "loss-sft", "skip-loss"),
+}  # fmt: skip
+
+
+QUICK_WAYS = {
+    "two": (
+        "way-attach-gradient", "way-callback-in-the-constructor-gradient", "way-callback-added-later-healthy",
+        "way-callback-added-later-gradient", "way-nanguard-run-gradient",
+    ),
+    "fsdp": ("way-callback-in-the-constructor-loss", "way-callback-added-later-loss", "way-nanguard-run-loss"),
 }  # fmt: skip
 
 
@@ -425,7 +454,10 @@ def split(suite: str, scenarios: list[Scenario]) -> dict[str, list[Scenario]]:
     unknown = set(VARIANTS[suite]) - {s.name for s in scenarios}
     assert not unknown, unknown
     places = ("-first", "-first-llama", "-first-norm", "-rank0") if suite == "two" else ()
-    variants = [s for s in scenarios if s.name in VARIANTS[suite] or s.name.endswith(places)]
+    variants = [
+        s for s in scenarios
+        if s.name in VARIANTS[suite] or s.name.endswith(places) or (s.name.startswith("way-") and s.name not in QUICK_WAYS[suite])
+    ]  # fmt: skip
     return {suite: [s for s in scenarios if s not in variants], f"{suite}_variants": variants}
 
 

@@ -1,17 +1,18 @@
 """One guard, whichever way a user comes: the same run, the same events, the same cost."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
 from transformers import TrainerCallback, default_data_collator
 
-from hf_nanguard import GuardArguments
+from hf_nanguard import GuardArguments, attach
 from hf_nanguard.testing import INF, NAN, Fault, OperationCounter, plant
 from tests.reference import assert_same, losses_of, tensors_of, without
 from tests.trainers import build, events_of, stock_class
 
-from .ways import WAYS, build_guarded
+from .ways import WAYS, build_guarded, params
 
 KINDS = ("plain", "sft", "grpo")
 LAYER = "model.layers.0.mlp.down_proj.weight"
@@ -259,4 +260,60 @@ def test_a_run_after_one_that_failed_between_epochs_is_guarded(way, tmp_path):
     plant(trainer, Fault("loss", step=1, micro_step=1))
     trainer.train()
     assert [event["action"] for event in events_of(trainer)] == ["dropped"]
+    assert not trainer.nanguard.watches
+
+
+@pytest.mark.parametrize("way", params("callback in the constructor"))
+def test_everything_is_written_where_the_run_writes(way, tmp_path):
+    """A constructor may set the output directory after that of the Trainer, and a script between two runs."""
+
+    class Moved(stock_class("plain")):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.args.output_dir = str(tmp_path / "new")
+
+    trainer = build_guarded(way, "plain", tmp_path / "old", trainer_class=Moved, max_steps=2)
+    plant(trainer, Fault("loss", step=1, micro_step=1))
+    for folder in ("new", "newer"):
+        trainer.args.output_dir = str(tmp_path / folder)
+        trainer.train()
+        [event] = events_of(trainer)
+        assert (tmp_path / folder / "nanguard" / "metrics.jsonl").is_file()
+        assert (tmp_path / folder / "nanguard" / event["bundle"]).is_dir()
+        plant(trainer, Fault("loss", step=1, micro_step=1))
+    assert not (tmp_path / "old" / "nanguard").exists()
+
+
+@pytest.mark.parametrize("way", params("attach"))
+def test_settings_replaced_between_two_runs_are_those_of_the_second(way, tmp_path):
+    """Also if somebody has put a `training_step` on the trainer itself, which the guard wraps during a run."""
+    trainer = build_guarded(way, "plain", tmp_path, max_steps=2)
+    trainer.training_step = trainer.training_step
+    trainer.train()
+    first = trainer.nanguard
+    seen = first.guard.counter.seen
+    attach(trainer, GuardArguments(nanguard_on_nonfinite="skip"))
+    plant(trainer, Fault("loss", step=1, micro_step=1))
+    trainer.train()
+    assert trainer.nanguard is not first
+    assert first.guard.counter.seen == seen
+    assert [event["action"] for event in events_of(trainer)] == ["skipped"]
+    assert trainer.nanguard.guard.counter.seen == 6
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("way", params("callback added later"))
+def test_settings_replaced_during_a_run_guard_the_rest_of_it(way, fails, tmp_path):
+    class Replacing(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                attach(trainer, GuardArguments(nanguard_on_nonfinite="skip"))
+            if state.global_step == 3 and fails:
+                raise ZeroDivisionError
+
+    trainer = build_guarded(way, "plain", tmp_path, extra={"callbacks": [Replacing()]})
+    plant(trainer, Fault("loss", step=2, micro_step=1))
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        trainer.train()
+    assert [(event["action"], event["step"]) for event in events_of(trainer)] == [("skipped", 2)]
     assert not trainer.nanguard.watches

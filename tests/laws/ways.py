@@ -1,48 +1,68 @@
 """The five ways to guard a trainer, as one table: every law holds for each of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from hf_nanguard import GuardArguments, NanGuardCallback, attach
 from hf_nanguard.takeover.takeover import Takeover
 from tests.trainers import build
 
-
-def _as_class(kind: str, folder: Path, guard: GuardArguments | None, extra: dict[str, Any], **settings: Any) -> Any:
-    return build(kind, folder, extra={**extra, "guard": guard}, **settings)
-
-
-def _attached(kind: str, folder: Path, guard: GuardArguments | None, extra: dict[str, Any], **settings: Any) -> Any:
-    return attach(build(kind, folder, guard=False, extra=extra, **settings), guard)
+Make = Callable[..., Any]
+"""Builds a trainer of a guarded class or of the stock one, given whether it is the guarded one and further arguments."""
 
 
-def _in_the_list(kind: str, folder: Path, guard: GuardArguments | None, extra: dict[str, Any], **settings: Any) -> Any:
-    callbacks = [NanGuardCallback(guard), *extra.get("callbacks", ())]
-    return build(kind, folder, guard=False, extra={**extra, "callbacks": callbacks}, **settings)
+def _as_class(make: Make, guard: GuardArguments | None) -> Any:
+    return make(True, guard=guard)
 
 
-def _added_later(kind: str, folder: Path, guard: GuardArguments | None, extra: dict[str, Any], **settings: Any) -> Any:
-    trainer = build(kind, folder, guard=False, extra=extra, **settings)
+def _attached(make: Make, guard: GuardArguments | None) -> Any:
+    return attach(make(False), guard)
+
+
+def _in_the_list(make: Make, guard: GuardArguments | None) -> Any:
+    return make(False, callbacks=[NanGuardCallback(guard)])
+
+
+def _added_later(make: Make, guard: GuardArguments | None) -> Any:
+    trainer = make(False)
     trainer.add_callback(NanGuardCallback(guard))
     return trainer
 
 
-def _taken_over(kind: str, folder: Path, guard: GuardArguments | None, extra: dict[str, Any], **settings: Any) -> Any:
-    given = (
-        {} if guard is None else {name: value for name, value in vars(guard).items() if name.startswith("nanguard_")}
-    )
+def _taken_over(make: Make, guard: GuardArguments | None) -> Any:
+    given = {} if guard is None else {field.name: getattr(guard, field.name) for field in fields(GuardArguments)}
     with Takeover(given, lambda sentence: None):
-        return build(kind, folder, guard=False, extra=extra, **settings)
+        return make(False)
 
 
-WAYS: dict[str, Callable[..., Any]] = {
+WAYS: dict[str, Callable[[Make, GuardArguments | None], Any]] = {
     "class": _as_class,
     "attach": _attached,
     "callback in the constructor": _in_the_list,
     "callback added later": _added_later,
     "nanguard run": _taken_over,
 }
+
+
+def params(*quick: Any, cases: Iterable[Any] = WAYS) -> list[Any]:
+    """Returns cases for `pytest.mark.parametrize`; those that are not `quick` are for `make slow`."""
+    return [
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=[] if case in quick else [pytest.mark.slow])
+        for case in cases
+    ]
+
+
+def _make(
+    kind: str, folder: Path, settings: dict[str, Any], extra: dict[str, Any], guarded: bool,
+    callbacks: tuple[Any, ...] = (), **more: Any,
+) -> Any:  # fmt: skip
+    extra = {**extra, "callbacks": [*callbacks, *extra.get("callbacks", ())], **more}
+    return build(kind, folder, guard=guarded, extra=extra, **settings)
 
 
 def build_guarded(
@@ -54,4 +74,4 @@ def build_guarded(
     **settings: Any,
 ) -> Any:
     """Builds a guarded trainer in one of the five ways."""
-    return WAYS[way](kind, folder, guard, extra or {}, **settings)
+    return WAYS[way](partial(_make, kind, folder, settings, extra or {}), guard)

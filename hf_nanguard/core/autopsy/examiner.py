@@ -134,6 +134,11 @@ class Examiner:
         self.num_traces = 0
         self.logged_finite: set[bool] = set()  # the outcomes of a finite trace that were logged
 
+    def write_to(self, folder: Path) -> None:
+        """Writes bundles there from now on. Verdicts that name a bundle of another folder are forgotten."""
+        if folder != self.folder:
+            self.folder, self.known = folder, {}
+
     @property
     def due(self) -> bool:
         """Whether another micro-batch may be traced."""

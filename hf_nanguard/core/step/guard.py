@@ -125,6 +125,10 @@ class Guard:
         """The gradient norm before clipping of the step that was settled last."""
         return self.settlement.last_norm
 
+    def write_bundles_to(self, folder: Path) -> None:
+        """Makes autopsies write their bundles to another folder."""
+        self.redo.examiner.write_to(folder)
+
     # ---- the hand-written loop ----
 
     def step(self, loss_fn: Callable[[Batch], Tensor], batches: Iterable[Batch]) -> StepOutcome:

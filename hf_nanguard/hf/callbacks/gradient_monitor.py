@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from statistics import fmean
 
+import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -69,10 +70,11 @@ class GradientMonitorCallback(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         if self.tap is not None:
-            self.tap.remove()
+            self.tap.disarm()
             self.tap = None
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
+        self._resume(optimizer)
         if self.tap is not None and state.global_step % self.check_every_n_steps == 0:
             self.tap.arm()
 
@@ -82,13 +84,13 @@ class GradientMonitorCallback(TrainerCallback):
             return
         tap.disarm()
         if tap.norm is None:
-            self._emit_failure(args, state)
+            self._emit_failure(args, state, NOT_TAPPED)
             return
         [norm] = read_host([local(tap.norm)])
         if math.isfinite(norm):
             self.norms.append(norm / _read_scale(optimizer))
             return
-        if optimizer is not None and optimizer.scaler is not None and all(map(math.isfinite, read_host(tap.losses))):
+        if _scaler_of(optimizer) is not None and all(map(math.isfinite, read_host(tap.losses))):
             return  # the scaler skips this step itself, which is how it finds its scale
         census = take_census(tap.named_magnitudes())
         kinds = list(census.bad.values())
@@ -110,13 +112,17 @@ class GradientMonitorCallback(TrainerCallback):
         """Keeps the optimizer and the schedule from stepping, until the step has passed."""
         if self.tap is not None:
             clear_gradients(self.tap.model.parameters())
-        bypass_optimizer(optimizer)
+        if isinstance(optimizer, AcceleratedOptimizer):  # any other one finds no gradient
+            bypass_optimizer(optimizer)
         self.is_skipping = True
 
-    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
-        if self.is_skipping:
+    def _resume(self, optimizer: AcceleratedOptimizer | None) -> None:
+        if self.is_skipping and isinstance(optimizer, AcceleratedOptimizer):
             resume_optimizer(optimizer)
-            self.is_skipping = False
+        self.is_skipping = False
+
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+        self._resume(optimizer)
         if state.global_step % self.log_every_n_steps:
             return
         if self.norms and args.process_index == 0:
@@ -127,11 +133,11 @@ class GradientMonitorCallback(TrainerCallback):
             )
         self.norms = []
 
-    def _emit_failure(self, args: TrainingArguments, state: TrainerState) -> None:
+    def _emit_failure(self, args: TrainingArguments, state: TrainerState, message: str) -> None:
         if not self.has_failed:
-            logger.warning("hf_nanguard: %s", NOT_TAPPED)
+            logger.warning("hf_nanguard: %s", message)
             rank = args.process_index
-            self._write(Event(state.global_step, Signal.GUARD_FAILED, Action.OBSERVED, NOT_TAPPED, rank=rank))
+            self._write(Event(state.global_step, Signal.GUARD_FAILED, Action.OBSERVED, message, rank=rank))
         self.has_failed = True
 
     def _emit_nonfinite(
@@ -156,6 +162,11 @@ class GradientMonitorCallback(TrainerCallback):
             self.summary.add(event.as_dict())
 
 
+def _scaler_of(optimizer: AcceleratedOptimizer | None) -> torch.amp.GradScaler | None:
+    return optimizer.scaler if isinstance(optimizer, AcceleratedOptimizer) else None
+
+
 def _read_scale(optimizer: AcceleratedOptimizer | None) -> float:
     """Returns the loss scale that gradients still carry when they are measured."""
-    return 1.0 if optimizer is None or optimizer.scaler is None else optimizer.scaler.get_scale()
+    scaler = _scaler_of(optimizer)
+    return 1.0 if scaler is None else scaler.get_scale()

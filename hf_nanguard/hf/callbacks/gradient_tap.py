@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from accelerate.state import GradientState
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ...core.finite import magnitudes
 from ...core.rerun.nested_inputs import find_tensors
@@ -30,29 +31,33 @@ class GradientTap:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.armed = False
         self.queued = False
         self.names: list[str] = []
         self.largest: list[Tensor] = []
         self.norm: Tensor | None = None
         self.losses: list[Tensor] = []
-        self.handle = model.register_forward_hook(self._on_forward)
+        self._handle: RemovableHandle | None = None
 
-    def remove(self) -> None:
-        """Removes the hook from the model."""
-        self.handle.remove()
+    @property
+    def armed(self) -> bool:
+        """Whether a measurement was requested; the model has a hook only then."""
+        return self._handle is not None
 
     def arm(self) -> None:
         """Requests a measurement of the next accumulation group."""
-        self.armed, self.queued, self.norm = True, False, None
+        self.disarm()
+        self.queued, self.norm = False, None
         self.names, self.largest, self.losses = [], [], []
+        self._handle = self.model.register_forward_hook(self._on_forward)
 
     def disarm(self) -> None:
         """Ends the measurement; what was measured stays until the next [`GradientTap.arm`]."""
-        self.armed = False
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle = None
 
     def _on_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not (self.armed and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
             return
         loss = output.get("loss") if isinstance(output, Mapping) else None
         if isinstance(loss, Tensor):

@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from typing import Any
+from typing import Any, cast
 
 from transformers import Trainer, TrainerCallback
 
@@ -20,8 +20,9 @@ logger = logging.getLogger("hf_nanguard")
 class NanGuardCallback(TrainerCallback):
     """Guards the trainer it is added to: exactly what [`attach`] does, in the constructor's list or by `add_callback`.
 
-    A trainer with a training loop of its own is guarded in a reduced way, which is logged once: a step with a non-finite
-    gradient is skipped as a whole and reported, with the parameters named.
+    A training loop other than that of transformers is guarded in a reduced way, which is logged once: a step with a
+    non-finite gradient is skipped as a whole and reported, with the parameters named. If the callback is removed, the next
+    `train()` is not guarded.
 
     Args:
         guard (`GuardArguments`, *optional*):
@@ -38,40 +39,67 @@ class NanGuardCallback(TrainerCallback):
 
     def __init__(self, guard: GuardArguments | None = None):
         self.arguments = guard
-        self._asked: weakref.ref[Trainer] | None = None  # the trainer that was guarded last
+        self._asked: weakref.ref[Trainer] | None = None  # the trainer that is guarded in a reduced way
+        self._obstacle: str | None = None  # why that is so
+        self._reduced: ReducedGuard | None = None  # of the run
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_asked": None}  # a copy belongs to another trainer
+        return {**self.__dict__, "_asked": None, "_reduced": None}  # a copy belongs to another trainer
 
     def on_init_end(self, args, state, control, **kwargs):
         self._guard(find_trainer())
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        trainer = find_trainer()
-        self._guard(trainer)
-        if isinstance(trainer, GuardedTrainerMixin):
-            trainer.nanguard.join_run()
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self.on_train_end(args, state, control)
+        self._guard(find_trainer())
+        if self._obstacle is not None and model is not None:
+            self._reduced = ReducedGuard(self.arguments)
+            self._reduced.on_train_begin(args, state, control, model=model, **kwargs)
+        elif self._obstacle is not None:
+            logger.warning(
+                "hf_nanguard: nothing is guarded because the training loop passes no model to its callbacks."
+            )
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if self._reduced is not None:
+            self._reduced.on_step_begin(args, state, control, **kwargs)
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        if self._reduced is not None:
+            self._reduced.on_pre_optimizer_step(args, state, control, **kwargs)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self._reduced is not None:
+            self._reduced.on_step_end(args, state, control, **kwargs)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self._reduced is not None:
+            self._reduced.on_train_end(args, state, control, **kwargs)
+        self._reduced = None
 
     def _guard(self, trainer: Trainer | None) -> None:
-        """Guards a trainer, once."""
-        if trainer is None or (self._asked is not None and self._asked() is trainer):
+        """Guards a trainer, once; if that cannot be, says what is guarded in its place."""
+        if isinstance(trainer, GuardedTrainerMixin) and self in trainer.asked_by:
+            self._obstacle = None
             return
-        why_not = self._attach(trainer)
-        self._asked = weakref.ref(trainer)
-        if why_not is None:
+        if trainer is not None and self._asked is not None and self._asked() is trainer:
             return
-        trainer.add_callback(ReducedGuard(self.arguments))
-        if trainer.args.process_index == 0:
+        said, self._obstacle = self._obstacle, self._find_obstacle(trainer)
+        self._asked = None if trainer is None or self._obstacle is None else weakref.ref(trainer)
+        if self._obstacle is not None and (trainer is not None or said != self._obstacle):
             logger.warning(
                 "hf_nanguard: %s is guarded in a reduced way because %s: a step with a non-finite gradient is skipped as a "
                 "whole and reported. Rows, redo, autopsies, and checks of labels and inputs need the loop of transformers.",
-                type(trainer).__name__,
-                why_not,
+                "the model" if trainer is None else type(trainer).__name__,
+                self._obstacle,
             )
 
-    def _attach(self, trainer: Trainer) -> str | None:
+    def _find_obstacle(self, trainer: Trainer | None) -> str | None:
         """Attaches the guard; returns why that cannot be, `None` if it is done."""
+        if trainer is None:
+            return "the loop that calls NanGuardCallback is not that of a Trainer"
         cls = type(trainer)
+        needs_callback = trainer.needs_callback if isinstance(trainer, GuardedTrainerMixin) else True
         if loop := find_own_loop(cls):
             return f"its {', '.join(loop)} runs a training loop of its own"
         if closed := find_own_super(cls):
@@ -81,4 +109,6 @@ class NanGuardCallback(TrainerCallback):
         except (TypeError, AttributeError) as error:  # a metaclass, or slots, of the user's
             trainer.__class__ = cls
             return f"its class cannot be changed ({format_error(error)})"
+        guarded = cast(GuardedTrainerMixin, trainer)
+        guarded.asked_by, guarded.needs_callback = (*guarded.asked_by, self), needs_callback
         return None

@@ -1,4 +1,4 @@
-"""What a callback can do on a trainer with a training loop of its own: detect, skip, report."""
+"""What a callback can do in a training loop that is not that of transformers: detect, skip, report."""
 
 import logging
 
@@ -6,15 +6,27 @@ from accelerate.optimizer import AcceleratedOptimizer
 from transformers import TrainerControl
 
 from ...core.event_summary import EventSummary
+from ...core.monitors.weights import find_bad_weights
 from ...core.vocabulary import Action
 from ..trainer.arguments import GuardArguments, find_guard_arguments
 from .gradient_monitor import GradientMonitorCallback
 
 logger = logging.getLogger("hf_nanguard")
+NOT_CHECKED = (
+    "No gradient was checked in this step, so nothing is guarded: the training loop must call on_step_begin before the "
+    "forward and on_pre_optimizer_step before the optimizer steps."
+)
+NOT_SKIPPED = (
+    "The step was not skipped, and weights are not finite: the optimizer steps before on_pre_optimizer_step is called."
+)
 
 
 class ReducedGuard(GradientMonitorCallback):
     """Skips a step with a non-finite gradient as a whole, and names the parameters.
+
+    It needs a loop that calls `on_step_begin`, `on_pre_optimizer_step` and `on_step_end` around each step; one that does not
+    is reported. The schedule is held only where accelerate has prepared the optimizer. After an error inside a step the
+    model keeps a forward hook, which does nothing but measure, until the next step begins.
 
     Args:
         guard (`GuardArguments`, *optional*):
@@ -25,6 +37,7 @@ class ReducedGuard(GradientMonitorCallback):
         super().__init__()
         self.arguments = guard
         self.acts = True
+        self.is_checked = False
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         policy = find_guard_arguments(self.arguments, args).policy()
@@ -38,6 +51,18 @@ class ReducedGuard(GradientMonitorCallback):
         if text is not None and args.process_index == 0:
             logger.warning(text)
         self.summary = EventSummary()
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        self.is_checked = self.tap is not None and self.tap.armed
+        super().on_pre_optimizer_step(args, state, control, optimizer=optimizer, **kwargs)
+
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+        if self.tap is not None and not self.is_checked:
+            self._emit_failure(args, state, NOT_CHECKED)
+        if self.tap is not None and self.is_skipping and find_bad_weights(self.tap.model):
+            self._emit_failure(args, state, NOT_SKIPPED)
+        self.is_checked = False
+        super().on_step_end(args, state, control, optimizer=optimizer, **kwargs)
 
     def contain(self, optimizer: AcceleratedOptimizer | None, control: TrainerControl) -> Action:
         if not self.acts:

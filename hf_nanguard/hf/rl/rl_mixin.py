@@ -14,8 +14,8 @@ from ..compat.online_trainer import OnlineTrainer, find_own_scoring, replaced_sc
 from ..data.dataset_rows import ROWS
 from ..data.learning_signal import StepSignal
 from ..trainer.arguments import GuardArguments, find_guard_arguments
-from ..trainer.guarded_class import entered_once
-from ..trainer.mixin import GuardedTrainerMixin
+from ..trainer.guarded_class import entered_once, takes_also
+from ..trainer.mixin import SETTINGS, GuardedTrainerMixin
 from .ratio_bound import RatioBound
 from .ratio_overflow import RatioOverflow
 from .rollout import Rollout
@@ -55,6 +55,7 @@ class ReinforcementMixin(GuardedTrainerMixin):
     the batch.
     """
 
+    @takes_also(SETTINGS)
     def __init__(self, *args: Any, guard: GuardArguments | None = None, **kwargs: Any):
         args = tuple(raise_temperature(arg, guard) for arg in args)
         kwargs = {name: raise_temperature(value, guard) for name, value in kwargs.items()}

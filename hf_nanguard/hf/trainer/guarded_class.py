@@ -1,16 +1,24 @@
-"""How a guarded class sits on top of a host's: hidden from the user's registries, and never entered twice.
+"""How a guarded class sits on top of a host's: hidden from registries, signatures and pickles, and never entered twice.
 
 A host's method may be replaced by something that calls the trainer's again: `patch.object(SFTTrainer, "training_step",
 wraps=trainer.training_step)` is how one observes a trainer in a test. If the trainer was guarded afterwards by
 [`attach`], the replaced method is below ours, and what it wraps is ours.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import wraps
+from types import FunctionType, MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 MADE_HERE = "nanguard_made_here"
-"""Marks the body of a class that is made here. A keyword of the class is no alternative: few metaclasses accept one."""
+"""Marks the body of a class that is made here: the function that makes it, and the class it is made of. A keyword of the
+class is no alternative: few metaclasses accept one."""
+
+
+OURS = ("nanguard", "given_guard", "asked_by", "needs_callback")
+"""What the guard adds to the attributes of a trainer."""
 
 
 def is_made_here(cls: type) -> bool:
@@ -49,17 +57,61 @@ class HostMethods:
         now = next(vars(host)[name] for host in self._classes if name in vars(host))
         return now is not self._found[name]
 
+    def find_hidden(self, trainer: Any) -> list[str]:
+        """Returns which methods of the mixin are never called, because a subclass or somebody else has put another there."""
+        found = {name: owner for owner in reversed(type(trainer).__mro__) for name in vars(owner)}
+        ours = {
+            name
+            for owner in type(trainer).__mro__
+            for name, value in vars(owner).items()
+            if isinstance(value, Override)
+        }
+        return sorted(
+            name for name in ours if name in vars(trainer) or not isinstance(vars(found[name])[name], Override)
+        )
+
     def call(self, trainer: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method as it was."""
         return self._found[name](trainer, *args, **kwargs)
 
 
+class Override:
+    """A method of the mixin, with the signature and the documentation of the host's method it stands in for."""
+
+    def __init__(self, method: Callable[..., Any], added: tuple[inspect.Parameter, ...] = ()):
+        self.method = method
+        self.added = added
+        self.name = method.__name__
+        self._shown: WeakKeyDictionary[type, FunctionType] = WeakKeyDictionary()
+
+    def __set_name__(self, mixin: type, name: str) -> None:
+        self.mixin = mixin
+
+    def __get__(self, trainer: Any, cls: type) -> Any:
+        if cls not in self._shown:
+            self._shown[cls] = self._show(getattr(super(self.mixin, cls), self.name, self.method))
+        return self._shown[cls] if trainer is None else MethodType(self._shown[cls], trainer)
+
+    def _show(self, host: Callable[..., Any]) -> Any:
+        @wraps(host)
+        def call(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            return self.method(trainer, *args, **kwargs)
+
+        signature = inspect.signature(host)
+        added = [parameter for parameter in self.added if parameter.name not in signature.parameters]
+        parameters = sorted([*signature.parameters.values(), *added], key=lambda parameter: parameter.kind)
+        call.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return call
+
+
 def entered_once(method: Callable[..., Any]) -> Any:
-    """Makes an override of the mixin go on to the host's own method if the one that replaced it has come back to us."""
+    """Makes an [`Override`] that goes on to the host's own method if the one that replaced it has come back to us."""
     name = method.__name__
 
     @wraps(method)
     def call(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(type(trainer), "nanguard"):  # somebody has kept the method since before `detach`
+            return getattr(type(trainer), name)(trainer, *args, **kwargs)
         host: HostMethods = trainer.nanguard.host
         if name not in host.entered:
             host.entered.add(name)
@@ -71,4 +123,51 @@ def entered_once(method: Callable[..., Any]) -> Any:
             return host.call(trainer, name, *args, **kwargs)
         return method(trainer, *args, **kwargs)
 
-    return call
+    return Override(call)
+
+
+def takes_also(*added: inspect.Parameter) -> Callable[[Callable[..., Any]], Any]:
+    """Makes an [`Override`] that takes more parameters than the host's method."""
+    return lambda method: Override(method, added)
+
+
+def detach(trainer: Any) -> None:
+    """Makes a trainer that was guarded by [`attach`] one of its original class again."""
+    _, trainer.__class__ = vars(type(trainer))[MADE_HERE]
+    for name in OURS:
+        vars(trainer).pop(name, None)
+
+
+# ---- copies and pickles ----
+
+
+class ItsClass:
+    """Stands for the class of a trainer among the arguments of [`rebuild`]: a class that is made here cannot be imported."""
+
+
+def rebuild(make: Callable[[type], type], original: type, function: Any, *args: Any) -> Any:
+    """Builds a copy of a guarded trainer, still without its state: `function(*args)`, of the class `make(original)`."""
+    cls = make(original)
+    function, *args = (cls if value is ItsClass else value for value in (function, *args))  # type: ignore[assignment]
+    return function(*args)
+
+
+def reduce_guarded(cls: type, reduced: str | tuple) -> str | tuple:
+    """Returns how `copy` and `pickle` build a guarded trainer again, given how they would build one of the host's: without
+    the guard, which acts on the trainer it was made for. The copy gets its own when it first needs it."""
+    if isinstance(reduced, str):
+        return reduced
+    function, args, *rest = reduced
+    rest[:1] = [without_attributes(state, ("nanguard",)) for state in rest[:1]]
+    if MADE_HERE not in vars(cls):
+        return (function, args, *rest)
+    make, original = vars(cls)[MADE_HERE]
+    parts = [ItsClass if value is cls or value is original else value for value in (function, *args)]
+    return (rebuild, (make, original, *parts), *rest)
+
+
+def without_attributes(state: Any, names: tuple[str, ...]) -> Any:
+    """Returns the state of an object, as `copy` and `pickle` get it, without some attributes."""
+    if isinstance(state, tuple):  # of a class with slots
+        return (without_attributes(state[0], names), *state[1:])
+    return {name: value for name, value in state.items() if name not in names} if isinstance(state, dict) else state

@@ -5,13 +5,14 @@ One `train()`, in the order in which transformers calls us (`guard` is `self.nan
     train()
         for each epoch:
             _run_epoch()                    guard.epoch: batches are checked where they are collated, and which rows each
-                                            is made of is recorded; the host's log filter is off
+                                            is made of is recorded
             for each optimizer step:
                 get_batch_samples()         recorder.begin_group: findings and rows of the group's batches
                 for each micro-batch:
                     training_step()         guard.guard_step -> recorder.record: run and hold it; nothing is read
                         _prepare_inputs()   recorder.prepare: hold inputs and random state by reference
                         compute_loss()      guard.check_loss: None is an error
+                    floating_point_ops()    guard.show_filter: the host has read its log filter, which is off that long
                 _clip_grad_norm()           guard.settle: norm, ONE host read, decision; redo or skip; clip
                 _get_grad_norm()            the same, where the host does not clip
                 optimizer.step(), lr_scheduler.step()       the host's own; not after a skip
@@ -24,16 +25,19 @@ One `train()`, in the order in which transformers calls us (`guard` is `self.nan
 A micro-batch that runs again (redo, autopsy) comes through `training_step` too, and passes through to the host.
 """
 
+import logging
 import math
 from functools import cached_property
+from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
 from ..compat.trainer_protocol import HostTrainer
 from .arguments import GuardArguments, find_guard_arguments
-from .guarded_class import HostMethods, Stealth, entered_once
+from .guarded_class import HostMethods, Stealth, detach, entered_once, reduce_guarded, takes_also
 from .run_record import save_guard
 from .trainer_guard import TrainerGuard
 
@@ -41,6 +45,9 @@ if TYPE_CHECKING:
     from transformers import Trainer as _Host
 else:
     _Host = object
+
+logger = logging.getLogger("hf_nanguard")
+SETTINGS = Parameter("guard", Parameter.KEYWORD_ONLY, default=None, annotation=GuardArguments | None)
 
 
 class GuardedTrainerMixin(Stealth, _Host):
@@ -74,7 +81,10 @@ class GuardedTrainerMixin(Stealth, _Host):
     """
 
     given_guard: GuardArguments | None = None
+    asked_by: tuple[TrainerCallback, ...] = ()  # the callbacks that asked for the guard
+    needs_callback = False  # whether nobody else did, so that it goes off with the last of them
 
+    @takes_also(SETTINGS)
     def __init__(self, *args: Any, guard: GuardArguments | None = None, **kwargs: Any):
         self.given_guard = guard
         super().__init__(*args, **kwargs)
@@ -90,12 +100,24 @@ class GuardedTrainerMixin(Stealth, _Host):
         """Sets up the guard on a trainer that is already built."""
         self.given_guard = guard
         host = HostMethods(self, GuardedTrainerMixin)
+        before: TrainerGuard | None = vars(self).get("nanguard")
         self.nanguard = TrainerGuard(cast(HostTrainer, self), find_guard_arguments(guard, self.args), host)
+        if before is not None:
+            before.hand_over(self.nanguard)
 
+    def __reduce_ex__(self, protocol):
+        return reduce_guarded(type(self), super().__reduce_ex__(protocol))
+
+    @entered_once
     def train(self, *args, **kwargs):
-        with self.nanguard.training():
+        if self.needs_callback and not any(callback in self.callback_handler.callbacks for callback in self.asked_by):
+            logger.warning("hf_nanguard: this run is not guarded because its NanGuardCallback was removed.")
+            detach(self)
+            return self.train(*args, **kwargs)
+        with self.nanguard.training(), self.nanguard.checked_updates():
             return super().train(*args, **kwargs)
 
+    @entered_once
     def _run_epoch(self, *args, **kwargs):
         resumed = kwargs.get("resume_from_checkpoint") if kwargs["epoch"] == kwargs["epochs_trained"] else None
         skipped = resumed is not None and not self.args.ignore_data_skip
@@ -103,10 +125,13 @@ class GuardedTrainerMixin(Stealth, _Host):
         with self.nanguard.epoch(kwargs["train_dataloader"], position, resumed):
             return super()._run_epoch(*args, **kwargs)
 
+    @entered_once
     def _finalize_training(self, *args, **kwargs):
         with self.nanguard.finalizing():
             output = super()._finalize_training(*args, **kwargs)
-            return output._replace(training_loss=math.nan) if self.nanguard.has_no_mean else output
+        if self.nanguard.has_no_mean and isinstance(output, TrainOutput):  # a subclass may return anything
+            return output._replace(training_loss=math.nan)
+        return output
 
     # ---- data ----
 
@@ -138,6 +163,11 @@ class GuardedTrainerMixin(Stealth, _Host):
         return self.nanguard.check_loss(result, with_outputs, model.training) if self.nanguard.on else result
 
     @entered_once
+    def floating_point_ops(self, inputs):
+        self.nanguard.show_filter()
+        return super().floating_point_ops(inputs)
+
+    @entered_once
     def _clip_grad_norm(self, model):
         clip = super()._clip_grad_norm
         if not self.nanguard.settles:
@@ -160,8 +190,7 @@ class GuardedTrainerMixin(Stealth, _Host):
         self.nanguard.end_step()
         self.nanguard.after_update()
         self.nanguard.after_epoch()
-        with self.nanguard.given_filter():
-            return super()._maybe_log_save_evaluate(*args, **kwargs)
+        return super()._maybe_log_save_evaluate(*args, **kwargs)
 
     # ---- evaluation, log, checkpoint ----
 
@@ -190,6 +219,7 @@ class GuardedTrainerMixin(Stealth, _Host):
         if self.nanguard.replaying:
             return
         if self.nanguard.on and "loss" in logs:
+            self.nanguard.recorder.begin_row()
             logs.update(self.nanguard.log_metrics())
         if "train_loss" in logs and self.nanguard.has_no_mean:
             logs["train_loss"] = math.nan

@@ -4,9 +4,9 @@ import json
 import logging
 from pathlib import Path
 
-from ...core.event import strict
+from ...core.event import JsonObject, strict
 from ...core.step.guard import Guard
-from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path, new_run_id
+from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
 from ..compat.trainer_protocol import HostTrainer
 
 logger = logging.getLogger("hf_nanguard")
@@ -44,13 +44,19 @@ class RunRecord:
 
     def __init__(self, trainer: HostTrainer, rank: int):
         self.trainer = trainer
-        self.directory = Path(str(trainer.args.output_dir)) / GUARD_FOLDER
-        self.events = JsonlWriter(events_path(self.directory, rank))
-        self.metrics = JsonlWriter(self.directory / "metrics.jsonl", self.events.run)
+        self.rank = rank
+        self.begin_run()
 
     def begin_run(self) -> None:
-        """Gives the lines of another `train()` another id."""
-        self.events.run = self.metrics.run = new_run_id()
+        """Follows `output_dir`, which a script may set after it has built the trainer; lines of another `train()` get
+        another id."""
+        self.directory = Path(str(self.trainer.args.output_dir)) / GUARD_FOLDER
+        self.events = JsonlWriter(events_path(self.directory, self.rank))
+        self.metrics = JsonlWriter(self.directory / "metrics.jsonl", self.events.run)
+
+    def write_event(self, event: JsonObject) -> None:
+        """Appends an event to the file of this rank."""
+        self.events(event)
 
     def write_row(self) -> None:
         """Appends the newest log row to `metrics.jsonl`."""

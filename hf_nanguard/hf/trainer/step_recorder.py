@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...core.rerun.micro_batch import AccumulationGroup, BatchAction, MicroBatch
@@ -97,6 +98,8 @@ class StepRecorder:
     def end_run(self) -> None:
         """Lets go of everything that `train()` left, also after an error."""
         self.phase = Phase.OUTSIDE
+        self._held = None
+        self.loss_errors.keep_replacement(None)
         self.guard.begin_group()
 
     def begin_group(self, batches: list[Any]) -> None:
@@ -155,7 +158,7 @@ class StepRecorder:
             held = self._held
             finding = self.loss_errors.judge(error, index, self._batch_rows[index], held is not None, runner.lockstep)
             if finding is None or held is None:
-                self._abandon()
+                self.abandon()
                 raise
             rows = self._rows_of(held[0], index)
             findings = (*findings, finding)
@@ -166,6 +169,7 @@ class StepRecorder:
         finally:
             self.phase = Phase.COLLECTING if self.phase is Phase.RUNNING else self.phase
         payload, rng = self._held or (None, self._rng_before)
+        self._held = None
         rows = self._rows_of(payload, index) if rows is None else rows
         group.micro_batches.append(MicroBatch(index, payload, rng, findings, rows, loss.detach()))
         return loss
@@ -240,8 +244,14 @@ class StepRecorder:
             total += loss.to(total.device)
         total += extra
 
-    def _abandon(self) -> None:
-        """Forgets the group after an error: the host may catch it and begin anew with a smaller batch."""
+    def begin_row(self) -> None:
+        """Takes the losses so far out of the running loss of an open group, once the host has logged them."""
+        if self.phase is Phase.COLLECTING and self.has_micro_batches:
+            logged = sum(torch.where(torch.isfinite(loss), loss, 0.0) for loss in self.guard.group.losses)
+            self._loss_before = running_loss(self.trainer) - logged
+
+    def abandon(self) -> None:
+        """Forgets a group that will not be settled."""
         self.guard.begin_group()
         self.phase = Phase.IDLE
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...core.event import Culprit, Event
 from ...core.finite import read_host
@@ -23,6 +24,7 @@ from ...errors import LossMissingError
 from ..compat import accelerate as compat_accelerate
 from ..compat import trainer as compat
 from ..compat.trainer_protocol import HostTrainer
+from ..compat.unguardable_class import find_own_loop
 from ..data.batch_limits import find_limits
 from ..data.checked_collator import CheckedCollator
 from ..data.learning_signal import NoSignalDetector, StepSignal
@@ -87,7 +89,7 @@ class TrainerGuard:
         self.acts = self.policy.acts
         ranks = Ranks(trainer.args.device)
         self.record = RunRecord(trainer, ranks.rank)
-        self.guard = Guard(policy=self.policy, ranks=ranks, on_event=self.record.events, folder=self.record.directory)
+        self.guard = Guard(policy=self.policy, ranks=ranks, on_event=self.record.write_event)
         self.recorder = StepRecorder(trainer, self.guard)
         self.evaluation = Evaluation(trainer, self.guard)
         self.halting = Halting(trainer, self.guard)
@@ -95,8 +97,11 @@ class TrainerGuard:
         self.online: OnlineData | None = None
         self.runner: TrainerRunner | None = None
         self._optimizer: Any = None  # the one the monitors watch; a second run may have another
-        self._given_filter = trainer.args.logging_nan_inf_filter
-        self._joined = ExitStack()  # of a train() that had begun before the guard
+        self._hidden_filter = ExitStack()  # logging_nan_inf_filter while the host reads it: it hides NaN, by two reads
+        self._joined = ExitStack()  # of a train() that is not ours
+        self._run_end = ExitStack()  # of a guard that took the place of this one
+        self._checks_updates = False
+        self._has_reported_update = False
         self._is_guarding_generation = False
         self._has_left_out_steps = False  # in this run, from the mean of its losses
         self._creates_optimizer = False  # the host does, with the learning rate of its arguments
@@ -133,18 +138,20 @@ class TrainerGuard:
             yield
             return
         self.recorder.begin_run()
-        self._abandons_step = self._has_left_out_steps = False
+        self.record.begin_run()
+        self.guard.write_bundles_to(self.record.directory)
+        self._abandons_step = self._has_left_out_steps = self._has_reported_update = False
         self.halting.begin_run()
         self.guard.escalation.begin_run()
         self.guard.journal.begin_run()
-        self.record.begin_run()
         self._creates_optimizer = self.trainer.optimizer is None
         if self.on and self.guard.ranks.rank == 0:
             self._log_limits()
         try:
-            with self._guarded_own_step():
-                yield
+            yield
         finally:
+            self._run_end.close()
+            self.show_filter()
             self.end_step()  # an error may have come between a skipped step and its end
             self.recorder.end_run()
             self.guard.monitor_set.close()
@@ -154,6 +161,28 @@ class TrainerGuard:
         """Begins to guard a `train()` that is running already, until it ends or fails; not one that is guarded."""
         if self.recorder.phase is Phase.OUTSIDE:
             self._joined.enter_context(self.training())
+
+    def hand_over(self, successor: "TrainerGuard") -> None:
+        """Turns the guard off for good, because another takes its place, in a run that is going on too."""
+        if self.watches:
+            self.end_step()
+            self.recorder.abandon()
+            successor.join_run()
+            self._run_end.callback(successor._joined.close)
+        self.on = False
+
+    @contextmanager
+    def checked_updates(self) -> Iterator[None]:
+        """Reports an optimizer that updates the model inside the block without a decision of the guard."""
+        if not self.on or self.deepspeed or self._checks_updates:  # DeepSpeed steps before the guard can decide
+            yield
+            return
+        self._checks_updates = True
+        try:
+            with register_optimizer_step_pre_hook(self._check_update):
+                yield
+        finally:
+            self._checks_updates = False
 
     @contextmanager
     def epoch(self, dataloader: Any, position: int, resumed: str | None) -> Iterator[None]:
@@ -167,25 +196,28 @@ class TrainerGuard:
             resumed (`str`, *optional*):
                 The checkpoint that the run continues from, given with its first epoch.
         """
-        if not self.watches:
+        if not self.on:
             yield
             return
+        self.join_run()  # if the train() that is running is not ours: it began before the guard, or was replaced
         if resumed is not None:
             load_guard(self.guard, Path(resumed))
             self.halting.note_saved(Path(resumed))
             self._check_resumed_rate()
-        self._given_filter = self.trainer.args.logging_nan_inf_filter
         dispatched = compat_accelerate.dispatches_batches(self.trainer)  # by rank 0: then rows are not known
         followed = None if dispatched else dataloader
         try:
             with (
+                self.checked_updates(),
+                self._guarded_own_step(),
                 self.recorder.rows.recording(followed, self.trainer.accelerator.num_processes, position),
                 compat_accelerate.replaced_collator(followed, self._check_batches),
                 self.guarded_generation(),
-                compat.log_filter(self.trainer, False) if self.acts else nullcontext(),  # it hides NaN, by two reads
             ):
                 yield
         except BaseException:
+            self.end_step()
+            self.recorder.abandon()  # the host may catch it and begin anew with a smaller batch
             self._joined.close()
             raise
 
@@ -195,9 +227,9 @@ class TrainerGuard:
         with self._joined, self.guarded_generation():
             yield
 
-    def given_filter(self) -> AbstractContextManager[None]:
-        """Returns a context, inside an epoch, in which arguments are shown and saved as they were given."""
-        return compat.log_filter(self.trainer, self._given_filter) if self.acts else nullcontext()
+    def show_filter(self) -> None:
+        """Shows `logging_nan_inf_filter` as it was given again, once the host has read it for a micro-batch."""
+        self._hidden_filter.close()
 
     def _guarded_own_step(self) -> AbstractContextManager[None]:
         """Guards a `training_step` that was put on the trainer itself, where it hides that of its class."""
@@ -297,6 +329,7 @@ class TrainerGuard:
         """Runs a `training_step` as one micro-batch of `train()`; as it is if it was called by hand, again, or by another."""
         if not self.watches or self.replaying or self.recorder.phase is Phase.RUNNING:
             return training_step(model, inputs, num_items)
+        self.show_filter()
         runner = self._runner_for(model)
         if not self.recorder.is_open:  # the trainer has a get_batch_samples, or a loop, of its own
             self.begin_group([])
@@ -304,7 +337,10 @@ class TrainerGuard:
             runner.begin_group()
             self.recorder.begin_step(LossWeight(self.trainer.current_gradient_accumulation_steps, num_items))
             self.guard.monitor_set.begin_step(self.trainer.state.global_step)
-        return self.recorder.record(training_step, runner, inputs, num_items)
+        loss = self.recorder.record(training_step, runner, inputs, num_items)
+        if self.acts:
+            self._hidden_filter.enter_context(compat.log_filter(self.trainer, False))
+        return loss
 
     def _runner_for(self, model: nn.Module) -> TrainerRunner:
         """Returns the runner of this model; a new model or optimizer gets a new runner and new monitors."""
@@ -389,12 +425,29 @@ class TrainerGuard:
         self.recorder.skip()
         compat_accelerate.bypass_optimizer(self.trainer.optimizer)
 
+    def _check_update(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        """Runs before every `optimizer.step()` of the process: an update of the model that was not settled is reported."""
+        if not self.watches or self.recorder.phase in (Phase.DECIDED, Phase.SKIPPED):
+            return
+        mine = {id(parameter) for parameter in self.trainer.model.parameters()}
+        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+            self._report_unguarded()
+            if self.settles:  # nobody will
+                self.recorder.abandon()
+
     def _report_unguarded(self) -> None:
-        """Reports, once, a step that passed by the guard: its `training_step` was replaced in the middle of a run."""
-        if Signal.GUARD_FAILED not in self.guard.journal.written:
-            step = self.trainer.state.global_step
-            message = f"step {step} is not guarded because training_step was replaced during the run"
-            self.guard.journal.write_once(Event(step, Signal.GUARD_FAILED, Action.OBSERVED, message))
+        """Reports, once a run, a step that passed by the guard."""
+        if self._has_reported_update:
+            return
+        self._has_reported_update = True
+        hidden = self.host.find_hidden(self.trainer) or find_own_loop(type(self.trainer))
+        inside = self.recorder.phase is Phase.RUNNING
+        why = f"{', '.join(hidden)} of {type(self.trainer).__name__} replaces the method of the Trainer" if hidden else (
+            "training_step updates the weights itself" if inside else "its training loop is not that of the Trainer"
+        )  # fmt: skip
+        step = self.trainer.state.global_step
+        message = f"step {step} and others like it are not guarded because {why}"
+        self.guard.journal.write_once(Event(step, Signal.GUARD_FAILED, Action.OBSERVED, message))
 
     def _abandon_step(self) -> None:
         """Leaves out the step during which the run was halted, from weights and log alike."""

@@ -161,16 +161,20 @@ def test_gradients_that_cannot_be_tapped_are_said_once(tmp_path):
     assert [(event["signal"], event["step"]) for event in events_of(trainer)] == [("guard_failed", 0)]
 
 
-def test_the_hook_is_gone_after_the_run(tmp_path):
+def test_the_hook_is_gone_after_each_step(tmp_path):
     hooks = []
 
     class Look(GradientMonitorCallback):
+        def on_step_begin(self, args, state, control, model=None, **kwargs):
+            super().on_step_begin(args, state, control, model=model, **kwargs)
+            hooks.append(len(model._forward_hooks))
+
         def on_step_end(self, args, state, control, model=None, **kwargs):
             super().on_step_end(args, state, control, model=model, **kwargs)
             hooks.append(len(model._forward_hooks))
 
     trainer = _train(tmp_path, callbacks=[Look()])
-    assert hooks == [1] * 4
+    assert hooks == [1, 0] * 4
     assert trainer.model._forward_hooks == {}
 
 

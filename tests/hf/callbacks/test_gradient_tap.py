@@ -113,9 +113,12 @@ def test_a_frozen_parameter_has_no_gradient_to_look_at():
     assert [name for name, _ in tap.named_magnitudes()] == ["first.bias", "last.weight", "last.bias"]
 
 
-def test_removing_takes_the_hook_off():
+def test_the_model_has_a_hook_only_while_a_measurement_is_requested():
     net = Net(lambda y: y)
     tap = GradientTap(net)
+    assert net._forward_hooks == {}
+    tap.arm()
+    tap.arm()
     assert len(net._forward_hooks) == 1
-    tap.remove()
+    tap.disarm()
     assert net._forward_hooks == {}

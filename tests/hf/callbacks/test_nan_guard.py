@@ -6,13 +6,17 @@ That it guards as the other ways do is proved for all of them together, in tests
 import copy
 import logging
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import Trainer
+from accelerate import Accelerator
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 from hf_nanguard import GuardArguments, NanGuardCallback, attach
 from hf_nanguard.hf.trainer.mixin import GuardedTrainerMixin
+from hf_nanguard.report.run_files import events_path, read_jsonl
 from hf_nanguard.takeover.takeover import Takeover
 from hf_nanguard.testing import Fault, plant
 from tests.reference import assert_same, tensors_of
@@ -102,7 +106,7 @@ def test_a_callback_without_settings_leaves_the_guard_as_it_is(tmp_path, caplog)
         trainer.train()
     assert trainer.nanguard is guard
     assert trainer.nanguard.arguments is SKIP
-    assert caplog.text == ""
+    assert caplog.text.count("guarded already; its settings stay as they are") == len(caplog.records) == 1
 
 
 def test_settings_of_a_callback_win_over_those_of_the_class(tmp_path, caplog):
@@ -121,6 +125,79 @@ def test_settings_of_nanguard_run_win_over_those_of_the_callback(tmp_path):
     assert trainer.nanguard.policy.on_nonfinite == "halt"
     assert trainer.nanguard.policy.max_bad_steps == 3
     assert "was already guarded" in said[0]
+
+
+def _ask_twice(first, second, folder):
+    """Guards a trainer by two requests, the second without settings."""
+    callbacks = [NanGuardCallback(SKIP)] * (first == "callback") + [NanGuardCallback()] * (second == "callback")
+    if first == "class":
+        trainer = build("plain", folder, extra={"guard": SKIP, "callbacks": callbacks}, max_steps=1)
+    else:
+        trainer = _build(folder, *callbacks, max_steps=1)
+    if first == "attach":
+        attach(trainer, SKIP)
+    if second == "attach":
+        attach(trainer)
+    if second == "later":
+        trainer.add_callback(NanGuardCallback())
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("class", "attach"), ("class", "callback"), ("class", "later"), ("attach", "attach"), ("attach", "later"),
+        ("callback", "attach"), ("callback", "callback"), ("callback", "later"),
+    ],
+)  # fmt: skip
+def test_a_second_request_says_so_once_and_leaves_the_guard(first, second, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "hf_nanguard"):
+        trainer = _ask_twice(first, second, tmp_path)
+        trainer.train()
+        trainer.train()
+    assert trainer.nanguard.arguments is SKIP
+    said = [record.message for record in caplog.records if record.name == "hf_nanguard"]
+    assert said == ["hf_nanguard: this trainer is guarded already; its settings stay as they are."]
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_nanguard_run_says_in_one_sentence_that_a_callback_guards_already(later, tmp_path, caplog):
+    said = []
+    with caplog.at_level(logging.WARNING, "hf_nanguard"), Takeover({"nanguard_max_bad_steps": 3}, said.append):
+        trainer = _build(tmp_path, *([] if later else [NanGuardCallback(SKIP)]), max_steps=1)
+        if later:
+            trainer.add_callback(NanGuardCallback())
+        trainer.train()
+    assert trainer.nanguard.policy.max_bad_steps == 3
+    assert [("was already guarded" in said[0]), "guarded already" in caplog.text] == [not later, later]
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_without_its_callback_a_trainer_is_a_stock_one_again(later, tmp_path, caplog):
+    trainer = _build(tmp_path, *([] if later else [NanGuardCallback(SKIP)]))
+    if later:
+        trainer.add_callback(NanGuardCallback(SKIP))
+        trainer.train()
+    trainer.remove_callback(NanGuardCallback)
+    with caplog.at_level(logging.WARNING, "hf_nanguard"):
+        plant(trainer, Fault("loss", step=1, micro_step=1))
+        trainer.train()
+    assert [record.message for record in caplog.records] == [
+        "hf_nanguard: this run is not guarded because its NanGuardCallback was removed."
+    ]
+    assert type(trainer) is Trainer
+    assert not {"nanguard", "given_guard", "asked_by", "needs_callback"} & vars(trainer).keys()
+    assert events_of(trainer) == []
+    trainer.add_callback(NanGuardCallback(SKIP))
+    trainer.train()
+    assert trainer.nanguard.arguments is SKIP
+
+
+def test_a_guard_that_was_asked_for_twice_stays_without_the_callback(tmp_path):
+    trainer = attach(_build(tmp_path, NanGuardCallback()))
+    trainer.remove_callback(NanGuardCallback)
+    trainer.train()
+    assert trainer.nanguard.guard.counter.seen == 12
 
 
 # ---- a loop of its own ----
@@ -163,6 +240,99 @@ def test_a_loop_of_its_own_is_guarded_in_a_reduced_way(later, tmp_path, caplog):
     assert (event["signal"], event["action"], event["step"]) == ("grad_nonfinite", "skipped", 2)
     assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
     assert {float(state["step"]) for state in trainer.optimizer.state.values()} == {3.0}
+    assert not any(module._forward_hooks for module in trainer.model.modules())
+
+
+def test_a_copy_of_a_trainer_with_a_loop_of_its_own_has_one_guard(tmp_path):
+    trainer = build("plain", tmp_path, OwnLoop, guard=False, extra={"callbacks": [NanGuardCallback()]})
+    trainer.train()
+    other = copy.deepcopy(trainer)
+    other.state.global_step = 0
+    other.train()
+    assert [event["action"] for event in events_of(other)] == ["skipped"] * 2
+    assert len([c for c in other.callback_handler.callbacks if "nanguard" in type(c).__module__]) == 1
+
+
+class Loop:
+    """A training loop without a Trainer, which calls callbacks."""
+
+    def __init__(self, tmp_path, callback, wrong=None, plain=True):
+        torch.manual_seed(0)
+        self.model, self.wrong = torch.nn.Linear(3, 1), wrong
+        self.args = TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        if not plain:
+            self.optimizer = Accelerator(cpu=True).prepare(self.optimizer)
+        self.state, self.control = TrainerState(), TrainerControl()
+        model = None if wrong == "no model" else self.model
+        self.handler = CallbackHandler([callback], model, None, self.optimizer, None)
+
+    def call(self, event):
+        if self.wrong != event:
+            getattr(self.handler, event)(self.args, self.state, self.control)
+
+    def run(self):
+        self.call("on_train_begin")
+        for step in range(4):
+            self.call("on_step_begin")
+            loss = self.model(torch.ones(2, 3)).sum() * (torch.nan if step == 2 else 1.0)
+            loss.backward()
+            if self.wrong == "too early":
+                self.optimizer.step()
+            self.call("on_pre_optimizer_step")
+            if self.wrong != "too early":
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.state.global_step += 1
+            self.call("on_step_end")
+        self.call("on_train_end")
+        return (
+            list(read_jsonl(path)) if (path := events_path(Path(self.args.output_dir) / "nanguard", 0)).exists() else []
+        )
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_a_loop_without_a_trainer_is_guarded_in_a_reduced_way_and_told_so(plain, tmp_path, caplog):
+    loop = Loop(tmp_path, NanGuardCallback(), plain=plain)
+    with caplog.at_level(logging.WARNING, "hf_nanguard"):
+        events = loop.run()
+        loop.state.global_step = 0
+        loop.run()
+    assert caplog.text.count("the model is guarded in a reduced way because the loop that calls") == 1
+    assert [(event["action"], event["step"]) for event in events] == [("skipped", 2)]
+    assert all(torch.isfinite(parameter).all() for parameter in loop.model.parameters())
+    assert loop.model._forward_hooks == {}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ("no model", "nothing is guarded because the training loop passes no model"),
+        ("on_step_begin", "No gradient was checked in this step, so nothing is guarded"),
+        ("on_pre_optimizer_step", "No gradient was checked in this step, so nothing is guarded"),
+        ("too early", "The step was not skipped, and weights are not finite"),
+        ("on_step_end", None),
+    ],
+)
+def test_a_reduced_guard_claims_nothing_it_cannot_do(wrong, sentence, tmp_path, caplog):
+    loop = Loop(tmp_path, NanGuardCallback(), wrong)
+    with caplog.at_level(logging.WARNING, "hf_nanguard"):
+        events = loop.run()
+    finite = all(torch.isfinite(parameter).all() for parameter in loop.model.parameters())
+    assert finite == (sentence is None)
+    assert sentence is None or caplog.text.count(sentence) == 1
+    if wrong not in ("no model", "on_step_end"):
+        assert [event["message"][:20] for event in events if event["signal"] == "guard_failed"] == [sentence[:20]]
+
+
+def test_an_error_between_two_steps_leaves_no_hook(tmp_path):
+    class Failing(TrainerCallback):
+        def on_step_end(self, *args, **kwargs):
+            raise ZeroDivisionError
+
+    trainer = build("plain", tmp_path, OwnLoop, guard=False, extra={"callbacks": [NanGuardCallback(), Failing()]})
+    with pytest.raises(ZeroDivisionError):
+        trainer.train()
     assert not any(module._forward_hooks for module in trainer.model.modules())
 
 
