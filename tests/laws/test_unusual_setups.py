@@ -31,6 +31,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 from hf_nanguard import GuardArguments, NanGuardCallback, attach, guarded
+from hf_nanguard.testing import Fault, plant
 from tests.models import VOCAB, tiny_llama, tiny_t5, token_rows
 from tests.reference import assert_same, tensors_of
 from tests.trainers import common_arguments, events_of
@@ -110,7 +111,10 @@ def train(trainer: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     random.seed(5)
     trainer.train()
     history = trainer.state.log_history
-    return tensors_of(trainer), [{k: v for k, v in row.items() if not k.startswith(NOT_COMPARED)} for row in history]
+    tensors = {
+        k: torch.where(v.isnan(), 7, v) for k, v in tensors_of(trainer).items()
+    }  # NaN is not equal to itself
+    return tensors, [{k: v for k, v in row.items() if not k.startswith(NOT_COMPARED)} for row in history]
 
 
 # ---- losses, models and labels of the user's own ----
@@ -964,3 +968,22 @@ def test_an_unusual_setup_trains_as_stock_does(make, tmp_path):
         events = events_of(trainer)
         assert {event["action"] for event in events} <= {"observed"}
         assert len({event["signal"] for event in events}) == len(events)
+
+
+@pytest.mark.parametrize("fault", ["a bad batch", "nan in the parameter", "inf in another parameter"])
+def test_a_parameter_with_inf_by_design_hides_no_fault(fault, tmp_path):
+    run = Run(Transitions(), arguments={**SAVING, "gradient_accumulation_steps": 1, "max_steps": 4})
+    trainer = attached(run, tmp_path, GuardArguments(nanguard_on_halt="stop"))
+    place = {"nan in the parameter": ("transitions", "nan"), "inf in another parameter": ("head.bias", "inf")}.get(
+        fault
+    )
+    planted = (
+        Fault("loss", step=1, micro_step=0)
+        if place is None
+        else Fault("weight", 1, parameter=place[0], value=float(place[1]))
+    )
+    plant(trainer, planted)
+    trainer.train()
+    actions = {event["action"] for event in events_of(trainer)}
+    assert actions == ({"skipped"} if place is None else {"skipped", "halted"})
+    assert trainer.state.global_step == (4 if place is None else 2)

@@ -4,6 +4,7 @@ A step whose norm is not finite goes to `nonfinite_step.py`.
 """
 
 import math
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from torch import Tensor
@@ -35,6 +36,7 @@ class Settlement:
         escalation: Escalation,
         norms: RobustWindow,
         redo: Redo,
+        find_accepted: Callable[[], Collection[str]] = tuple,
     ):
         self.policy = policy
         self.journal = journal
@@ -42,7 +44,7 @@ class Settlement:
         self.escalation = escalation
         self.norms = norms
         self.redo = redo
-        self.containment = Containment(policy, journal, counter, escalation, redo)
+        self.containment = Containment(policy, journal, counter, escalation, redo, find_accepted)
         self.last_norm: float | None = None
         self.was_zero = False
 
