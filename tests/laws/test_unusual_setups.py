@@ -111,9 +111,7 @@ def train(trainer: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
     random.seed(5)
     trainer.train()
     history = trainer.state.log_history
-    tensors = {
-        k: torch.where(v.isnan(), 7, v) for k, v in tensors_of(trainer).items()
-    }  # NaN is not equal to itself
+    tensors = {k: torch.where(v.isnan(), 7, v) for k, v in tensors_of(trainer).items()}  # NaN is not equal to itself
     return tensors, [{k: v for k, v in row.items() if not k.startswith(NOT_COMPARED)} for row in history]
 
 

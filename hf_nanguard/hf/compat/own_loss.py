@@ -3,6 +3,7 @@
 from torch import nn
 from transformers import Trainer
 
+from ...core.torch_private import pre_hooks
 from .trainer_protocol import HostTrainer
 
 HOSTS = ("transformers.", "trl.")
@@ -49,7 +50,7 @@ def is_library_module(module: nn.Module) -> bool:
     own = vars(module).get(
         "_original_forward", vars(module).get("forward", type(module).forward)
     )  # accelerate wraps it
-    return all(map(is_library_code, (own, type(module).forward, *module._forward_pre_hooks.values())))
+    return all(map(is_library_code, (own, type(module).forward, *pre_hooks(module))))
 
 
 def without_data(trainer_class: type[Trainer]) -> type[Trainer]:

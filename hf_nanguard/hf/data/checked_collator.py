@@ -34,6 +34,7 @@ class BatchNote:
     no_signal: NoSignal | None = None  # why there is hardly anything to learn from the batch
     num_samples: int | None = None  # if bad samples were removed: how many there were,
     kept: tuple[int, ...] | None = None  # and which are left
+    masked: tuple[int, ...] = ()  # samples without an unmasked label, before any was removed
     failure: str | None = None  # why the batch could not be checked
 
 
@@ -68,13 +69,15 @@ class BatchCheck:
 
     def _check(self, batch: Batch, num_samples: int | None) -> tuple[Batch, BatchNote]:
         checked = copy(batch)  # the collator may keep its batch
+        masked = find_masked(batch, self.limits)
         findings = check_batch(checked, self.limits, self.verdict)
         if not self.can_drop:
             findings = [replace(f, action=BatchAction.OBSERVE) if f.action is BatchAction.DROP else f for f in findings]
         note = BatchNote(tuple(findings))
         if self.verdict == "drop_samples" and findings and num_samples is not None:
             note = take_apart(checked, findings, num_samples, self.limits)
-        return checked if findings else batch, replace(note, no_signal=find_no_signal(checked, self.limits))
+        note = replace(note, no_signal=find_no_signal(checked, self.limits), masked=masked)
+        return checked if findings else batch, note
 
 
 @dataclass(frozen=True)
@@ -193,17 +196,25 @@ def check_labels(labels: Tensor, limits: Limits, action: BatchAction) -> tuple[F
             return Finding(
                 Signal.LABEL_OUT_OF_RANGE, message, action, Cause.LABEL_OUT_OF_RANGE, "input", samples, tokens
             ), bad
-    if not limits.token_labels or array.ndim != 2:
-        return None, None
-    targets = array[:, 1:] if limits.shifted else array
-    if (targets == IGNORED_LABEL).all():
-        samples = tuple(range(array.shape[0]))
+    samples = find_masked({"labels": labels}, limits)
+    if samples and len(samples) == len(array):
         message = f"none of the {len(samples)} samples has an unmasked label"
         message = "the only sample has no unmasked label" if len(samples) == 1 else message
         # A masked batch cannot be filled with anything true: "repair" leaves it out as well.
         action = BatchAction.DROP if action is BatchAction.REPAIR else action
         return Finding(Signal.LABELS_MASKED, message, action, Cause.ALL_LABELS_MASKED, "input", samples), None
     return None, None
+
+
+def find_masked(batch: Batch, limits: Limits) -> tuple[int, ...]:
+    """Returns the samples of a batch of token labels that have no unmasked one."""
+    labels = batch.get("labels")
+    if not limits.known or not limits.token_labels or LOSS_ARGUMENTS.intersection(batch):
+        return ()
+    if not isinstance(labels, Tensor) or not is_viewable(labels) or labels.ndim != 2:
+        return ()
+    array = view(labels)
+    return tuple(np.flatnonzero(((array[:, 1:] if limits.shifted else array) == IGNORED_LABEL).all(axis=1)).tolist())
 
 
 def check_mask(mask: Tensor, action: BatchAction) -> Finding | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..compat.observed_loader import observed_batches
+from ..compat.prepared_dataset import PreparedRows
 from .checked_collator import BatchCheck, BatchNote, CheckedCollator, NotedBatch
 
 ROWS = "nanguard_rows"
@@ -29,9 +30,14 @@ class BatchRecord:
         self.notes: list[BatchNote] = []
         self.position = 0
         self.stream_batch_size: int | None = None
+        self.prepared = PreparedRows()
         self._check: BatchCheck | None = None
         self._is_observed = False
         self._records_rows = False
+
+    def begin_run(self, prepared: PreparedRows) -> None:
+        """Takes how the rows of the trainer's dataset relate to those of the user's."""
+        self.prepared = prepared
 
     @contextmanager
     def recording(
@@ -90,7 +96,8 @@ class BatchRecord:
             return list(range(first, first + int(min(size, self.stream_batch_size))))
         rows = self.batches[position] if position < len(self.batches) else None
         # Keys of a dataset need not be numbers.
-        return [int(row) for row in rows] if rows and all(isinstance(row, Integral) for row in rows) else None
+        numbers = [int(row) for row in rows] if rows and all(isinstance(row, Integral) for row in rows) else None
+        return self.prepared.name(numbers)
 
 
 def _size(batch: Any) -> int | float:

@@ -15,11 +15,13 @@ from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Signal
 from ...errors import NonFiniteError
 from ..compat.accelerate import counted_backwards
+from ..compat.prepared_dataset import find_prepared_rows
 from ..compat.trainer import running_loss
 from ..compat.trainer_protocol import HostTrainer
 from ..data.checked_collator import BatchNote, name_rows
 from ..data.dataset_rows import ROWS, BatchRecord
 from ..data.learning_signal import NoSignal
+from ..data.masked_samples import MaskedSamples
 from .held_inputs import HeldInputs, LossWeight
 from .loss_errors import LossErrors
 from .trainer_runner import TrainerRunner
@@ -70,6 +72,7 @@ class StepRecorder:
         self.guard = guard
         self.phase = Phase.OUTSIDE
         self.batches = BatchRecord()
+        self.masked = MaskedSamples(guard.journal)
         self.loss_errors = LossErrors(trainer, guard)
         self.num_backwards = 0  # largest number in one training_step, counted where several ranks run it
         self._notes: list[BatchNote] = []
@@ -93,9 +96,12 @@ class StepRecorder:
     def begin_run(self) -> None:
         """Begins to record a `train()`."""
         self.phase = Phase.IDLE
+        self.masked.begin_run()
+        self.batches.begin_run(find_prepared_rows(self.trainer))
 
     def end_run(self) -> None:
         """Lets go of everything that `train()` left, also after an error."""
+        self.masked.report(self.trainer.state.global_step)
         self.phase = Phase.OUTSIDE
         self.guard.begin_group()
 
@@ -117,6 +123,8 @@ class StepRecorder:
 
     def _take(self, batch: Any) -> Any:
         batch, note, rows = self.batches.next(batch)
+        is_reported = any(finding.signal is Signal.LABELS_MASKED for finding in note.findings)
+        self.masked.count(self.trainer.state.global_step, note.masked, rows, is_reported)
         note, rows = name_rows(note, rows)
         self._notes.append(note)
         self._batch_rows.append(rows)

@@ -27,6 +27,7 @@ from ..compat.trainer_protocol import HostTrainer
 from ..data.batch_limits import find_limits
 from ..data.checked_collator import BatchCheck
 from ..data.learning_signal import NoSignalDetector, StepSignal
+from ..data.masked_samples import MAX_ROWS, format_rows
 from ..generation.guard_generation import can_generate, guard_generation
 from ..monitors.trainer_monitors import build_monitors
 from .arguments import GuardArguments
@@ -134,6 +135,7 @@ class TrainerGuard:
         self.guard.escalation.reset()
         if self.on and self.guard.ranks.rank == 0:
             self._log_limits()
+            self._report_removed_rows()
         try:
             with self._guarded_own_step():
                 yield
@@ -213,6 +215,21 @@ class TrainerGuard:
                 "hf_nanguard: rank 0 dispatches the batches of this dataset, so labels and inputs are not checked before "
                 "the forward and rows are not known. Set accelerator_config={'dispatch_batches': False} to change that."
             )
+
+    def _report_removed_rows(self) -> None:
+        """Reports the rows that the host has removed before the run, which it does without a word."""
+        prepared, name = self.recorder.batches.prepared, type(self.trainer).__name__
+        if prepared.is_rebuilt:
+            logger.info("hf_nanguard: dataset rows are those of the dataset that %s has prepared.", name)
+        if not (removed := prepared.removed):
+            return
+        message = (
+            f"{name} removed {len(removed)} of {prepared.num_given} rows of the training dataset{format_rows(removed)} "
+            "because truncation to max_length left nothing to learn from in them."
+        )
+        values: dict[str, Any] = {"num_rows": len(removed), "num_given": prepared.num_given}
+        culprit = Culprit(phase="input", rows=removed[:MAX_ROWS])
+        self.guard.journal.write(Event(0, Signal.LABELS_MASKED, Action.OBSERVED, message, None, 0, values, culprit))
 
     @contextmanager
     def guarded_generation(self) -> Iterator[None]:
