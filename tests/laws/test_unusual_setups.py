@@ -985,3 +985,41 @@ def test_a_parameter_with_inf_by_design_hides_no_fault(fault, tmp_path):
     actions = {event["action"] for event in events_of(trainer)}
     assert actions == ({"skipped"} if place is None else {"skipped", "halted"})
     assert trainer.state.global_step == (4 if place is None else 2)
+
+
+def pair(batch: dict) -> tuple:
+    return batch["input_ids"], batch["labels"]
+
+
+@pytest.mark.parametrize(
+    ("make", "pick"),
+    [
+        pytest.param(lambda batch: Ready(*pair(batch)), lambda batch: (batch.input_ids, batch.labels), id="dataclass"),
+        pytest.param(pair, tuple, id="tuple"),
+        pytest.param(lambda batch: list(pair(batch)), tuple, id="list"),
+        pytest.param(UserDict, AnyInputs.pick, id="user dict"),
+        pytest.param(BatchEncoding, AnyInputs.pick, id="encoding"),
+        pytest.param(
+            lambda batch: {**batch, "none": None, "texts": ["a"], "deep": {"x": [batch]}}, AnyInputs.pick, id="any"
+        ),
+        pytest.param(
+            lambda batch: {**batch, "wave": torch.ones(2, dtype=torch.complex64).conj()}, AnyInputs.pick, id="conj"
+        ),
+        pytest.param(lambda batch: {**batch, "sparse": torch.eye(2).to_sparse()}, AnyInputs.pick, id="sparse"),
+    ],
+)
+def test_a_bad_row_is_found_whatever_a_batch_is(make, pick, tmp_path):
+    class Bad(AnyInputs):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            result = super().compute_loss(model, inputs, *args, **kwargs)
+            return result * float("nan") if (self.pick(inputs)[0][:, 0] == 3 + 5).any() else result
+
+    Bad.pick = staticmethod(pick)
+    run = Run(PlainModel(), trainer_class=Bad, arguments={"train_sampling_strategy": "sequential"})
+    run.extra["data_collator"] = lambda examples: make(default_data_collator(examples))
+    trainer = attached(run, tmp_path, GuardArguments())
+    trainer.train()
+    [event] = events_of(trainer)
+    assert (event["signal"], event["action"]) == ("loss_nonfinite", "dropped")
+    assert event["culprit"]["rows"] in ([5], [4, 5])  # both if the batch cannot be split
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
