@@ -78,7 +78,7 @@ def by_callback(run: Run, folder: Any, guard: GuardArguments) -> Any:
     return run.build(folder, callbacks=[NanGuardCallback(guard), *run.extra.get("callbacks", ())])
 
 
-WAYS = ((attached, "drop"), (as_class, "drop_samples"), (by_callback, "repair"), (attached, "halt"))
+WAYS = ((attached, "halt"), (as_class, "drop_samples"), (by_callback, "repair"))
 SETUPS: list[Any] = []
 
 

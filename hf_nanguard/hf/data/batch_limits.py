@@ -52,7 +52,8 @@ def find_limits(model: nn.Module, shifted: bool, own_loss: bool = False) -> Limi
     `shifted` says whether its loss shifts the labels by one, `own_loss` whether the user's code may change or use the labels.
     """
     # peft is optional, so its class cannot be imported
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    is_adapter = hasattr(model, "get_base_model") and is_library_code(type(model))
+    base = model.get_base_model() if is_adapter else model  # type: ignore[operator]
     if own_loss or not isinstance(base, PreTrainedModel) or not _is_hosts(base, model):
         return UNKNOWN
     config = base.config

@@ -63,8 +63,11 @@ class BatchRecord:
         self.stream_batch_size = dataloader.batch_size if counted else None  # type: ignore[attr-defined]
         # The batch sampler of a stream yields None for rows.
         self._records_rows = not is_stream and getattr(dataloader, "in_order", True)
-        with observed_batches(dataloader, self, position > 0) as self._is_observed:
-            yield
+        try:
+            with observed_batches(dataloader, self, position > 0) as self._is_observed:
+                yield
+        finally:  # what somebody fetches by hand is not checked
+            self.batches, self.notes, self._check, self.stream_batch_size = [], [], None, None
 
     # ---- as the observer of the dataloader ----
 

@@ -20,12 +20,12 @@ class MaskedSamples:
         self.num_samples = 0
         self.rows: dict[int, None] = {}  # in the order of their first use
 
-    def count(self, step: int, samples: tuple[int, ...], rows: list[int] | None, is_reported: bool) -> None:
-        """Counts samples of a batch; `is_reported` says that the batch as a whole has an event of its own."""
+    def count(self, step: int, samples: tuple[int, ...], rows: list[int] | None) -> None:
+        """Counts samples of a batch."""
         if not samples:
             return
         theirs = [rows[sample] for sample in samples] if rows is not None and max(samples) < len(rows) else []
-        if not self.num_samples and not is_reported:
+        if not self.num_samples:
             what = "a sample has" if len(samples) == 1 else f"{len(samples)} samples have"
             message = (
                 f"At step {step}, {what} no unmasked label{format_rows(theirs)}; their number is reported at the end."

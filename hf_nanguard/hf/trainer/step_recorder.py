@@ -123,8 +123,8 @@ class StepRecorder:
 
     def _take(self, batch: Any) -> Any:
         batch, note, rows = self.batches.next(batch)
-        is_reported = any(finding.signal is Signal.LABELS_MASKED for finding in note.findings)
-        self.masked.count(self.trainer.state.global_step, note.masked, rows, is_reported)
+        if all(finding.signal is not Signal.LABELS_MASKED for finding in note.findings):  # else it has its own event
+            self.masked.count(self.trainer.state.global_step, note.masked, rows)
         note, rows = name_rows(note, rows)
         self._notes.append(note)
         self._batch_rows.append(rows)

@@ -46,8 +46,7 @@ def test_two_epochs_count_samples_twice_and_rows_once(tmp_path):
 
 def test_a_batch_that_is_masked_as_a_whole_has_its_own_event(tmp_path):
     events = run(tmp_path, masked=(4, 5, 6, 7))
-    assert [event["action"] for event in events] == ["skipped", "observed"]
-    assert events[-1]["culprit"]["rows"] == [4, 5, 6, 7]
+    assert [(event["action"], event["culprit"]["rows"]) for event in events] == [("skipped", [4, 5, 6, 7])]
 
 
 class OwnLoss(Trainer):
