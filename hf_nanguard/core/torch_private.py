@@ -27,6 +27,13 @@ def foreach_norm(tensors: list[Tensor] | tuple[Tensor, ...], order: float) -> li
     return list(torch._foreach_norm(tensors, order)) if tensors else []
 
 
+def pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Returns the hooks that run before a module's forward.
+
+    Can go when torch lists the hooks of a module."""
+    return list(module._forward_pre_hooks.values())
+
+
 def write_count(tensor: Tensor) -> int:
     """Returns how often a tensor was written in place, as autograd counts it.
 

@@ -98,7 +98,7 @@ def verify(
     return Verification(
         num_steps=steps, num_done=trainer.state.global_step, error=error, num_nan_gradients=counter.num_nan,
         num_inf_gradients=counter.num_inf, max_grad_norm=trainer.args.max_grad_norm or 0.0, num_seen=counter.seen,
-        num_used=counter.seen - counter.dropped, bad_weights=find_bad_weights(trainer.model),
+        num_used=counter.seen - counter.dropped, bad_weights=find_bad_weights(trainer.model, guard.guard.monitor_set.find_accepted()),
         memory=memory, memory_kind=memory_kind, memory_limit=memory_limit, events=tail.read(),
         output_dir=str(trainer.args.output_dir), **watch.read(), **_read_held_out(trainer.state.log_history, steps),
     )  # fmt: skip

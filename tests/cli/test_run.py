@@ -26,7 +26,7 @@ PLANTED = [
     ("answers", "SFTTrainer", "loss_nonfinite", 9),
     ("rewards", "ScaledGRPOTrainer", "loss_nonfinite", 3),
     ("transcripts", "Seq2SeqTrainer", "input_nonfinite", 5),
-    ("adversarial", "AdversarialTrainer", "labels_masked", 4),
+    ("adversarial", "AdversarialTrainer", "loss_nonfinite", 4),
 ]
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`compute_loss_func` is deprecated"),  # of a script, as strangers write them

@@ -58,6 +58,8 @@ class Culprits(PlantedFaults):
                 raise RuntimeError("planted error")
         return loss
 
+    compute_loss.__module__ = PlantedFaults.__module__  # no loss of the user's own, whose labels would not be judged
+
 
 def gathered(tensor: Tensor) -> Tensor:
     """Returns the whole of a sharded tensor; every rank must ask."""

@@ -255,10 +255,10 @@ def test_a_subclass_that_overrides_everything_is_still_guarded(tmp_path):
 
     args = TrainingArguments(**common_arguments(tmp_path))
     trainer = Mine(tiny_llama(), args, train_dataset=token_dataset(48))
-    plant(trainer, Fault("gradient", 1, 2, parameter="model.norm.weight"), Fault("label", 2, 0, value=777))
+    plant(trainer, Fault("gradient", 1, 2, parameter="model.norm.weight"), Fault("loss", 2, 0))
     trainer.train()
     found = [(e["signal"], e["action"], e["step"], e["micro_step"]) for e in events_of(trainer)]
-    assert found == [("grad_nonfinite", "dropped", 1, 2), ("label_out_of_range", "dropped", 2, 0)]
+    assert found == [("grad_nonfinite", "dropped", 1, 2), ("loss_nonfinite", "dropped", 2, 0)]
     assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
 
 

@@ -64,6 +64,11 @@ class Monitor:
 
     # ---- overridden by subclasses ----
 
+    @property
+    def accepted(self) -> frozenset[str]:
+        """The parameters and buffers that were not finite before the first update, by design."""
+        return frozenset()
+
     def is_due(self, step: int) -> bool:
         """Returns whether this step is checked; the same on every rank."""
         done = step + 1

@@ -99,6 +99,10 @@ class MonitorSet:
         """Checks what is about to be saved, on every rank; returns a reason not to save it."""
         return next(filter(None, self._each(lambda monitor: monitor.check_before_save(step))), None)
 
+    def find_accepted(self) -> frozenset[str]:
+        """Returns the parameters and buffers that were not finite before the first update, by design."""
+        return frozenset().union(*(monitor.accepted for monitor in self.monitors))
+
     def is_sound(self) -> bool:
         """Returns whether weights and optimizer state of this rank are finite, as far as a monitor checks them."""
         return all(monitor.is_sound() for monitor in self.monitors)

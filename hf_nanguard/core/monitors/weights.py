@@ -9,6 +9,7 @@ confirmed by a second, exact check, which names the tensor, its rows and the upd
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -43,27 +44,32 @@ class StateFinding:
 
 
 def check_state(
-    model: nn.Module, optimizer: Optimizer | None = None, ignored_buffers: Collection[str] = ()
+    model: nn.Module, optimizer: Optimizer | None = None, accepted: Collection[str] = ()
 ) -> StateFinding | None:
     """Finds the first non-finite tensor of a model and its optimizer, with one host read while there is none.
 
-    Frozen parameters are not checked. In buffers, only NaN is bad. Returns the first bad parameter, else the first bad state or
-    buffer, on this rank.
+    Frozen parameters are not checked. In buffers, only NaN is bad. `accepted` are parameters in which inf is not bad either, and
+    buffers in which nothing is. Returns the first bad parameter, else the first bad state or buffer, on this rank.
     """
     named: dict[str, Tensor] = dict(model.named_parameters())
-    buffers = ((name, buffer) for name, buffer in name_saved_buffers(model) if name not in ignored_buffers)
-    watched = list(list_state_tensors(list(named.items()), optimizer, buffers))
-    finding = _find_exactly(watched) if _is_any_suspect(watched) else None
+    buffers = ((name, buffer) for name, buffer in name_saved_buffers(model) if name not in accepted)
+    watched = [
+        replace(each, may_be_inf=True) if each.name in accepted else each
+        for each in list_state_tensors(list(named.items()), optimizer, buffers)
+    ]
+    finding = _find_exactly(watched, accepted) if _is_any_suspect(watched) else None
     if finding is None or optimizer is None or finding.parameter not in named:
         return finding
     return _explain(finding, named[finding.parameter], optimizer)
 
 
-def find_bad_weights(model: nn.Module) -> dict[str, str]:
-    """Returns the kind (`"nan"` or `"inf"`) of each non-finite parameter, frozen ones too, where an inf is a mask."""
+def find_bad_weights(model: nn.Module, accepted: Collection[str] = ()) -> dict[str, str]:
+    """Returns the kind (`"nan"` or `"inf"`) of each non-finite parameter. Inf in a frozen one is a mask; `accepted` are others in
+    which it is not bad."""
     named = {name: p for name, p in model.named_parameters() if not p.is_meta and is_plain(local(p))}
     bad = find_nonfinite(named.items())
-    return {name: kind for name, kind in bad.items() if kind == "nan" or named[name].requires_grad}
+    judged = {name for name, parameter in named.items() if parameter.requires_grad and name not in accepted}
+    return {name: kind for name, kind in bad.items() if kind == "nan" or name in judged}
 
 
 @torch.no_grad()
@@ -83,7 +89,7 @@ def _is_any_suspect(watched: list[StateTensor]) -> bool:
 
 
 @torch.no_grad()
-def _find_exactly(watched: list[StateTensor]) -> StateFinding | None:
+def _find_exactly(watched: list[StateTensor], accepted: Collection[str]) -> StateFinding | None:
     """Returns the first bad tensor, in the order parameter, state, buffer, and its bad entries."""
     largest = read_host(magnitudes([each.tensor for each in watched]))
     found = [
@@ -104,7 +110,7 @@ def _find_exactly(watched: list[StateTensor]) -> StateFinding | None:
         rows=find_rows(entries),
         bad={each.name: kind for each, kind in found},
         is_shard=first.is_shard,
-        is_buffer=first.may_be_inf,
+        is_buffer=first.may_be_inf and first.name not in accepted,
     )
 
 
@@ -158,14 +164,25 @@ class WeightMonitor(Monitor):
     optimizer: Optimizer
     acts: bool = True  # whether a non-finite tensor is a reason to halt, or only reported
     reported: set[str] = field(default_factory=set, init=False)
-    ignored_buffers: set[str] | None = field(default=None, init=False)  # `None` until one is found bad
 
     def __post_init__(self) -> None:
-        # Buffers that were NaN before the first update are ignored. Their norms are read once a buffer is found bad.
-        watched = list(list_state_tensors([], None, name_saved_buffers(self.model)))
+        # What is not finite before the first update is so by design. The magnitudes are read once something is found bad.
+        named: list[tuple[str, Tensor]] = list(self.model.named_parameters())
+        watched = list(list_state_tensors(named, None, name_saved_buffers(self.model)))
+        self._initial = [(each.name, each.may_be_inf) for each in watched]
         with torch.no_grad():
-            norms = foreach_norm([each.tensor for each in watched], 2) if watched else ()
-        self.initial_norms = dict(zip((each.name for each in watched), norms, strict=True))
+            self._initial_dev = magnitudes([each.tensor for each in watched])
+
+    @cached_property
+    def accepted(self) -> frozenset[str]:
+        """The parameters that contained inf, and the buffers that contained NaN, before the first update. NaN in a parameter is
+        never accepted."""
+        read = read_host(self._initial_dev)
+        return frozenset(
+            name
+            for (name, is_buffer), largest in zip(self._initial, read, strict=True)
+            if (math.isnan(largest) if is_buffer else math.isinf(largest))
+        )
 
     def after_update(self, step: int) -> str | None:
         """Checks weights and optimizer state if a check is due."""
@@ -193,13 +210,9 @@ class WeightMonitor(Monitor):
         return f"Training was halted at step {step}: {message}.{_format_advice(_read_remedies(found))}"
 
     def _find(self) -> StateFinding | None:
-        """Checks this rank; buffers that were NaN before the first update are ignored."""
-        finding = check_state(self.model, self.optimizer, self.ignored_buffers or ())
-        if finding is None or not finding.is_buffer or self.ignored_buffers is not None:
-            return finding
-        read = read_host(list(self.initial_norms.values()))
-        self.ignored_buffers = {name for name, norm in zip(self.initial_norms, read, strict=True) if math.isnan(norm)}
-        return check_state(self.model, self.optimizer, self.ignored_buffers)
+        """Checks this rank; what was not finite before the first update is accepted."""
+        finding = check_state(self.model, self.optimizer)
+        return finding if finding is None else check_state(self.model, self.optimizer, self.accepted)
 
     def _make_event(self, step: int, rank: int, found: JsonObject, message: str, bad: dict[str, str]) -> Event:
         is_state, update = found["state"] is not None, found["update"]

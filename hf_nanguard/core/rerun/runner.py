@@ -160,7 +160,8 @@ class Runner(ABC, Generic[Payload, Weight]):
 
     def norm(self) -> Tensor:
         """Returns the total norm of the gradients as they are."""
-        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        given = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        gradients = [grad.coalesce().values() if grad.is_sparse else grad for grad in given]  # torch has no sparse norm
         return same_on_all_ranks(torch.nn.utils.get_total_norm(gradients))
 
     def clip(self, max_norm: float, norm: Tensor) -> None:

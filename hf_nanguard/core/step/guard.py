@@ -104,10 +104,17 @@ class Guard:
         self.loss_watch = LossWatch(self.journal)
         examiner = Examiner(self.policy, self.journal, None if folder is None else Path(folder))
         self.redo = Redo(self.journal, self.counter, examiner)
-        self.settlement = Settlement(
-            self.policy, self.journal, self.counter, self.escalation, self.norms, self.loss_watch, self.redo
-        )
         self.monitor_set = MonitorSet(self.journal)
+        self.settlement = Settlement(
+            self.policy,
+            self.journal,
+            self.counter,
+            self.escalation,
+            self.norms,
+            self.loss_watch,
+            self.redo,
+            self.monitor_set.find_accepted,
+        )
         if model is not None and self.runner is not None:
             self.monitor_set.begin(build_monitors(self.policy, model, optimizer, self.journal))
         self.group: AccumulationGroup = AccumulationGroup(None)

@@ -6,6 +6,7 @@ are left to it; if the policy says so, the step is skipped or repaired, or the r
 
 import logging
 import math
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import TypedDict
 
@@ -42,7 +43,16 @@ class RankFacts(TypedDict):
 class Containment:
     """Carries out what was decided about bad steps."""
 
-    def __init__(self, policy: Policy, journal: Journal, counter: Counter, escalation: Escalation, redo: Redo):
+    def __init__(
+        self,
+        policy: Policy,
+        journal: Journal,
+        counter: Counter,
+        escalation: Escalation,
+        redo: Redo,
+        find_accepted: Callable[[], Collection[str]] = tuple,
+    ):
+        self.find_accepted = find_accepted  # returns the parameters that contained inf before the first update
         self.policy = policy
         self.ranks = journal.ranks
         self.journal = journal
@@ -207,6 +217,9 @@ class Containment:
     def find_bad_parameter(self, reading: StepReading, runner: Runner, suspicious: bool) -> str | None:
         """Returns why the run must end if every micro-batch of a rank was bad because the weights are; every rank calls it."""
         mine = find_nonfinite(runner.named_parameters()) if suspicious else {}
+        if mine:
+            accepted = self.find_accepted()
+            mine = {name: kind for name, kind in mine.items() if kind == "nan" or name not in accepted}
         examiner = self.redo.examiner
         if not examiner.due:  # no autopsy will show any more which samples do not use a parameter
             mine = {name: kind for name, kind in mine.items() if name not in examiner.spared}

@@ -4,6 +4,7 @@ A step whose norm is not finite goes to `nonfinite_step.py`.
 """
 
 import math
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import torch
@@ -41,6 +42,7 @@ class Settlement:
         norms: SpikeDetector,
         loss_watch: LossWatch,
         redo: Redo,
+        find_accepted: Callable[[], Collection[str]] = tuple,
     ):
         self.policy = policy
         self.journal = journal
@@ -49,7 +51,7 @@ class Settlement:
         self.norms = norms
         self.loss_watch = loss_watch
         self.redo = redo
-        self.containment = Containment(policy, journal, counter, escalation, redo)
+        self.containment = Containment(policy, journal, counter, escalation, redo, find_accepted)
         self.last_norm: float | None = None
         self.was_zero = False
         self.has_overflowed = False  # the norm of finite gradients; reported once

@@ -1,4 +1,4 @@
-"""Every private name of accelerate and torch's data loading that we touch, each with the condition under which it can go."""
+"""Every private name of accelerate that we touch, each with the condition under which it can go."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -10,7 +10,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from .trainer_protocol import HostTrainer
 
@@ -186,58 +186,3 @@ def dispatches_batches(trainer: HostTrainer) -> bool:
     streamed = isinstance(trainer.train_dataset, IterableDataset)
     asked = accelerator.dispatch_batches
     return accelerator.num_processes > 1 and (streamed if asked is None else bool(asked))
-
-
-@contextmanager
-def replaced_collator(dataloader: Any, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replaces the collate function of a prepared dataloader for the iterators that are made inside the block.
-
-    A dataloader without batches of its own making is left as it is. Can go when a DataLoader has a hook on its batches.
-    """
-    base = vars(dataloader).get("base_dataloader", dataloader) if isinstance(dataloader, DataLoader) else None
-    if base is None or (base.batch_size is None and base.batch_sampler is None):
-        yield
-        return
-    with replaced_method(base, "collate_fn", wrap):
-        yield
-
-
-@contextmanager
-def recorded_batches(dataloader: Any, begin: Callable[[], list[list[int]]]) -> Iterator[bool]:
-    """Makes the batch sampler of a prepared dataloader record which rows its batches are made of, inside the block.
-
-    The class of the sampler is swapped, because accelerate and torch both refuse another object once a dataloader is
-    built. Can go when a DataLoader tells the indices of a batch.
-
-    Args:
-        dataloader (`DataLoader`):
-            The dataloader.
-        begin (`Callable`):
-            Returns the list that a pass over the sampler appends its batches to.
-
-    Yields:
-        `bool`: whether there is a batch sampler to record.
-    """
-    base = vars(dataloader).get("base_dataloader", dataloader)
-    sampler = vars(base).get("batch_sampler")
-    if not hasattr(sampler, "__dict__") or vars(base).get("in_order") is False:  # a plain list has no class to swap
-        yield False
-        return
-    original: Any = type(sampler)
-
-    def __iter__(self):  # noqa: N807 - it becomes the method of that name
-        record, batches = begin(), original.__iter__(self)
-        while True:  # not a loop over `batches`, which may be the sampler itself
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
-            record.append(list(batch))
-            yield record[-1] if isinstance(batch, Iterator) else batch
-
-    body = {"__iter__": __iter__, "__module__": original.__module__}
-    sampler.__class__ = type(original.__name__, (original,), body)
-    try:
-        yield True
-    finally:
-        sampler.__class__ = original

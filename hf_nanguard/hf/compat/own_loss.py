@@ -1,14 +1,19 @@
 """What the class of a trainer says about its loss, each private host name with the condition under which it can go."""
 
+from torch import nn
 from transformers import Trainer
 
+from ...core.torch_private import pre_hooks
 from .trainer_protocol import HostTrainer
 
 HOSTS = ("transformers.", "trl.")
+LIBRARIES = (*HOSTS, "torch.", "accelerate.", "peft.", "bitsandbytes.", "liger_kernel.", "hf_nanguard.")
 # Methods by which a class computes a loss of its own.
 LOSS_METHODS = (
     "training_step", "compute_loss", "_compute_loss", "compute_loss_context_manager", "_get_per_token_logps_and_entropies",
 )  # fmt: skip
+# Methods by which a class may change a batch between its collator and its loss.
+BATCH_METHODS = ("get_batch_samples", "_prepare_inputs", "_prepare_input")
 
 
 def find_own_loss(trainer: HostTrainer) -> list[str]:
@@ -19,6 +24,33 @@ def find_own_loss(trainer: HostTrainer) -> list[str]:
     users = [c for c in type(trainer).__mro__ if not c.__module__.startswith((*HOSTS, "hf_nanguard."))]
     own = {name for name in LOSS_METHODS if name in vars(trainer) or any(name in vars(c) for c in users)}
     return sorted(own | ({"compute_loss_func"} if trainer.compute_loss_func is not None else set()))
+
+
+def has_own_batches(trainer: HostTrainer) -> bool:
+    """Returns whether code of the user's stands between a batch and its loss, so that its labels and ids can mean anything.
+
+    Can go when a Trainer says which labels its loss takes.
+    """
+    names = (*LOSS_METHODS, *BATCH_METHODS)
+    places = [vars(owner) for owner in (trainer, *type(trainer).__mro__)]
+    methods = [place[name] for place in places for name in names if name in place]
+    return trainer.compute_loss_func is not None or not all(map(is_library_code, methods))
+
+
+def is_library_code(function: object) -> bool:
+    """Returns whether a function or method is of one of the libraries, wherever it has been put."""
+    return str(getattr(function, "__module__", "")).startswith(LIBRARIES)
+
+
+def is_library_module(module: nn.Module) -> bool:
+    """Returns whether a module's forward is a library's, and no hook of the user's comes before it.
+
+    Can go together with [`has_own_batches`].
+    """
+    own = vars(module).get(
+        "_original_forward", vars(module).get("forward", type(module).forward)
+    )  # accelerate wraps it
+    return all(map(is_library_code, (own, type(module).forward, *pre_hooks(module))))
 
 
 def without_data(trainer_class: type[Trainer]) -> type[Trainer]:

@@ -121,18 +121,6 @@ def completion_mask(batch: dict[str, Any]) -> torch.Tensor:
     return batch["completion_mask"] * batch["tool_mask"] if "tool_mask" in batch else batch["completion_mask"]
 
 
-def has_own_loss(trainer: HostTrainer) -> bool:
-    """Returns whether the loss is the user's own code: a `compute_loss_func`, or a `compute_loss` in a class (or on an
-    instance) that is neither the hosts' nor ours.
-
-    Can go when a Trainer tells which labels its loss ignores.
-    """
-    ours = "hf_nanguard."
-    definer = next(c for c in type(trainer).__mro__ if "compute_loss" in vars(c) and not c.__module__.startswith(ours))
-    own_class = not definer.__module__.startswith(("transformers.", "trl."))
-    return trainer.compute_loss_func is not None or "compute_loss" in vars(trainer) or own_class
-
-
 def lost_loss(error: Exception) -> bool:
     """Returns whether the host raised because the model returned no loss.
 

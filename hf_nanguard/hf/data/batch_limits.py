@@ -7,6 +7,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from ..compat.own_loss import is_library_code, is_library_module
+
 IGNORED_LABEL = -100
 """The label that losses of torch and transformers leave out."""
 TOKEN_LABELS = (
@@ -29,47 +31,72 @@ PLACEHOLDER_IDS = (
 
 @dataclass(frozen=True)
 class Limits:
-    """What a batch may contain."""
+    """What a batch may contain. Only what goes straight into a model and a loss of the hosts is judged."""
 
     num_labels: int | None = None  # labels are 0 to this, exclusive, and -100; None if their meaning is not known
     token_labels: bool = False  # labels are tokens of a sequence, so that all of them may be masked
     shifted: bool = False  # position 0 of the labels is never a target
     num_ids: int | None = None  # input ids are 0 to this, exclusive; None if not known
     placeholders: tuple[int, ...] = ()  # ids that the model replaces before it embeds them
-    ignored: tuple[int, ...] = (IGNORED_LABEL,)  # labels that the loss leaves out; -1 too if the loss is the user's own
+    known: bool = True  # whether model and loss are the hosts' own code
+
+
+UNKNOWN = Limits(known=False)
+"""Labels and ids may mean anything: nothing is judged."""
 
 
 def find_limits(model: nn.Module, shifted: bool, own_loss: bool = False) -> Limits:
     """Returns the limits of a model without DDP wrapper, or of the base model of a PEFT model; what cannot be known is `None`
     and is not checked.
 
-    `shifted` says whether its loss shifts the labels by one, `own_loss` whether the loss is the user's own code.
+    `shifted` says whether its loss shifts the labels by one, `own_loss` whether the user's code may change or use the labels.
     """
     # peft is optional, so its class cannot be imported
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    if not isinstance(base, PreTrainedModel):
-        return Limits()
+    is_adapter = hasattr(model, "get_base_model") and is_library_code(type(model))
+    base = model.get_base_model() if is_adapter else model  # type: ignore[operator]
+    if own_loss or not isinstance(base, PreTrainedModel) or not _is_hosts(base, model):
+        return UNKNOWN
     config = base.config
-    # A class of the user may replace any id before it embeds it, and ignore other labels than -100.
-    own_class = not type(base).__module__.startswith("transformers.")
     names = {cls.__name__ for cls in type(base).__mro__}
-    embedding = _rows(base.get_input_embeddings)
+    embedding = _find_embedding(base)
     num_labels, token_labels = None, False
     if any(names.intersection(mapping.values()) for mapping in TOKEN_LABELS):
-        num_labels, token_labels = _rows(base.get_output_embeddings) or embedding, True
+        num_labels, token_labels = _rows(base.get_output_embeddings) or _rows(base.get_input_embeddings), True
     elif any(names.intersection(mapping.values()) for mapping in CLASS_LABELS):
         regression = config.num_labels == 1 or config.problem_type in ("regression", "multi_label_classification")
         num_labels = None if regression else config.num_labels
     known = config.to_dict()
     placeholders = tuple(known[key] for key in PLACEHOLDER_IDS if isinstance(known.get(key), int))
-    num_ids = None if own_class else embedding
-    ignored = (IGNORED_LABEL, -1) if own_class or own_loss else (IGNORED_LABEL,)
-    return Limits(num_labels, token_labels, shifted, num_ids, placeholders, ignored)
+    num_ids = None if embedding is None else embedding.num_embeddings
+    return Limits(num_labels, token_labels, shifted, num_ids, placeholders)
 
 
-def _rows(get_embeddings: Callable[[], nn.Module | None]) -> int | None:
-    try:
-        weight = vars(get_embeddings() or nn.Identity()).get("_parameters", {}).get("weight")
-    except NotImplementedError:  # what transformers raises for a model without token embeddings
+def _is_hosts(base: PreTrainedModel, model: nn.Module) -> bool:
+    loss = vars(base).get("_loss_function", find_limits)  # what was set in place of the loss of its class
+    return is_library_code(loss) and all(map(is_library_module, (base, model)))
+
+
+def _find_embedding(base: PreTrainedModel) -> nn.Embedding | None:
+    """Returns the input embedding if the ids of a batch reach it through the hosts' modules alone."""
+    embedding = _call(base.get_input_embeddings)
+    if not isinstance(embedding, nn.Embedding):
         return None
+    name = next((name for name, module in base.named_modules() if module is embedding), None)
+    if name is None:
+        return None
+    parts = name.split(".")
+    above = [base.get_submodule(".".join(parts[:length])) for length in range(len(parts) + 1)]
+    return embedding if all(is_library_code(type(m)) and is_library_module(m) for m in above) else None
+
+
+def _call(get_embeddings: Callable[[], object]) -> object:
+    try:
+        return get_embeddings()
+    except (NotImplementedError, AttributeError):  # what transformers raises for a model without token embeddings
+        return None
+
+
+def _rows(get_embeddings: Callable[[], object]) -> int | None:
+    module = _call(get_embeddings)
+    weight = vars(module).get("_parameters", {}).get("weight") if isinstance(module, nn.Module) else None
     return None if weight is None or weight.ndim != 2 else weight.shape[0]

@@ -4,8 +4,10 @@ Labels outside the vocabulary would otherwise end the process in a device assert
 views of the CPU tensors, so they add no torch operation and no device read.
 """
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sized
+from copy import copy
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,67 +15,81 @@ from torch import Tensor
 
 from ...core.rerun.micro_batch import BatchAction, Finding
 from ...core.vocabulary import Cause, Signal
+from ...plain_text import format_error
 from .batch_limits import IGNORED_LABEL, Limits
 from .learning_signal import NoSignal, find_no_signal
 from .numpy_view import is_viewable, view
 from .remove_samples import Batch, remove_samples
 
-NOTE = "nanguard_note"
 MAX_TOKENS = 16
+LOSS_ARGUMENTS = frozenset(("shift_labels", "ignore_index"))
+"""Fields of a batch by which the hosts' losses take other labels than `labels`, or ignore another one than -100."""
 
 
 @dataclass(frozen=True)
 class BatchNote:
-    """What the checks found, as plain values. It travels with the batch and is removed before the model gets the batch."""
+    """What the checks found, as plain values."""
 
     findings: tuple[Finding, ...] = ()
     no_signal: NoSignal | None = None  # why there is hardly anything to learn from the batch
     num_samples: int | None = None  # if bad samples were removed: how many there were,
     kept: tuple[int, ...] | None = None  # and which are left
+    masked: tuple[int, ...] = ()  # samples without an unmasked label, before any was removed
+    failure: str | None = None  # why the batch could not be checked
 
 
-OWN = ("collator", "limits", "verdict", "can_drop")
+class NotedBatch(NamedTuple):
+    """A batch on its way from a worker process to the trainer's, where the note is taken off."""
+
+    batch: object
+    note: BatchNote
 
 
-class CheckedCollator:
-    """Runs the user's collator and checks the batch.
+@dataclass(frozen=True)
+class BatchCheck:
+    """Checks a batch.
 
     `verdict` says what to do with a bad batch: `"drop"`, `"drop_samples"`, `"repair"`, `"halt"` or `"observe"`. Unless
     the loop `can_drop` a batch, one that cannot be filled is only observed.
     """
 
-    def __init__(self, collator: Callable[[list], object], limits: Limits, verdict: str, can_drop: bool = True):
-        self.collator = collator
-        self.limits = limits
-        self.verdict = verdict
-        self.can_drop = can_drop
+    limits: Limits
+    verdict: str
+    can_drop: bool = True
 
-    def __getattr__(self, name: str) -> object:
-        if name.startswith("__") or name in OWN:  # while it is being unpickled
-            raise AttributeError(name)
-        return getattr(self.collator, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Sets what is not ours on the user's collator: a callback may steer it during a run."""
-        if name in OWN:
-            super().__setattr__(name, value)
-        else:
-            setattr(self.collator, name, value)
-
-    def __call__(self, examples: list) -> object:
-        batch = self.collator(examples)
+    def __call__(self, batch: object, examples: Sized | None = None) -> tuple[object, BatchNote]:
+        """Returns the batch, or a copy that is safe to run, and what was found. Samples are removed only from a batch whose
+        `examples` are given, because its items are counted after that."""
         if not isinstance(batch, MutableMapping):
-            return batch
-        findings = check_batch(batch, self.limits, self.verdict)
+            return batch, BatchNote()
+        try:
+            return self._check(batch, None if examples is None else len(examples))
+        except Exception as error:  # a batch may contain anything; the run must go on as it would without the check
+            return batch, BatchNote(failure=format_error(error))
+
+    def _check(self, batch: Batch, num_samples: int | None) -> tuple[Batch, BatchNote]:
+        checked = copy(batch)  # the collator may keep its batch
+        masked = find_masked(batch, self.limits)
+        findings = check_batch(checked, self.limits, self.verdict)
         if not self.can_drop:
             findings = [replace(f, action=BatchAction.OBSERVE) if f.action is BatchAction.DROP else f for f in findings]
         note = BatchNote(tuple(findings))
-        if self.verdict == "drop_samples" and findings:
-            note = take_apart(batch, findings, len(examples), self.limits)
-        note = replace(note, no_signal=find_no_signal(batch, self.limits))
-        if note != BatchNote():
-            batch[NOTE] = note
-        return batch
+        if self.verdict == "drop_samples" and findings and num_samples is not None:
+            note = take_apart(checked, findings, num_samples, self.limits)
+        note = replace(note, no_signal=find_no_signal(checked, self.limits), masked=masked)
+        return checked if findings else batch, note
+
+
+@dataclass(frozen=True)
+class CheckedCollator:
+    """Runs the user's collator and checks the batch, within the iterator of a dataloader."""
+
+    collator: Callable[[list], object]
+    check: BatchCheck
+
+    def __call__(self, examples: list) -> object:
+        batch, note = self.check(self.collator(examples), examples)
+        return batch if note == BatchNote() else NotedBatch(batch, note)
 
 
 def take_apart(batch: Batch, findings: list[Finding], num_samples: int, limits: Limits) -> BatchNote:
@@ -106,11 +122,13 @@ def name_rows(note: BatchNote, rows: list[int] | None) -> tuple[BatchNote, list[
 
 def check_batch(batch: Batch, limits: Limits, verdict: str) -> list[Finding]:
     """Checks a batch and, unless `verdict` is `"observe"`, makes it safe to run: bad entries are filled before they reach a
-    kernel, so that a rank whose batch is bad can still take part in collective operations."""
+    kernel, so that a rank whose batch is bad can still take part in collective operations. Where the limits are not known,
+    nothing is certain to be bad, and nothing is changed."""
+    verdict = verdict if limits.known else "drop"
     certain = verdict == "drop_samples"  # a sample that is suspected costs no more than itself; a target may be missing
     action = BatchAction.DROP if certain else BatchAction(verdict)
     findings: list[Finding] = []
-    empty = check_length(batch, action)
+    empty = check_length(batch, action) if limits.known else None
     if empty is not None:
         findings.append(empty)
     for name, value in list(batch.items()):
@@ -121,7 +139,7 @@ def check_batch(batch: Batch, limits: Limits, verdict: str) -> list[Finding]:
         if value.is_floating_point():
             found, bad = check_finite(name, value, action)
             fill = 0
-        elif name == "labels":
+        elif name == "labels" and not LOSS_ARGUMENTS.intersection(batch):
             found, bad = check_labels(value, limits, action)
             fill = IGNORED_LABEL if limits.token_labels else 0
         elif name in ("input_ids", "decoder_input_ids") and limits.num_ids is not None:
@@ -170,7 +188,7 @@ def check_labels(labels: Tensor, limits: Limits, action: BatchAction) -> tuple[F
     if limits.num_labels is None or labels.dtype == torch.bool:
         return None, None
     if array.min() < 0 or array.max() >= limits.num_labels:
-        bad = ((array < 0) & ~np.isin(array, limits.ignored)) | (array >= limits.num_labels)
+        bad = ((array < 0) & (array != IGNORED_LABEL)) | (array >= limits.num_labels)
         if bad.any():
             samples, tokens = _where(bad)
             example = int(array[bad][0])
@@ -178,17 +196,25 @@ def check_labels(labels: Tensor, limits: Limits, action: BatchAction) -> tuple[F
             return Finding(
                 Signal.LABEL_OUT_OF_RANGE, message, action, Cause.LABEL_OUT_OF_RANGE, "input", samples, tokens
             ), bad
-    if not limits.token_labels or array.ndim != 2:
-        return None, None
-    targets = array[:, 1:] if limits.shifted else array
-    if np.isin(targets, limits.ignored).all():
-        samples = tuple(range(array.shape[0]))
+    samples = find_masked({"labels": labels}, limits)
+    if samples and len(samples) == len(array):
         message = f"none of the {len(samples)} samples has an unmasked label"
         message = "the only sample has no unmasked label" if len(samples) == 1 else message
         # A masked batch cannot be filled with anything true: "repair" leaves it out as well.
         action = BatchAction.DROP if action is BatchAction.REPAIR else action
         return Finding(Signal.LABELS_MASKED, message, action, Cause.ALL_LABELS_MASKED, "input", samples), None
     return None, None
+
+
+def find_masked(batch: Batch, limits: Limits) -> tuple[int, ...]:
+    """Returns the samples of a batch of token labels that have no unmasked one."""
+    labels = batch.get("labels")
+    if not limits.known or not limits.token_labels or LOSS_ARGUMENTS.intersection(batch):
+        return ()
+    if not isinstance(labels, Tensor) or not is_viewable(labels) or labels.ndim != 2:
+        return ()
+    array = view(labels)
+    return tuple(np.flatnonzero(((array[:, 1:] if limits.shifted else array) == IGNORED_LABEL).all(axis=1)).tolist())
 
 
 def check_mask(mask: Tensor, action: BatchAction) -> Finding | None:

@@ -1,37 +1,49 @@
-"""Which dataset rows a micro-batch consists of.
+"""What is known of each batch of an epoch: the dataset rows it consists of, and what its check found.
 
-Map-style datasets: recorded from the batch sampler and looked up by position in the epoch, so shuffling, workers, sharding
-over ranks and a resume in mid-epoch are handled. Iterable datasets have no row numbers: a single process that reads them in
-order counts samples, otherwise the rows are not known.
+Map-style datasets: rows are recorded from the batch sampler and looked up by position in the pass, so shuffling, workers,
+sharding over ranks and a resume in mid-epoch are handled. Iterable datasets have no row numbers: a single process that reads
+them in order counts samples, otherwise the rows are not known.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Integral
 from typing import Any
 
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..compat.accelerate import recorded_batches
+from ..compat.observed_loader import observed_batches
+from ..compat.prepared_dataset import PreparedRows
+from .checked_collator import BatchCheck, BatchNote, CheckedCollator, NotedBatch
 
 ROWS = "nanguard_rows"
 """The key under which rows travel with completions, which RL trainers shuffle and split."""
 
 
-class RowRecord:
-    """The rows of every batch of the current epoch, on this rank."""
+class BatchRecord:
+    """The rows and the notes of every batch of the current epoch, on this rank."""
 
     def __init__(self) -> None:
-        self.batches: list[list[int]] = []
+        self.batches: list[list[Any] | None] = []
+        self.notes: list[BatchNote] = []
         self.position = 0
-        self.known = False
         self.stream_batch_size: int | None = None
-        self._is_recorded = False
+        self.prepared = PreparedRows()
+        self._check: BatchCheck | None = None
+        self._is_observed = False
+        self._records_rows = False
+
+    def begin_run(self, prepared: PreparedRows) -> None:
+        """Takes how the rows of the trainer's dataset relate to those of the user's."""
+        self.prepared = prepared
 
     @contextmanager
-    def recording(self, dataloader: object, num_processes: int, position: int = 0) -> Iterator[None]:
-        """Records the rows of an epoch inside the block.
+    def recording(
+        self, dataloader: object, num_processes: int, position: int = 0, check: BatchCheck | None = None
+    ) -> Iterator[None]:
+        """Records the batches of an epoch inside the block.
 
         Args:
             dataloader (`DataLoader`):
@@ -40,42 +52,55 @@ class RowRecord:
                 How many processes share it.
             position (`int`, *optional*, defaults to `0`):
                 The first batch; not 0 after a resume in mid-epoch.
+            check (`BatchCheck`, *optional*):
+                Checks each batch where it is collated, or when the trainer gets it if torch does not collate it.
         """
-        self.batches, self.position, self._is_recorded = [], position, False
-        self.known, self.stream_batch_size = False, None
-        if not isinstance(dataloader, DataLoader):
-            yield
-            return
-        if isinstance(dataloader.dataset, IterableDataset):  # its batch sampler yields None for rows
-            counted = num_processes == 1 and dataloader.num_workers == 0
-            self.stream_batch_size = dataloader.batch_size if counted else None
-            yield
-            return
-        with recorded_batches(dataloader, self._begin_pass) as self.known:
-            yield
+        is_stream = isinstance(dataloader, DataLoader) and isinstance(dataloader.dataset, IterableDataset)
+        self.batches, self.notes, self._check = [], [], check
+        # A stream is read from its beginning to skip batches, while a sampler is asked for the others only.
+        self.position = position if is_stream else 0
+        counted = is_stream and num_processes == 1 and dataloader.num_workers == 0  # type: ignore[attr-defined]
+        self.stream_batch_size = dataloader.batch_size if counted else None  # type: ignore[attr-defined]
+        # The batch sampler of a stream yields None for rows.
+        self._records_rows = not is_stream and getattr(dataloader, "in_order", True)
+        try:
+            with observed_batches(dataloader, self, position > 0) as self._is_observed:
+                yield
+        finally:  # what somebody fetches by hand is not checked
+            self.batches, self.notes, self._check, self.stream_batch_size = [], [], None, None
 
-    def _begin_pass(self) -> list[list[int]]:
-        """Returns where a pass over the batches is recorded: the first one of an epoch is the trainer's own."""
-        if self._is_recorded:
-            return []
-        self._is_recorded = True
-        return self.batches
+    # ---- as the observer of the dataloader ----
 
-    def next(self, batch: Any, num_samples: int | None = None) -> list[int] | None:
-        """Returns the rows of the next batch, `None` if they cannot be known.
+    def begin_pass(self) -> list[Any] | None:
+        return self.batches if self._records_rows else None
 
-        Args:
-            batch (`Any`):
-                The batch.
-            num_samples (`int`, *optional*):
-                How many samples it had, if some have been removed.
-        """
+    def collate(self, collator: Callable[[list], Any]) -> Callable[[list], Any]:
+        return collator if self._check is None else CheckedCollator(collator, self._check)
+
+    def receive(self, data: Any) -> Any:
+        batch, note = data if isinstance(data, NotedBatch) else (data, BatchNote())
+        self.notes.append(note)
+        return batch
+
+    # ---- as the trainer gets the batches ----
+
+    def next(self, batch: Any) -> tuple[Any, BatchNote, list[int] | None]:
+        """Returns the next batch with its note and its rows, which are `None` if they cannot be known. A batch that was not
+        checked before is checked now."""
         position, self.position = self.position, self.position + 1
+        note = self.notes[position] if self._is_observed and position < len(self.notes) else None
+        if note is None:
+            batch, note = (batch, BatchNote()) if self._check is None else self._check(batch)
+        return batch, note, self._rows(position, _size(batch) if note.num_samples is None else note.num_samples)
+
+    def _rows(self, position: int, size: float) -> list[int] | None:
         if self.stream_batch_size is not None:
             first = position * self.stream_batch_size
-            size = _size(batch) if num_samples is None else num_samples
             return list(range(first, first + int(min(size, self.stream_batch_size))))
-        return self.batches[position] if self.known and position < len(self.batches) else None
+        rows = self.batches[position] if position < len(self.batches) else None
+        # Keys of a dataset need not be numbers.
+        numbers = [int(row) for row in rows] if rows and all(isinstance(row, Integral) for row in rows) else None
+        return self.prepared.name(numbers)
 
 
 def _size(batch: Any) -> int | float:

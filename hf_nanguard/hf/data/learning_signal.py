@@ -16,7 +16,7 @@ from torch import Tensor
 from ...core.event import Culprit, Event
 from ...core.journal import Journal
 from ...core.vocabulary import Action, Signal
-from .batch_limits import Limits
+from .batch_limits import IGNORED_LABEL, Limits
 from .numpy_view import is_viewable, view
 from .remove_samples import Batch
 
@@ -76,8 +76,10 @@ class StepSignal:
 def find_no_signal(batch: Batch, limits: Limits) -> NoSignal | None:
     """Returns why there is hardly anything to learn from a batch, `None` if there is enough."""
     labels = _array(batch.get("labels"))
+    if not limits.known or (labels is not None and not labels.ndim):
+        return None
     if labels is not None and limits.token_labels and labels.ndim == 2:
-        targets = ~np.isin(labels[:, 1:] if limits.shifted else labels, limits.ignored)
+        targets = (labels[:, 1:] if limits.shifted else labels) != IGNORED_LABEL
         mask = _array(batch.get("attention_mask"))
         num_tokens = labels.size if mask is None or mask.shape != labels.shape else np.count_nonzero(mask)
         num_targets = np.count_nonzero(targets)

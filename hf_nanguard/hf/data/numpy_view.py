@@ -6,8 +6,11 @@ from torch import Tensor
 
 
 def is_viewable(tensor: Tensor) -> bool:
-    """Returns whether NumPy can view the tensor, which must not be empty, sparse, nested, quantized or of an 8-bit float."""
+    """Returns whether NumPy can view the tensor, which must not be empty, sparse, nested, quantized, of an 8-bit float, or a
+    conjugate or negative view."""
     if tensor.device.type != "cpu" or tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        return False
+    if tensor.is_conj() or tensor.is_neg():
         return False
     return tensor.numel() > 0 and not (tensor.is_floating_point() and tensor.element_size() < 2)
 

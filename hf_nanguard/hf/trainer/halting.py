@@ -56,7 +56,7 @@ class Halting:
         """Saves the last good state and ends the run, by an error or a clean stop. Every rank must call it."""
         trainer, ranks = self.trainer, self.guard.ranks
         folder = Path(str(trainer.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-        bad_weights = ranks.any(bool(find_bad_weights(trainer.model)))
+        bad_weights = ranks.any(bool(find_bad_weights(trainer.model, self.guard.monitor_set.find_accepted())))
         if bad_weights or ranks.any(not self.guard.monitor_set.is_sound()):
             what = "weights contain" if bad_weights else "optimizer state or a buffer contains"
             message += f" No checkpoint was saved because the {what} NaN or inf."

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, cast
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
+from ..compat.own_loss import is_library_code
 from ..compat.trainer_protocol import HostTrainer
 from .arguments import GuardArguments, find_guard_arguments
 from .guarded_class import HostMethods, Stealth, detach, entered_once, reduce_guarded, takes_also
@@ -136,15 +137,9 @@ class GuardedTrainerMixin(Stealth, _Host):
     # ---- data ----
 
     @entered_once
-    def get_train_dataloader(self):
-        with self.nanguard.checked_collator():
-            return super().get_train_dataloader()
-
-    @entered_once
     def get_batch_samples(self, *args, **kwargs):
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self.nanguard.begin_group(batches)
-        return batches, num_items
+        return self.nanguard.begin_group(batches), num_items
 
     # ---- one step ----
 
@@ -160,7 +155,11 @@ class GuardedTrainerMixin(Stealth, _Host):
     def compute_loss(self, model, inputs, *args, **kwargs):
         result = super().compute_loss(model, inputs, *args, **kwargs)
         with_outputs = bool(args[0]) if args else bool(kwargs.get("return_outputs", False))
-        return self.nanguard.check_loss(result, with_outputs, model.training) if self.nanguard.on else result
+        return (
+            self.nanguard.check_loss(result, with_outputs, getattr(model, "training", False))
+            if self.nanguard.on
+            else result
+        )
 
     @entered_once
     def floating_point_ops(self, inputs):
@@ -179,7 +178,8 @@ class GuardedTrainerMixin(Stealth, _Host):
         measure = super()._get_grad_norm
         if self.nanguard.settles:  # max_grad_norm is 0, or a subclass clips by itself
             if grad_norm is None:
-                return self.nanguard.settle(model, 0.0, lambda: measure(model))
+                norm = self.nanguard.settle(model, 0.0, lambda: measure(model))
+                return norm if norm is None or is_library_code(measure) else measure(model)
             return self.nanguard.settle(model, 0.0, lambda: self._clip_grad_norm(model), grad_norm)
         if self.nanguard.watches and grad_norm is None:  # skipped: there is nothing to measure
             return None

@@ -1,6 +1,6 @@
 """What is known of one optimizer step, from the first batch of its accumulation group to the clip."""
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
@@ -9,16 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.event import Event
 from ...core.rerun.micro_batch import AccumulationGroup, BatchAction, MicroBatch
 from ...core.rng import RngState
 from ...core.step.guard import Guard
+from ...core.vocabulary import Action, Signal
 from ...errors import NonFiniteError
 from ..compat.accelerate import surrounded_backwards
+from ..compat.prepared_dataset import find_prepared_rows
 from ..compat.trainer import running_loss
 from ..compat.trainer_protocol import HostTrainer
-from ..data.checked_collator import NOTE, BatchNote, name_rows
-from ..data.dataset_rows import ROWS, RowRecord
+from ..data.checked_collator import BatchNote, name_rows
+from ..data.dataset_rows import ROWS, BatchRecord
 from ..data.learning_signal import NoSignal
+from ..data.masked_samples import MaskedSamples
 from .held_inputs import HeldInputs, LossWeight
 from .loss_errors import LossErrors
 from .trainer_runner import TrainerRunner
@@ -68,7 +72,8 @@ class StepRecorder:
         self.trainer = trainer
         self.guard = guard
         self.phase = Phase.OUTSIDE
-        self.rows = RowRecord()
+        self.batches = BatchRecord()
+        self.masked = MaskedSamples(guard.journal)
         self.loss_errors = LossErrors(trainer, guard)
         self.num_backwards = 0  # largest number in one training_step, counted where several ranks run it
         self._notes: list[BatchNote] = []
@@ -94,16 +99,19 @@ class StepRecorder:
     def begin_run(self) -> None:
         """Begins to record a `train()`."""
         self.phase = Phase.IDLE
+        self.masked.begin_run()
+        self.batches.begin_run(find_prepared_rows(self.trainer))
 
     def end_run(self) -> None:
         """Lets go of everything that `train()` left, also after an error."""
+        self.masked.report(self.trainer.state.global_step)
         self.phase = Phase.OUTSIDE
         self._held = None
         self.loss_errors.keep_replacement(None)
         self.guard.begin_group()
 
-    def begin_group(self, batches: list[Any]) -> None:
-        """Takes the notes out of the batches of the next optimizer step and looks up their rows.
+    def begin_group(self, batches: Sequence[Any]) -> Sequence[Any]:
+        """Looks up notes and rows of the batches of the next optimizer step; returns the batches, made safe to run.
 
         A stream may end inside a group. The host then leaves the gradients of its last batches to the first step of the
         next pass, so they belong to that group.
@@ -112,11 +120,24 @@ class StepRecorder:
             self._notes, self._batch_rows = [], []
             self.guard.begin_group()
             self.phase = Phase.OUTSIDE if self.phase is Phase.OUTSIDE else Phase.COLLECTING
-        for batch in batches:
-            note = batch.pop(NOTE, BatchNote()) if isinstance(batch, MutableMapping) else BatchNote()
-            note, rows = name_rows(note, self.rows.next(batch, note.num_samples))
-            self._notes.append(note)
-            self._batch_rows.append(rows)
+        if not isinstance(batches, Sequence):  # of a get_batch_samples of the user's own; it can be read only once
+            return batches
+        safe = [self._take(batch) for batch in batches]
+        is_changed = any(one is not other for one, other in zip(safe, batches, strict=True))
+        return safe if is_changed else batches
+
+    def _take(self, batch: Any) -> Any:
+        batch, note, rows = self.batches.next(batch)
+        if all(finding.signal is not Signal.LABELS_MASKED for finding in note.findings):  # else it has its own event
+            self.masked.count(self.trainer.state.global_step, note.masked, rows)
+        note, rows = name_rows(note, rows)
+        self._notes.append(note)
+        self._batch_rows.append(rows)
+        if note.failure is not None and Signal.GUARD_FAILED not in self.guard.journal.written:
+            message = f"batches are not checked because of {note.failure}"
+            event = Event(self.trainer.state.global_step, Signal.GUARD_FAILED, Action.OBSERVED, message)
+            self.guard.journal.write(event)
+        return batch
 
     def begin_step(self, weight: LossWeight) -> None:
         """Notes what the first micro-batch of the group is about to change: the running loss.

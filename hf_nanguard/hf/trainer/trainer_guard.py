@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +23,13 @@ from ...core.vocabulary import Action, Signal
 from ...errors import LossMissingError
 from ..compat import accelerate as compat_accelerate
 from ..compat import trainer as compat
+from ..compat.own_loss import has_own_batches
 from ..compat.trainer_protocol import HostTrainer
 from ..compat.unguardable_class import find_own_loop
 from ..data.batch_limits import find_limits
-from ..data.checked_collator import CheckedCollator
+from ..data.checked_collator import BatchCheck
 from ..data.learning_signal import NoSignalDetector, StepSignal
+from ..data.masked_samples import MAX_ROWS, format_rows
 from ..generation.guard_generation import can_generate, guard_generation
 from ..monitors.trainer_monitors import build_monitors
 from .arguments import GuardArguments
@@ -147,6 +149,7 @@ class TrainerGuard:
         self._creates_optimizer = self.trainer.optimizer is None
         if self.on and self.guard.ranks.rank == 0:
             self._log_limits()
+            self._report_removed_rows()
         try:
             yield
         finally:
@@ -205,13 +208,12 @@ class TrainerGuard:
             self.halting.note_saved(Path(resumed))
             self._check_resumed_rate()
         dispatched = compat_accelerate.dispatches_batches(self.trainer)  # by rank 0: then rows are not known
-        followed = None if dispatched else dataloader
+        followed, check = (None, None) if dispatched else (dataloader, self._batch_check())
         try:
             with (
                 self.checked_updates(),
                 self._guarded_own_step(),
-                self.recorder.rows.recording(followed, self.trainer.accelerator.num_processes, position),
-                compat_accelerate.replaced_collator(followed, self._check_batches),
+                self.recorder.batches.recording(followed, self.trainer.accelerator.num_processes, position, check),
                 self.guarded_generation(),
             ):
                 yield
@@ -275,6 +277,21 @@ class TrainerGuard:
                 max(restored),
             )
 
+    def _report_removed_rows(self) -> None:
+        """Reports the rows that the host has removed before the run, which it does without a word."""
+        prepared, name = self.recorder.batches.prepared, type(self.trainer).__name__
+        if prepared.is_rebuilt:
+            logger.info("hf_nanguard: dataset rows are those of the dataset that %s has prepared.", name)
+        if not (removed := prepared.removed):
+            return
+        message = (
+            f"{name} removed {len(removed)} of {prepared.num_given} rows of the training dataset{format_rows(removed)} "
+            "because truncation to max_length left nothing to learn from in them."
+        )
+        values: dict[str, Any] = {"num_rows": len(removed), "num_given": prepared.num_given}
+        culprit = Culprit(phase="input", rows=removed[:MAX_ROWS])
+        self.guard.journal.write(Event(0, Signal.LABELS_MASKED, Action.OBSERVED, message, None, 0, values, culprit))
+
     @contextmanager
     def guarded_generation(self) -> Iterator[None]:
         """Guards whatever generates inside the block: an evaluation, a callback that shows completions. An online trainer
@@ -300,28 +317,20 @@ class TrainerGuard:
                       self.guard.ranks.rank, values, Culprit(phase="sampling"))
             )  # fmt: skip
 
-    def checked_collator(self) -> AbstractContextManager[None]:
-        """Returns a context in which the trainer's data collator checks its batches: for a training dataloader of any make."""
-        if not self.watches or compat_accelerate.dispatches_batches(self.trainer):
-            return nullcontext()
-        return compat_accelerate.replaced_method(self.trainer, "data_collator", self._check_batches)
-
-    def _check_batches(self, collator: Callable[..., Any]) -> CheckedCollator:
-        """Returns a collator that checks its batches; the same if it does so already."""
-        if isinstance(collator, CheckedCollator):
-            return collator
+    def _batch_check(self) -> BatchCheck:
+        """Returns how the batches of this trainer are checked."""
         trainer = self.trainer
-        limits = find_limits(trainer.model, compat.loss_shifts_labels(trainer), compat.has_own_loss(trainer))
+        limits = find_limits(trainer.model, compat.loss_shifts_labels(trainer), has_own_batches(trainer))
         verdict = self.policy.on_bad_input if self.acts else "repair" if self.deepspeed else "observe"
-        return CheckedCollator(collator, limits, verdict, can_drop=self.acts)
+        return BatchCheck(limits, verdict, can_drop=self.acts)
 
     # ---- a step, in the order of its calls ----
 
-    def begin_group(self, batches: list[Any]) -> None:
-        """Begins the accumulation group of the next optimizer step."""
+    def begin_group(self, batches: Sequence[Any]) -> Sequence[Any]:
+        """Begins the accumulation group of the next optimizer step; returns its batches, made safe to run."""
         if not self.recorder.is_open:
             self.end_step()
-        self.recorder.begin_group(batches)
+        return self.recorder.begin_group(batches)
 
     def guard_step(
         self, training_step: Callable[..., Tensor], model: nn.Module, inputs: Any, num_items: Tensor | int | None
@@ -529,7 +538,7 @@ class TrainerGuard:
     def check_loss(self, result: Any, with_outputs: bool, training: bool) -> Any:
         """Checks what `compute_loss` returned: `None` is an error, an evaluation loss is kept."""
         loss = result[0] if with_outputs and isinstance(result, tuple) else result
-        if loss is None:
+        if loss is None and training:  # a prediction_step may do without
             raise LossMissingError(
                 "compute_loss must return a loss, got None. Check that the batch holds labels and that the model or "
                 "compute_loss_func returns its loss."

@@ -12,7 +12,6 @@ from accelerate.utils import DistributedType
 from datasets import Dataset
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.data import BatchSampler, DataLoader
 from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig, Trainer, TrainerCallback
 from transformers.generation.continuous_batching.requests import create_warmup_future_states
 
@@ -241,71 +240,6 @@ def test_batches_are_dispatched_for_streams_of_several_processes(asked, streamed
     assert not compat_accelerate.dispatches_batches(trainer)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_recorded_batches_are_those_of_every_pass(workers, trainer):
-    class Indices(torch.utils.data.Dataset):
-        def __len__(self):
-            return 7
-
-        def __getitem__(self, index):
-            return index
-
-    loader = trainer.accelerator.prepare(DataLoader(Indices(), batch_size=2, shuffle=True, num_workers=workers))
-    passes = []
-    with compat_accelerate.recorded_batches(loader, lambda: passes.append([]) or passes[-1]) as is_recorded:
-        assert is_recorded
-        for _ in range(2):
-            batches = [batch.tolist() for batch in loader]
-            assert passes[-1] == batches
-            assert sorted(index for batch in batches for index in batch) == list(range(7))
-    list(loader)
-    assert len(passes) == 2
-
-
-class OwnIterator(BatchSampler):
-    """A batch sampler that is its own iterator."""
-
-    def __init__(self):
-        self.batches = [[0, 1], [2, 3]]
-
-    def __iter__(self):
-        self.left = iter(self.batches)
-        return self
-
-    def __next__(self):
-        return next(self.left)
-
-    def __len__(self):
-        return 2
-
-
-class YieldsIterators(OwnIterator):
-    """A batch sampler whose batches can be read once."""
-
-    def __next__(self):
-        return map(int, next(self.left))
-
-
-@pytest.mark.parametrize("make", [OwnIterator, YieldsIterators, lambda: BatchSampler(range(4), 2, False)])
-def test_recorded_batches_leave_the_sampler_what_it_was(make):
-    record, sampler = [], make()
-    loader = DataLoader(range(4), batch_sampler=sampler)
-    original = type(sampler)
-    with compat_accelerate.recorded_batches(loader, lambda: record):
-        assert loader.batch_sampler is sampler
-        assert isinstance(sampler, original)
-        assert type(sampler).__name__ == original.__name__
-        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
-    assert record == [[0, 1], [2, 3]]
-    assert type(sampler) is original
-
-
-def test_batches_that_cannot_be_followed_are_not_recorded():
-    for loader in (DataLoader(range(5), batch_size=None), DataLoader(range(5), 2, num_workers=1, in_order=False)):
-        with compat_accelerate.recorded_batches(loader, list) as is_recorded:
-            assert not is_recorded
-
-
 # ---- the books of the trainer ----
 
 
@@ -388,17 +322,6 @@ def test_the_hosts_own_error_for_a_lost_loss_is_known(trainer):
     assert compat.lost_loss(caught.value)
     assert not compat.lost_loss(ValueError("something else"))
     assert not compat.lost_loss(RuntimeError("did not return a loss"))
-
-
-def test_has_own_loss(tmp_path):
-    class Mine(Trainer):
-        def compute_loss(self, *args, **kwargs):
-            return super().compute_loss(*args, **kwargs)
-
-    assert not compat.has_own_loss(build("plain", tmp_path))
-    assert not compat.has_own_loss(build("plain", tmp_path, guard=False))
-    assert compat.has_own_loss(build("plain", tmp_path, Mine))
-    assert compat.has_own_loss(build("plain", tmp_path, extra={"compute_loss_func": lambda *args, **kwargs: None}))
 
 
 def test_the_torch_optimizer_is_found_inside_accelerate_s(tmp_path):
@@ -762,16 +685,11 @@ def test_a_replaced_method_comes_back_also_after_an_error(trainer):
     assert not compat.has_own_method(trainer, "log")
 
 
-def test_the_log_filter_and_the_collator_come_back(trainer):
+def test_the_log_filter_comes_back(trainer):
     given = trainer.args.logging_nan_inf_filter
-    loader = trainer.accelerator.prepare(DataLoader(range(4), batch_size=2, collate_fn=list))
-    with compat.log_filter(trainer, not given), compat_accelerate.replaced_collator(loader, lambda collate: tuple):
+    with compat.log_filter(trainer, not given):
         assert trainer.args.logging_nan_inf_filter is not given
-        assert [type(batch) for batch in loader] == [tuple, tuple]
     assert trainer.args.logging_nan_inf_filter is given
-    assert [type(batch) for batch in loader] == [list, list]
-    with compat_accelerate.replaced_collator(iter([1]), lambda collate: tuple):  # the host takes any iterable
-        pass
 
 
 def test_a_callback_finds_its_trainer(tmp_path):

@@ -18,7 +18,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from hf_nanguard.hf.data.batch_limits import Limits, find_limits
+from hf_nanguard.hf.data.batch_limits import UNKNOWN, Limits, find_limits
 from tests.models import VOCAB, tiny_llama
 
 BERT = {"vocab_size": 50, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
@@ -76,7 +76,7 @@ def test_a_resized_vocabulary_is_seen():
 
 
 def test_a_plain_module_is_not_known():
-    assert find_limits(nn.Linear(2, 2), False) == Limits()
+    assert find_limits(nn.Linear(2, 2), False) == UNKNOWN
 
 
 def test_segmentation_labels_are_not_known():

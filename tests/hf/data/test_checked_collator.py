@@ -8,14 +8,22 @@ from torch.utils.data import DataLoader
 from transformers import BatchEncoding
 
 from hf_nanguard.core.vocabulary import Cause, Signal
-from hf_nanguard.hf.data.batch_limits import Limits
-from hf_nanguard.hf.data.checked_collator import NOTE, BatchNote, CheckedCollator, check_batch, name_rows
+from hf_nanguard.hf.data.batch_limits import UNKNOWN, Limits
+from hf_nanguard.hf.data.checked_collator import (
+    BatchCheck,
+    BatchNote,
+    CheckedCollator,
+    NotedBatch,
+    check_batch,
+    name_rows,
+)
 from hf_nanguard.testing import INF, NAN, OperationCounter
 
 LM = Limits(num_labels=20, token_labels=True, shifted=True, num_ids=20)
 SEQ2SEQ = Limits(num_labels=20, token_labels=True, shifted=False, num_ids=20)
 CLASSES = Limits(num_labels=3, num_ids=20)
-UNKNOWN = Limits()
+ANY_LABELS = Limits()
+DROP = BatchCheck(LM, "drop")
 
 
 def lm_batch(**changed):
@@ -46,7 +54,7 @@ def as_list(examples):
 # ---- labels ----
 
 
-@pytest.mark.parametrize("limits", [LM, SEQ2SEQ, CLASSES, UNKNOWN])
+@pytest.mark.parametrize("limits", [LM, SEQ2SEQ, CLASSES, ANY_LABELS])
 def test_a_healthy_batch_is_let_through_as_it_is(limits):
     batch = lm_batch(labels=torch.tensor([0, 2, -100])) if limits is CLASSES else lm_batch()
     before = dict(batch)
@@ -62,7 +70,7 @@ def test_a_healthy_batch_is_let_through_as_it_is(limits):
         (SEQ2SEQ, -100, True),
         (SEQ2SEQ, 5, False),
         (CLASSES, -100, False),
-        (UNKNOWN, -100, False),
+        (ANY_LABELS, -100, False),
     ],
 )
 def test_labels_that_are_all_masked(limits, first_label, masked):
@@ -111,7 +119,7 @@ def test_a_class_outside_the_classes(label):
 
 def test_labels_of_an_unknown_model_are_not_judged():
     labels = torch.full((2, 8, 8), 255)
-    assert check_batch({"labels": labels, "pixel_values": torch.rand(2, 3, 8, 8)}, UNKNOWN, "drop") == []
+    assert check_batch({"labels": labels, "pixel_values": torch.rand(2, 3, 8, 8)}, ANY_LABELS, "drop") == []
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.uint8])
@@ -124,7 +132,7 @@ def test_flags_as_labels_are_healthy():
     assert check_batch({"labels": torch.tensor([True, False])}, CLASSES, "drop") == []
 
 
-@pytest.mark.parametrize("limits", [CLASSES, UNKNOWN])
+@pytest.mark.parametrize("limits", [CLASSES, ANY_LABELS])
 def test_a_regression_target_that_is_nan(limits):
     batch = {"labels": torch.tensor([0.5, NAN, 1e9])}
     [finding] = check_batch(batch, limits, "repair")
@@ -156,7 +164,7 @@ def test_placeholders_are_the_model_s_business():
 
 
 def test_ids_of_an_unknown_model_are_not_judged():
-    assert check_batch({"input_ids": torch.tensor([[10**6, -5]])}, UNKNOWN, "drop") == []
+    assert check_batch({"input_ids": torch.tensor([[10**6, -5]])}, ANY_LABELS, "drop") == []
 
 
 # ---- floats ----
@@ -167,7 +175,7 @@ def test_ids_of_an_unknown_model_are_not_judged():
 def test_a_bad_pixel_is_named_and_filled(dtype, value, kind):
     pixels = put(torch.rand(3, 2, 4, 4).to(dtype), (1, 0, 2, 3), value)
     batch = {"pixel_values": pixels}
-    [finding] = check_batch(batch, UNKNOWN, "repair")
+    [finding] = check_batch(batch, ANY_LABELS, "repair")
     assert (finding.signal, finding.cause, finding.samples) == (Signal.INPUT_NONFINITE, Cause.INPUT_NONFINITE, (1,))
     assert f"pixel_values holds {kind} in 1 entries of samples [1]" in finding.message
     assert torch.equal(batch["pixel_values"], put(pixels, (1, 0, 2, 3), 0))
@@ -177,7 +185,7 @@ def test_a_bad_pixel_is_named_and_filled(dtype, value, kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_the_largest_values_are_healthy(dtype):
     edge = torch.finfo(dtype)
-    assert check_batch({"x": torch.tensor([edge.max, edge.min, edge.tiny], dtype=dtype)}, UNKNOWN, "drop") == []
+    assert check_batch({"x": torch.tensor([edge.max, edge.min, edge.tiny], dtype=dtype)}, ANY_LABELS, "drop") == []
 
 
 def test_an_additive_mask_may_hold_minus_inf_only():
@@ -259,13 +267,13 @@ def bad_samples(**changed):
 
 
 def collate_as(batch, verdict="drop_samples"):
-    return CheckedCollator(lambda examples: dict(batch), LM, verdict)([{}] * 3)
+    """Returns the batch and its note."""
+    return CheckedCollator(lambda examples: dict(batch), BatchCheck(LM, verdict))([{}] * 3)
 
 
 def test_only_the_bad_samples_are_taken_out():
     given = bad_samples()
-    batch = collate_as(given)
-    note = batch.pop(NOTE)
+    batch, note = collate_as(given)
     assert (note.num_samples, note.kept) == (3, (0,))
     assert all(torch.equal(batch[name], given[name][:1]) for name in given)
     assert sorted((finding.signal, finding.samples, finding.action) for finding in note.findings) == [
@@ -274,35 +282,35 @@ def test_only_the_bad_samples_are_taken_out():
 
 
 def test_a_fully_masked_sample_is_taken_out_too():
-    batch = collate_as(lm_batch(attention_mask=put(torch.ones(3, 4, dtype=torch.long), 1, 0)))
-    assert batch[NOTE].kept == (0, 2)
+    _, note = collate_as(lm_batch(attention_mask=put(torch.ones(3, 4, dtype=torch.long), 1, 0)))
+    assert note.kept == (0, 2)
 
 
 def test_what_is_left_may_have_no_label():
     labels = torch.full((3, 4), -100)
     labels[1] = torch.tensor([1, 2, 99, 3])
-    note = collate_as(lm_batch(labels=labels))[NOTE]
+    _, note = collate_as(lm_batch(labels=labels))
     assert [(finding.signal, finding.action) for finding in note.findings] == [
         (Signal.LABEL_OUT_OF_RANGE, "removed"), (Signal.LABELS_MASKED, "drop"),
     ]  # fmt: skip
 
 
 def test_a_batch_that_cannot_be_taken_apart_goes_whole():
-    batch = collate_as(bad_samples(patches=torch.ones(7, 2)))
-    assert batch[NOTE].kept is None
-    assert {finding.action for finding in batch[NOTE].findings} == {"drop"}
+    batch, note = collate_as(bad_samples(patches=torch.ones(7, 2)))
+    assert note.kept is None
+    assert {finding.action for finding in note.findings} == {"drop"}
     assert len(batch["labels"]) == 3
 
 
 def test_rows_follow_the_samples():
-    note = collate_as(bad_samples())[NOTE]
+    _, note = collate_as(bad_samples())
     note, rows = name_rows(note, [40, 41, 42])
     assert rows == [40]
     assert {finding.signal: finding.rows for finding in note.findings} == {
         Signal.LABEL_OUT_OF_RANGE: (41,), Signal.INPUT_NONFINITE: (42,),
     }  # fmt: skip
     assert name_rows(BatchNote(), [7]) == (BatchNote(), [7])
-    assert name_rows(collate_as(bad_samples())[NOTE], None)[1] is None
+    assert name_rows(collate_as(bad_samples()).note, None)[1] is None
 
 
 # ---- odd shapes and types ----
@@ -342,7 +350,7 @@ def test_unusual_tensors_do_no_harm(tensor):
 def test_bad_entries_of_expanded_and_strided_tensors_are_found():
     for tensor in (torch.tensor([NAN]).expand(2, 3), put(torch.ones(3, 4), (1, 2), NAN).t()):
         batch = {"x": tensor}
-        assert signals(check_batch(batch, UNKNOWN, "repair")) == [Signal.INPUT_NONFINITE]
+        assert signals(check_batch(batch, ANY_LABELS, "repair")) == [Signal.INPUT_NONFINITE]
         assert batch["x"].isfinite().all()
 
 
@@ -365,39 +373,64 @@ GOOD = [{"labels": [1, 2]}, {"labels": [3, 4]}]
 
 
 def test_findings_travel_with_the_batch():
-    collator = CheckedCollator(stack, LM, "drop")
-    assert NOTE not in collator(GOOD)
-    batch = collator(BAD)
-    assert isinstance(batch[NOTE], BatchNote)
-    assert signals(batch[NOTE].findings) == [Signal.LABEL_OUT_OF_RANGE]
+    collator = CheckedCollator(stack, DROP)
+    assert isinstance(collator(GOOD), dict)
+    batch, note = collator(BAD)
+    assert signals(note.findings) == [Signal.LABEL_OUT_OF_RANGE]
     assert batch["labels"].tolist() == [[1, 2], [1, -100]]
 
 
 def test_a_batch_encoding_is_checked_too():
-    batch = CheckedCollator(lambda examples: BatchEncoding(stack(examples)), LM, "drop")(BAD)
+    batch, note = CheckedCollator(lambda examples: BatchEncoding(stack(examples)), DROP)(BAD)
     assert isinstance(batch, BatchEncoding)
-    assert signals(batch[NOTE].findings) == [Signal.LABEL_OUT_OF_RANGE]
+    assert signals(note.findings) == [Signal.LABEL_OUT_OF_RANGE]
     assert batch["labels"].tolist() == [[1, 2], [1, -100]]
-    assert batch.pop(NOTE).findings
     assert set(batch.keys()) == {"labels"}
 
 
+def test_a_batch_that_the_collator_keeps_is_not_changed():
+    kept = stack(BAD)
+    batch, _ = CheckedCollator(lambda examples: kept, DROP)(BAD)
+    assert batch is not kept
+    assert kept["labels"].tolist() == [[1, 2], [1, 99]]
+
+
 def test_a_list_is_passed_through():
-    batch = CheckedCollator(as_list, LM, "drop")(BAD)
+    batch = CheckedCollator(as_list, DROP)(BAD)
     assert [tensor.tolist() for tensor in batch] == [[1, 2], [1, 99]]
 
 
+def test_a_batch_that_cannot_be_checked_is_passed_on():
+    class Odd(dict):
+        def items(self):
+            raise ZeroDivisionError("odd")
+
+    given = Odd(stack(BAD))
+    batch, note = DROP(given)
+    assert batch is given
+    assert note == BatchNote(failure="ZeroDivisionError: odd")
+
+
+@pytest.mark.parametrize("verdict", ["drop", "drop_samples", "repair", "halt", "observe"])
+def test_nothing_is_judged_where_model_or_loss_are_the_users(verdict):
+    batch = lm_batch(labels=torch.full((3, 4), -100), input_ids=torch.full((3, 4), 999), x=torch.full((3,), NAN))
+    checked, note = BatchCheck(UNKNOWN, verdict)(batch, [{}] * 3)
+    assert all(checked[name] is batch[name] for name in batch)
+    assert [(finding.signal, finding.action) for finding in note.findings] == [(Signal.INPUT_NONFINITE, "suspect")]
+
+
 def test_collator_and_notes_can_be_sent_to_another_process():
-    collator = pickle.loads(pickle.dumps(CheckedCollator(stack, LM, "drop")))
-    note = collator(BAD)[NOTE]
+    collator = pickle.loads(pickle.dumps(CheckedCollator(stack, DROP)))
+    note = collator(BAD).note
     assert pickle.loads(pickle.dumps(note)) == note
 
 
 def test_spawned_workers_send_their_findings():
     loader = DataLoader(
-        [*GOOD, *BAD], batch_size=2, num_workers=1, collate_fn=CheckedCollator(stack, LM, "drop"),
+        [*GOOD, *BAD], batch_size=2, num_workers=1, collate_fn=CheckedCollator(stack, DROP),
         multiprocessing_context="spawn",
     )  # fmt: skip
     good, bad = list(loader)
-    assert NOTE not in good
-    assert signals(bad[NOTE].findings) == [Signal.LABEL_OUT_OF_RANGE]
+    assert isinstance(good, dict)
+    assert isinstance(bad, NotedBatch)
+    assert signals(bad.note.findings) == [Signal.LABEL_OUT_OF_RANGE]

@@ -11,7 +11,7 @@ from datasets import IterableDataset as HubIterable
 from torch.utils.data import IterableDataset
 
 from hf_nanguard import GuardArguments, GuardedGRPOTrainer, GuardedTrainer, guarded
-from hf_nanguard.hf.data.dataset_rows import RowRecord
+from hf_nanguard.hf.data.dataset_rows import BatchRecord
 from hf_nanguard.testing import Fault, plant
 
 from ...models import text_rows, tiny_llama, tiny_tokenizer, token_dataset, token_rows
@@ -281,7 +281,7 @@ def test_the_model_never_sees_the_rows(tmp_path):
 
 
 def test_a_record_that_follows_nothing_knows_nothing():
-    assert RowRecord().next({"input_ids": torch.zeros(2, 3)}) is None
+    assert BatchRecord().next({"input_ids": torch.zeros(2, 3)})[2] is None
 
 
 def test_batches_without_a_batch_sampler_have_no_rows(tmp_path):
@@ -308,7 +308,7 @@ def test_batches_without_a_batch_sampler_have_no_rows(tmp_path):
 
 
 def test_a_hub_stream_is_a_torch_stream():
-    """What `RowRecord.recording` relies on: `datasets` makes its streams pass for torch's in a DataLoader."""
+    """What `BatchRecord.recording` relies on: `datasets` makes its streams pass for torch's in a DataLoader."""
     stream = token_dataset(3).to_iterable_dataset()
     assert isinstance(stream, HubIterable)
     assert isinstance(stream.with_format("torch"), IterableDataset)

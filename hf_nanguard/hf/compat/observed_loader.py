@@ -1,0 +1,128 @@
+"""Observes the batches of a dataloader. Only the iterator that torch makes for a pass holds anything of ours: collator and
+sampler stay those of the user, for whoever asks the trainer or the dataloader for them."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from .accelerate import replaced_method
+
+
+class LoaderObserver(Protocol):
+    """What is done with the batches of a pass."""
+
+    def begin_pass(self) -> list[Any] | None:
+        """Returns the list to which what the batch sampler yields is appended, `None` if it is not recorded."""
+
+    def collate(self, collator: Callable[[list], Any]) -> Callable[[list], Any]:
+        """Returns what collates in place of the user's collator, possibly in a worker process."""
+
+    def receive(self, data: Any) -> Any:
+        """Returns the batch, given what was collated, in the order in which the trainer gets them."""
+
+
+class ObservedSampler:
+    """The batch sampler as the iterator of a pass sees it; anything but iteration is the sampler's own."""
+
+    def __init__(self, sampler: Any, observer: LoaderObserver):
+        self._sampler = sampler
+        self._observer = observer
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self._sampler)  # now, because a sampler may draw random numbers here
+        record = self._observer.begin_pass()
+        return batches if record is None else ObservedIndices(batches, record)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)
+
+
+class ObservedIndices:
+    """An iterator over the indices of batches that records them; anything else is the original iterator's own."""
+
+    def __init__(self, batches: Iterator[Any], record: list[Any]):
+        self._batches = batches
+        self._record = record
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        if isinstance(batch, (Tensor, np.ndarray)):
+            rows = batch.tolist()
+        else:
+            rows = list(batch) if isinstance(batch, Iterable) else None
+        self._record.append(rows)
+        return rows if isinstance(batch, Iterator) else batch  # an iterator can be read once
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+
+@contextmanager
+def observed_batches(dataloader: Any, observer: LoaderObserver, is_resumed: bool = False) -> Iterator[bool]:
+    """Observes the first pass over a prepared dataloader that begins inside the block: the trainer's own.
+
+    Can go when a DataLoader has a hook on its batches and tells their indices.
+
+    Args:
+        dataloader (`DataLoader`):
+            The dataloader. One whose iterators are not torch's, or that has no batches of its own making, is left alone.
+        observer (`LoaderObserver`):
+            Gets the batches.
+        is_resumed (`bool`):
+            Whether the trainer will skip batches, for which accelerate builds another dataloader.
+
+    Yields:
+        `bool`: whether there are batches to observe.
+    """
+    base: Any = vars(dataloader).get("base_dataloader", dataloader) if isinstance(dataloader, DataLoader) else None
+    makes_batches = base is not None and (base.batch_size is not None or base.batch_sampler is not None)
+    if not makes_batches or not type(base)._get_iterator.__module__.startswith(("torch.", "torchdata.")):
+        yield False
+        return
+    has_begun = False
+
+    def observe(loader: Any) -> Any:
+        inner = vars(loader).get("base_dataloader", loader)
+        stack.enter_context(replaced_method(inner, "_get_iterator", lambda make: lambda: make_iterator(inner, make)))
+        return loader
+
+    def make_iterator(inner: Any, make: Callable[[], Any]) -> Any:
+        nonlocal has_begun
+        if has_begun:
+            return make()
+        has_begun = True
+        with ExitStack() as parts:
+            parts.enter_context(replaced_method(inner, "collate_fn", observer.collate))
+            if inner.batch_sampler is not None:
+                sampler: Any = ObservedSampler(inner.batch_sampler, observer)
+                parts.enter_context(replaced_method(inner, "batch_sampler", lambda _: sampler))
+            return _received(make(), observer)
+
+    with ExitStack() as stack:
+        observe(dataloader)
+        if is_resumed:
+            host = import_module(Trainer.__module__)
+            wrap = lambda skip: lambda *args, **kwargs: observe(skip(*args, **kwargs))  # noqa: E731
+            stack.enter_context(replaced_method(host, "skip_first_batches", wrap))
+        yield True
+
+
+def _received(iterator: Any, observer: LoaderObserver) -> Any:
+    """Makes the observer receive what an iterator yields. Its class is swapped: an attribute of the iterator that refers to
+    it would keep worker processes alive after its last use."""
+    original = type(iterator)
+    body = {"_next_data": lambda self: observer.receive(original._next_data(self)), "__module__": original.__module__}
+    iterator.__class__ = type(original.__name__, (original,), body)
+    return iterator

@@ -1,0 +1,58 @@
+"""How the rows of a dataset that TRL has prepared relate to those of the dataset that the user passed in."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .trainer_protocol import HostTrainer
+
+
+@dataclass(frozen=True)
+class PreparedRows:
+    """The rows of a prepared dataset.
+
+    Args:
+        user_rows (`np.ndarray`, *optional*):
+            For each of them the row of the user's dataset; `None` if it is the same number.
+        num_given (`int`):
+            The number of rows that the user passed in, if `user_rows` is known.
+        is_rebuilt (`bool`):
+            Whether they are rows of the prepared dataset because those of the user's cannot be known.
+    """
+
+    user_rows: np.ndarray | None = None
+    num_given: int = 0
+    is_rebuilt: bool = False
+
+    @property
+    def removed(self) -> list[int]:
+        """The rows that were passed in and are not in the prepared dataset."""
+        given = np.arange(self.num_given)
+        return [] if self.user_rows is None else np.setdiff1d(given, self.user_rows).tolist()
+
+    def name(self, rows: list[int] | None) -> list[int] | None:
+        """Returns the user's rows for rows of the prepared dataset."""
+        return rows if rows is None or self.user_rows is None else self.user_rows[rows].tolist()
+
+
+def find_prepared_rows(trainer: HostTrainer) -> PreparedRows:
+    """Finds the user's rows: TRL tokenizes row by row into a new table, then filters and shuffles by an index on it.
+
+    Can go when TRL keeps the row numbers.
+    """
+    attributes, dataset = vars(trainer), trainer.train_dataset
+    is_prepared = attributes.get("_skip_prepare_dataset", attributes.get("_is_vision_dataset")) is False
+    if not is_prepared or not hasattr(dataset, "_indices"):
+        return PreparedRows()
+    known: Any = trainer.args
+    columns = set(dataset.column_names)
+    if getattr(known, "packing", False) or not columns.intersection(("input_ids", "prompt_ids")):
+        return PreparedRows(is_rebuilt=True)
+    if (
+        known.max_length is None and "prompt_ids" not in columns
+    ):  # nothing was filtered, and an index may be the user's own
+        return PreparedRows(is_rebuilt=bool(known.shuffle_dataset))
+    if dataset._indices is None:
+        return PreparedRows(is_rebuilt="ref_chosen_logps" in columns)  # these were joined to a copy of the table
+    return PreparedRows(dataset._indices.column(0).to_numpy(), dataset._data.num_rows)

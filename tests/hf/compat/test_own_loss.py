@@ -1,0 +1,64 @@
+"""Whether code of the user's stands between a batch and its loss."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import Trainer
+
+from hf_nanguard.hf.compat.own_loss import has_own_batches, is_library_module
+from hf_nanguard.testing import Fault, plant
+from tests.models import tiny_llama
+from tests.trainers import build
+
+
+@pytest.mark.parametrize("guard", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "sft", "dpo"])
+def test_the_hosts_trainers_have_no_code_of_the_users(kind, guard, tmp_path):
+    trainer = build(kind, tmp_path, guard=guard)
+    assert not has_own_batches(trainer)
+    plant(trainer, Fault("loss"))  # ours
+    assert not has_own_batches(trainer)
+
+
+@pytest.mark.parametrize("guard", [False, True])
+@pytest.mark.parametrize("name", ["compute_loss", "training_step", "_prepare_inputs", "get_batch_samples"])
+@pytest.mark.parametrize("place", ["class", "trainer", "host"])
+def test_a_method_of_the_users_is_seen_wherever_it_is(place, name, guard, tmp_path, monkeypatch):
+    original = getattr(Trainer, name)
+
+    def own(self, *args, **kwargs):
+        return original(self, *args, **kwargs)
+
+    cls = type("Mine", (Trainer,), {name: own}) if place == "class" else Trainer
+    if place == "host":
+        monkeypatch.setattr(Trainer, name, own)
+    trainer = build("plain", tmp_path, cls, guard=guard)
+    if place == "trainer":
+        setattr(trainer, name, own.__get__(trainer))
+    assert has_own_batches(trainer)
+
+
+def test_other_methods_and_a_loss_function(tmp_path):
+    class Logs(Trainer):
+        def log(self, *args, **kwargs):
+            super().log(*args, **kwargs)
+
+    assert not has_own_batches(build("plain", tmp_path, Logs))
+    assert has_own_batches(build("plain", tmp_path, extra={"compute_loss_func": lambda *args, **kwargs: None}))
+
+
+def test_modules_whose_inputs_the_user_changes():
+    class Own(nn.Embedding):
+        def forward(self, ids):
+            return super().forward(ids % 4)
+
+    class Renamed(nn.Embedding):
+        pass
+
+    hooked, replaced = nn.Embedding(4, 2), nn.Embedding(4, 2)
+    hooked.register_forward_pre_hook(lambda module, args: None)
+    replaced.forward = lambda ids: torch.zeros(1)
+    assert is_library_module(tiny_llama())
+    assert is_library_module(nn.Embedding(4, 2))
+    assert is_library_module(Renamed(4, 2))
+    assert not any(map(is_library_module, (Own(4, 2), hooked, replaced)))
