@@ -7,8 +7,11 @@ from pathlib import Path
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ...core.event import Culprit, Event, JsonValue
 from ...core.monitors.weights import find_bad_weights
+from ...core.rerun.runner import is_sharded
 from ...core.step.guard import Guard
+from ...core.vocabulary import Action, Signal
 from ...errors import NonFiniteError
 from ..compat.trainer import keeping_checkpoint
 from ..compat.trainer_protocol import HostTrainer
@@ -23,9 +26,15 @@ class Halting:
         self.trainer = trainer
         self.guard = guard
         self.saves = True
-        self.begin_run()
+        self.has_run = False
+        self.forget_checkpoints()
 
     def begin_run(self) -> None:
+        """Notes that the model is about to be trained."""
+        self.has_run = True
+        self.forget_checkpoints()
+
+    def forget_checkpoints(self) -> None:
         """Forgets the checkpoints of an earlier run."""
         self.last_good: Path | None = None
         self.before_bad: Path | None = None  # the last one from before the first bad step of a period of bad steps
@@ -51,6 +60,31 @@ class Halting:
         if reason is not None:
             self.halt(model, reason)
         return reason is None
+
+    def may_write(self, folder: str) -> bool:
+        """Returns whether the model may be written to a folder by whoever asks; not if a run has made it non-finite.
+
+        Ranks do not ask each other, because a script may save on its first rank only; sharded parameters take all of them.
+        """
+        model, ranks = self.trainer.model, self.guard.ranks
+        bad = find_bad_weights(model, self.guard.monitor_set.find_accepted()) if self.has_run else {}
+        if any(map(is_sharded, model.parameters())):
+            bad = {name: kind for found in ranks.gather(bad) for name, kind in found.items()}
+        if not bad:
+            return True
+        acts, name = self.guard.policy.acts, next(iter(bad))
+        done = "was not saved to {} because" if acts else "was saved to {} although"
+        others = f", as do {len(bad) - 1} other parameters" if len(bad) > 1 else ""
+        message = f"the model {done.format(folder)} {name} contains NaN or inf{others}."
+        action, step = Action.REFUSED if acts else Action.OBSERVED, self.trainer.state.global_step
+        culprit = Culprit(phase="parameter", parameter=name)
+        values: dict[str, JsonValue] = {"folder": folder, "num_bad_parameters": len(bad)}
+        self.guard.journal.write(
+            Event(step, Signal.CHECKPOINT_NONFINITE, action, message, None, ranks.rank, values, culprit)
+        )
+        hint = "" if self.last_good is None else f" The last good checkpoint is {self.last_good}."
+        logger.error("hf_nanguard: %s%s", message, hint)
+        return not acts
 
     def halt(self, model: nn.Module, message: str) -> None:
         """Saves the last good state and ends the run, by an error or a clean stop. Every rank must call it."""

@@ -228,6 +228,12 @@ class GuardedTrainerMixin(Stealth, _Host):
             self.nanguard.record.write_row()
 
     @entered_once
+    def save_model(self, output_dir=None, _internal_call=False):
+        if self.nanguard.on and not self.nanguard.halting.may_write(str(output_dir or self.args.output_dir)):
+            return
+        super().save_model(output_dir, _internal_call)
+
+    @entered_once
     def _save_checkpoint(self, model, trial):
         if not self.nanguard.halting.may_save(model):
             return

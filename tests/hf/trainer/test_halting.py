@@ -145,3 +145,32 @@ def test_a_run_ends_with_a_summary_whichever_way_it_is_guarded(way, tmp_path, ca
 def test_a_healthy_run_prints_nothing(tmp_path, caplog):
     run(tmp_path, max_steps=3)
     assert not [record for record in caplog.records if record.name == "hf_nanguard"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", ["act", "observe"])
+def test_no_path_saves_weights_that_a_run_has_made_non_finite(way, mode, tmp_path):
+    guard = GuardArguments(nanguard_on_halt="stop", nanguard_mode=mode)
+    trainer = build_guarded(way, "plain", tmp_path / "run", guard, gradient_accumulation_steps=1)
+    plant(trainer, Fault("weight", 2, parameter=LAYER))
+    trainer.save_model(tmp_path / "before")
+    trainer.train()
+    trainer.save_model(tmp_path / "after")
+    assert (tmp_path / "before" / "model.safetensors").is_file()
+    assert (tmp_path / "after").exists() == (mode == "observe")
+    event = events_of(trainer)[-1]
+    action = "refused" if mode == "act" else "observed"
+    assert (event["signal"], event["action"]) == ("checkpoint_nonfinite", action)
+    assert mode == "observe" or event["culprit"]["parameter"] == LAYER
+    assert str(tmp_path / "after") in event["message"]
+
+
+def test_weights_that_are_infinite_by_design_are_saved(tmp_path):
+    trainer = build("plain", tmp_path / "run")
+    trainer.model.mask = torch.nn.Parameter(torch.tensor([0.0, -torch.inf]))
+    trainer.save_model(tmp_path / "before")
+    trainer.train()
+    trainer.save_model(tmp_path / "after")
+    assert (tmp_path / "before" / "model.safetensors").is_file()
+    assert (tmp_path / "after" / "model.safetensors").is_file()
+    assert events_of(trainer) == []
