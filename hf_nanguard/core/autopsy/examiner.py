@@ -21,7 +21,7 @@ from ..rerun.runner import Runner
 from ..settings import Policy
 from ..vocabulary import Action, Signal
 from .bundle.writer import write_bundle
-from .evidence.blame import find_blame
+from .evidence.blamed_samples import find_blame
 from .evidence.suspect_batch import SuspectBatch
 from .evidence.verdict import Blame, Verdict, format_verdict
 from .remedies.try_remedies import try_remedies

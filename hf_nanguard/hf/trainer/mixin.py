@@ -229,7 +229,7 @@ class GuardedTrainerMixin(Stealth, _Host):
 
     @entered_once
     def save_model(self, output_dir=None, _internal_call=False):
-        if self.nanguard.on and not self.nanguard.halting.may_write(str(output_dir or self.args.output_dir)):
+        if self.nanguard.on and not self.nanguard.custody.may_write(str(output_dir or self.args.output_dir)):
             return
         super().save_model(output_dir, _internal_call)
 
@@ -237,9 +237,9 @@ class GuardedTrainerMixin(Stealth, _Host):
     def _save_checkpoint(self, model, trial):
         if not self.nanguard.halting.may_save(model):
             return
-        with self.nanguard.halting.keeping_checkpoint():
+        with self.nanguard.custody.keeping_checkpoint():
             super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        self.nanguard.halting.note_saved(folder)
+        self.nanguard.custody.note_saved(folder)
         if self.nanguard.on and self.args.should_save:
             save_guard(self.nanguard.guard, folder)

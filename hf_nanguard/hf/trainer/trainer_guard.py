@@ -33,6 +33,7 @@ from ..data.masked_samples import MAX_ROWS, format_rows
 from ..generation.guard_generation import can_generate, guard_generation
 from ..monitors.trainer_monitors import build_monitors
 from .arguments import GuardArguments
+from .checkpoint_custody import CheckpointCustody
 from .evaluation import Evaluation
 from .guarded_class import HostMethods
 from .halting import Halting
@@ -94,7 +95,8 @@ class TrainerGuard:
         self.guard = Guard(policy=self.policy, ranks=ranks, on_event=self.record.write_event)
         self.recorder = StepRecorder(trainer, self.guard)
         self.evaluation = Evaluation(trainer, self.guard)
-        self.halting = Halting(trainer, self.guard)
+        self.custody = CheckpointCustody(trainer, self.guard)
+        self.halting = Halting(trainer, self.guard, self.custody)
         self.no_signal = NoSignalDetector(self.policy.stall_steps, self.guard.journal)
         self.online: OnlineData | None = None
         self.runner: TrainerRunner | None = None
@@ -143,7 +145,7 @@ class TrainerGuard:
         self.record.begin_run()
         self.guard.write_bundles_to(self.record.directory)
         self._abandons_step = self._has_left_out_steps = self._has_reported_update = False
-        self.halting.begin_run()
+        self.custody.begin_run()
         self.guard.escalation.begin_run()
         self.guard.journal.begin_run()
         self._creates_optimizer = self.trainer.optimizer is None
@@ -205,7 +207,7 @@ class TrainerGuard:
         self.join_run()  # if the train() that is running is not ours: it began before the guard, or was replaced
         if resumed is not None:
             load_guard(self.guard, Path(resumed))
-            self.halting.note_saved(Path(resumed))
+            self.custody.note_saved(Path(resumed))
             self._check_resumed_rate()
         dispatched = compat_accelerate.dispatches_batches(self.trainer)  # by rank 0: then rows are not known
         followed, check = (None, None) if dispatched else (dataloader, self._batch_check())

@@ -22,13 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from ...rerun.nested_inputs import find_tensors
-from ...torch_private import (
-    TorchDispatchMode,
-    last_sequence_number,
-    operator_arguments,
-    running_node,
-    sequence_number,
-)
+from ...torch_private import TorchDispatchMode, last_sequence_number, operator_arguments, running_node, sequence_number
 from .memory import Memory, find_nonfinite_entries, first_places, is_float, measure, span_of, storage_key, strided
 from .op_record import FINITE, Extent, Forward, Leaf, Operand, Place, Record
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_nanguard.core.autopsy.evidence.blame import find_blame, map_positions
+from hf_nanguard.core.autopsy.evidence.blamed_samples import find_blame, map_positions
 from hf_nanguard.core.autopsy.trace.origin import Origin
 from hf_nanguard.core.vocabulary import Cause
 

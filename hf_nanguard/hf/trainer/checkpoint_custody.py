@@ -1,0 +1,78 @@
+"""Which checkpoints of a run are good, and which states are not saved because they are not finite."""
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from ...core.event import Culprit, Event, JsonValue
+from ...core.monitors.weights import find_bad_weights
+from ...core.rerun.runner import is_sharded
+from ...core.step.guard import Guard
+from ...core.vocabulary import Action, Signal
+from ..compat.trainer import keeping_checkpoint
+from ..compat.trainer_protocol import HostTrainer
+
+logger = logging.getLogger("hf_nanguard")
+
+
+class CheckpointCustody:
+    """Knows the good checkpoints of a run, and refuses to save non-finite states."""
+
+    def __init__(self, trainer: HostTrainer, guard: Guard):
+        self.trainer = trainer
+        self.guard = guard
+        self.has_run = False
+        self.last_good: Path | None = None
+        self.before_bad: Path | None = None  # the last one from before the first bad step of a period of bad steps
+
+    def begin_run(self) -> None:
+        """Forgets the checkpoints of an earlier run."""
+        self.has_run = True
+        self.last_good = self.before_bad = None
+
+    def note_saved(self, folder: Path) -> None:
+        """Notes a checkpoint whose state was finite, saved by this run or resumed from."""
+        self.last_good = folder
+        if self.guard.escalation.first_bad_step is None:
+            self.before_bad = folder
+
+    def keeping_checkpoint(self) -> AbstractContextManager[None]:
+        """Returns a context, for a save among bad steps, in which the host deletes any checkpoint but that from before them."""
+        bad = self.guard.escalation.first_bad_step is not None
+        return keeping_checkpoint(self.before_bad) if bad and self.before_bad is not None else nullcontext()
+
+    def find_earlier(self, folder: Path) -> Path | None:
+        """Returns the checkpoint from before the bad steps, unless it is the last one: one that was saved among them may
+        hold what makes them bad."""
+        earlier = self.before_bad
+        is_other = earlier is not None and earlier not in (folder, self.last_good) and earlier.is_dir()
+        return earlier if is_other else None
+
+    def find_bad_weights(self) -> dict[str, str]:
+        """Returns the kind of each parameter of this rank that is not finite, unless it was so by design."""
+        return find_bad_weights(self.trainer.model, self.guard.monitor_set.find_accepted())
+
+    def may_write(self, folder: str) -> bool:
+        """Returns whether the model may be written to a folder by whoever asks; not if a run has made it non-finite.
+
+        Ranks do not ask each other, because a script may save on its first rank only; sharded parameters take all of them.
+        """
+        model, ranks = self.trainer.model, self.guard.ranks
+        bad = self.find_bad_weights() if self.has_run else {}
+        if any(map(is_sharded, model.parameters())):
+            bad = {name: kind for found in ranks.gather(bad) for name, kind in found.items()}
+        if not bad:
+            return True
+        acts, name = self.guard.policy.acts, next(iter(bad))
+        done = "was not saved to {} because" if acts else "was saved to {} although"
+        others = f", as do {len(bad) - 1} other parameters" if len(bad) > 1 else ""
+        message = f"the model {done.format(folder)} {name} contains NaN or inf{others}."
+        action, step = Action.REFUSED if acts else Action.OBSERVED, self.trainer.state.global_step
+        culprit = Culprit(phase="parameter", parameter=name)
+        values: dict[str, JsonValue] = {"folder": folder, "num_bad_parameters": len(bad)}
+        self.guard.journal.write(
+            Event(step, Signal.CHECKPOINT_NONFINITE, action, message, None, ranks.rank, values, culprit)
+        )
+        hint = "" if self.last_good is None else f" The last good checkpoint is {self.last_good}."
+        logger.error("hf_nanguard: %s%s", message, hint)
+        return not acts
