@@ -67,7 +67,7 @@ def test_a_replaced_method_is_guarded_or_reported(names, place, tmp_path, caplog
     if (names, place) in REPORTED:
         assert [(event["signal"], event["step"]) for event in events] == [("guard_failed", 0)]
         assert f"because {', '.join(names.split())} of Mine replaces the method of the Trainer" in events[0]["message"]
-        assert [record.levelname for record in caplog.records if "guard_failed" in record.message] == ["WARNING"]
+        assert [record.levelname for record in caplog.records if "[guard_failed]" in record.message] == ["WARNING"]
     else:
         assert {(event["signal"], event["action"], event["step"]) for event in events} == {
             ("loss_nonfinite", "skipped", 1)

@@ -7,7 +7,13 @@ from ...core.torch_private import pre_hooks
 from .trainer_protocol import HostTrainer
 
 HOSTS = ("transformers.", "trl.")
-LIBRARIES = (*HOSTS, "torch.", "accelerate.", "peft.", "bitsandbytes.", "liger_kernel.", "hf_nanguard.")
+OURS = (
+    "hf_nanguard.core.",
+    "hf_nanguard.hf.",
+    "hf_nanguard.takeover.",
+    "hf_nanguard.testing.",
+)  # examples are the users'
+LIBRARIES = (*HOSTS, *OURS, "torch.", "accelerate.", "peft.", "bitsandbytes.", "liger_kernel.")
 # Methods by which a class computes a loss of its own.
 LOSS_METHODS = (
     "training_step", "compute_loss", "_compute_loss", "compute_loss_context_manager", "_get_per_token_logps_and_entropies",
@@ -21,7 +27,7 @@ def find_own_loss(trainer: HostTrainer) -> list[str]:
 
     Can go when a Trainer says who defined its loss.
     """
-    users = [c for c in type(trainer).__mro__ if not c.__module__.startswith((*HOSTS, "hf_nanguard."))]
+    users = [c for c in type(trainer).__mro__ if not c.__module__.startswith((*HOSTS, *OURS))]
     own = {name for name in LOSS_METHODS if name in vars(trainer) or any(name in vars(c) for c in users)}
     return sorted(own | ({"compute_loss_func"} if trainer.compute_loss_func is not None else set()))
 

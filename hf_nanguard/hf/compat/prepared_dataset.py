@@ -1,6 +1,6 @@
 """How the rows of a dataset that TRL has prepared relate to those of the dataset that the user passed in."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ class PreparedRows:
             For each of them the row of the user's dataset; `None` if it is the same number.
         num_given (`int`):
             The number of rows that the user passed in, if `user_rows` is known.
+        removed (`list[int]`):
+            Those of them that TRL has removed because truncation left nothing to learn from in them.
         is_rebuilt (`bool`):
             Whether they are rows of the prepared dataset because those of the user's cannot be known.
     """
@@ -24,12 +26,7 @@ class PreparedRows:
     user_rows: np.ndarray | None = None
     num_given: int = 0
     is_rebuilt: bool = False
-
-    @property
-    def removed(self) -> list[int]:
-        """The rows that were passed in and are not in the prepared dataset."""
-        given = np.arange(self.num_given)
-        return [] if self.user_rows is None else np.setdiff1d(given, self.user_rows).tolist()
+    removed: list[int] = field(default_factory=list)
 
     def name(self, rows: list[int] | None) -> list[int] | None:
         """Returns the user's rows for rows of the prepared dataset."""
@@ -55,4 +52,20 @@ def find_prepared_rows(trainer: HostTrainer) -> PreparedRows:
         return PreparedRows(is_rebuilt=bool(known.shuffle_dataset))
     if dataset._indices is None:
         return PreparedRows(is_rebuilt="ref_chosen_logps" in columns)  # these were joined to a copy of the table
-    return PreparedRows(dataset._indices.column(0).to_numpy(), dataset._data.num_rows)
+    rows = dataset._indices.column(0).to_numpy()
+    return PreparedRows(rows, dataset._data.num_rows, removed=_find_removed(dataset, rows, known.max_length))
+
+
+def _find_removed(dataset: Any, rows: np.ndarray, max_length: int | None) -> list[int]:
+    """Returns the rows that TRL's filters remove; the others that are missing were left out by somebody else.
+
+    Can go together with [`find_prepared_rows`].
+    """
+    table, missing = dataset._data, np.setdiff1d(np.arange(dataset._data.num_rows), rows).tolist()
+    if "labels" in dataset.column_names:
+        labels = table.column("labels")
+        return [row for row in missing if set(labels[row].as_py()) <= {-100}]
+    if "prompt_ids" not in dataset.column_names or max_length is None:
+        return []
+    prompts = table.column("prompt_ids")
+    return [row for row in missing if len(prompts[row].as_py()) >= max_length]

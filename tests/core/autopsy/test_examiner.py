@@ -132,7 +132,7 @@ def test_a_bad_loss_with_finite_gradients_is_explained():
 
     loop = Loop({2: [1]}, loss=loss)
     [event] = loop.events
-    assert (event["action"], event["cause"]) == ("observed", "log_of_zero")
+    assert (event["action"], event["cause"]) == ("dropped", "log_of_zero")
     assert (event["culprit"]["phase"], event["culprit"]["samples"]) == ("loss", [1])
     _assert_same(loop.state, Loop({2: [1]}, Policy(autopsy=False), loss=loss).state)
 

@@ -41,12 +41,17 @@ def make(term, size, tmp_path, plants, level="token", **guard):
     return trainer, rows
 
 
+def overflows_of(trainer):
+    """Returns the events besides spikes of loss and norm, which such a ratio makes of course."""
+    return [event for event in events_of(trainer) if event["signal"] not in ("loss_spike", "grad_spike")]
+
+
 @pytest.mark.parametrize(("term", "cause"), [("ratio", "ratio_overflow"), ("kl", "kl_overflow")])
 @pytest.mark.parametrize("size", [200.0, -30.0])
 def test_the_first_bounded_log_ratio_is_an_event(term, cause, size, tmp_path, caplog):
     trainer, rows = make(term, size, tmp_path, [(1, 1, 2), (2, 0, 0), (3, 1, 1)])
     trainer.train()
-    [event] = events_of(trainer)
+    [event] = overflows_of(trainer)
     assert (event["signal"], event["action"], event["cause"]) == ("ratio_overflow", "repaired", cause)
     assert (event["step"], event["micro_step"]) == (1, 1)
     culprit = event["culprit"]
@@ -63,7 +68,7 @@ def test_the_first_bounded_log_ratio_is_an_event(term, cause, size, tmp_path, ca
 def test_a_bounded_sequence_has_no_token(tmp_path):
     trainer, rows = make("ratio", 400.0, tmp_path, [(1, 0, 1)], "sequence")
     trainer.train()
-    [event] = events_of(trainer)
+    [event] = overflows_of(trainer)
     assert (event["culprit"]["samples"], event["culprit"]["tokens"], event["culprit"]["rows"]) == ([0], None, rows)
 
 
@@ -72,7 +77,7 @@ def test_without_an_intervention_there_is_no_event(guard, tmp_path):
     trainer, rows = make("ratio", 19.0, tmp_path, [(1, 1, 2)], **guard)
     trainer.train()
     assert len(rows) == 1
-    assert events_of(trainer) == []
+    assert overflows_of(trainer) == []
     assert not any("bounded" in name for row in trainer.state.log_history for name in row)
 
 
