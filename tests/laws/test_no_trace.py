@@ -2,6 +2,7 @@
 
 import math
 import random
+from itertools import product
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hf_nanguard.testing import INF, NAN, Fault, plant
 
 from ..reference import assert_same, losses_of, tensors_of, without
 from ..trainers import KINDS, build, events_of, stock_class
+from .ways import params
 
 LAYER = "model.layers.1.mlp.up_proj.weight"
 
@@ -37,9 +39,13 @@ def _prove(kind: str, tmp_path, faults: list[Fault], **overrides):
     return ours, reference
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("fault", ["loss", "constant", "gradient"])
-@pytest.mark.parametrize("micro_step", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("kind", "fault", "micro_step"),
+    params(
+        *product(KINDS, ("loss", "gradient"), range(3)), ("plain", "constant", 1),
+        cases=product(KINDS, ("loss", "constant", "gradient"), range(3)),
+    ),
+)  # fmt: skip
 def test_one_bad_micro_batch_costs_only_itself(kind, fault, micro_step, tmp_path):
     name = LAYER if fault == "gradient" else None
     ours, _ = _prove(kind, tmp_path, [Fault(fault, step=1, micro_step=micro_step, parameter=name)])

@@ -158,7 +158,7 @@ class OrdinalTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-@setup
+@slow_setup
 def an_overridden_loss_with_labels_above_the_vocabulary() -> Run:
     return Run(rows=labelled(1000, 2500, -900), trainer_class=OrdinalTrainer)
 
@@ -268,7 +268,7 @@ class HashedEmbedding(nn.Embedding):
         return super().forward(ids % self.num_embeddings)
 
 
-@setup
+@slow_setup
 def an_embedding_that_takes_ids_modulo_its_rows() -> Run:
     model = tiny_llama()
     hashed = HashedEmbedding(VOCAB, 16)
@@ -540,7 +540,7 @@ class Yielding(Sampler):
             yield self.make(order[start : start + 2])
 
 
-@setup
+@slow_setup
 def a_batch_sampler_that_yields_generators() -> Run:
     return with_batches(lambda data: Yielding(data, lambda rows: (row for row in rows)), max_steps=8)
 
@@ -760,7 +760,7 @@ class Ready:
         return len(self.labels)
 
 
-@setup
+@slow_setup
 def batches_that_are_dataclasses() -> Run:
     run = batches_as(lambda b: Ready(b["input_ids"], b["labels"]), lambda batch: (batch.input_ids, batch.labels))
     run.model = PlainModel()
@@ -782,7 +782,7 @@ def batches_that_are_encodings() -> Run:
     return Run(extra={"data_collator": lambda examples: BatchEncoding(default_data_collator(examples))})
 
 
-@setup
+@slow_setup
 def batches_with_none_and_other_objects() -> Run:
     return batches_as(lambda batch: {**batch, "extra": None, "texts": ["a", None], "number": 3, "when": object()})
 
@@ -796,7 +796,7 @@ def batches_with_nested_and_sparse_tensors() -> Run:
     return batches_as(make)
 
 
-@setup
+@slow_setup
 def batches_with_conjugate_and_complex_tensors() -> Run:
     def make(batch):
         wave = torch.randn(2, 3, dtype=torch.complex64)
@@ -887,7 +887,7 @@ class Evaluating(Trainer):
         return None, None, None
 
 
-@setup
+@slow_setup
 def an_evaluation_without_a_loss() -> Run:
     arguments = {"eval_strategy": "steps", "eval_steps": 1}
     return Run(trainer_class=Evaluating, extra={"eval_dataset": token_rows(4)}, arguments=arguments)

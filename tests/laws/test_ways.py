@@ -2,6 +2,7 @@
 
 import json
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -35,8 +36,7 @@ def _told(trainer):
     return events
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "kind"), params(*product(WAYS, ("plain", "grpo")), cases=product(WAYS, KINDS)))
 def test_a_healthy_run_is_the_stock_run(way, kind, tmp_path):
     stock = build(kind, tmp_path / "stock", guard=False)
     stock.train()
@@ -51,15 +51,17 @@ def test_a_healthy_run_is_the_stock_run(way, kind, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "fault"),
-    [
-        pytest.param(kind, fault, marks=[pytest.mark.slow] if kind == "sft" else [])
-        for kind in KINDS
-        for fault in FAULTS
-        if kind != "grpo" or "label" not in fault  # completions have no labels
-    ],
+    ("way", "kind", "fault"),
+    params(
+        *[("callback in the constructor", kind, fault) for kind in ("plain", "grpo") for fault in FAULTS],
+        *[(way, "plain", "a label out of range") for way in WAYS],
+        cases=[
+            (way, kind, fault)
+            for way, kind, fault in product(WAYS, KINDS, FAULTS)
+            if way != "class" and (kind != "grpo" or "label" not in fault)  # completions have no labels
+        ],
+    ),
 )
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "class"])
 def test_every_way_contains_and_reports_the_same(way, kind, fault, tmp_path):
     runs = {}
     for name in ("class", way):
