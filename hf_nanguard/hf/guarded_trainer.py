@@ -8,7 +8,7 @@ from transformers import Trainer
 
 from ..errors import ArgumentError
 from .rl.rl_mixin import ReinforcementMixin
-from .trainer.arguments import GuardArguments
+from .trainer.arguments import Given, read_guard_arguments
 from .trainer.guarded_class import MADE_HERE
 from .trainer.mixin import GuardedTrainerMixin
 
@@ -56,14 +56,14 @@ def attached_class(original: Any) -> type:
     return type(original.__name__, (guarded(original),), body)
 
 
-def attach(trainer: Trainer, guard: GuardArguments | None = None) -> Trainer:
+def attach(trainer: Trainer, guard: Given = None) -> Trainer:
     """Guards a trainer that is already built: one line, everything on.
 
     Args:
         trainer (`Trainer`):
             Any trainer, before `train()`. Its type becomes a guarded subclass of the same name; its `__class__` stays.
-        guard (`GuardArguments`, *optional*):
-            The settings; taken from its arguments or the defaults otherwise.
+        guard (`GuardArguments` or `dict`, *optional*):
+            The settings, or their fields by name; taken from its arguments or the defaults otherwise.
 
     Returns:
         `Trainer`: the same object.
@@ -80,6 +80,7 @@ def attach(trainer: Trainer, guard: GuardArguments | None = None) -> Trainer:
         raise ArgumentError(
             f"attach() must be given a Trainer, got {type(trainer).__name__}. For other loops use Guard."
         )
+    guard = read_guard_arguments(guard)
     if isinstance(trainer, GuardedTrainerMixin):
         kept = "stay as they are" if guard is None else "are replaced by those given now"
         logger.warning("hf_nanguard: this trainer is guarded already; its settings %s.", kept)

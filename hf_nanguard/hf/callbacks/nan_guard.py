@@ -10,7 +10,7 @@ from ...plain_text import format_error
 from ..compat.trainer import find_trainer
 from ..compat.unguardable_class import find_own_loop, find_own_super
 from ..guarded_trainer import attach
-from ..trainer.arguments import GuardArguments
+from ..trainer.arguments import Given, read_guard_arguments
 from ..trainer.mixin import GuardedTrainerMixin
 from .reduced_guard import ReducedGuard
 
@@ -25,7 +25,7 @@ class NanGuardCallback(TrainerCallback):
     `train()` is not guarded.
 
     Args:
-        guard (`GuardArguments`, *optional*):
+        guard (`GuardArguments` or `dict`, *optional*):
             The settings; taken from guarded training arguments or the defaults otherwise.
 
     It adds the same `nanguard/` metrics to log rows as [`GuardedTrainerMixin`].
@@ -37,8 +37,8 @@ class NanGuardCallback(TrainerCallback):
     ```
     """
 
-    def __init__(self, guard: GuardArguments | None = None):
-        self.arguments = guard
+    def __init__(self, guard: Given = None):
+        self.arguments = read_guard_arguments(guard)
         self._asked: weakref.ref[Trainer] | None = None  # the trainer that is guarded in a reduced way
         self._obstacle: str | None = None  # why that is so
         self._reduced: ReducedGuard | None = None  # of the run

@@ -1,11 +1,14 @@
 """The settings of the guard, as TrainingArguments extensions that HfArgumentParser, TrlParser and YAML can fill."""
 
-from dataclasses import dataclass, field, make_dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, make_dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from transformers import TrainingArguments
 
 from ...core.settings import PREFIX, SETTINGS, Policy, check_settings, format_parameters
+from ...errors import ArgumentError
 
 _Fields: Any = make_dataclass(
     "_Fields",
@@ -50,8 +53,31 @@ class GuardedTrainingArguments(GuardArguments, TrainingArguments):
     """[`~transformers.TrainingArguments`] with the settings of the guard; all other defaults are the host's."""
 
 
-def find_guard_arguments(guard: GuardArguments | None, args: TrainingArguments) -> GuardArguments:
-    """Returns `guard` if it is given, else the guard's settings in the training arguments, else the defaults."""
+Given = GuardArguments | Mapping[str, Any] | None
+"""Settings as a user gives them: an object, a dictionary of its fields, or nothing."""
+
+
+def read_guard_arguments(given: Given) -> GuardArguments | None:
+    """Returns settings that a user has given, `None` if there are none."""
+    if given is None or isinstance(given, GuardArguments):
+        return given
+    if not isinstance(given, Mapping):
+        raise ArgumentError(
+            f"guard must be GuardArguments or a dictionary of its fields, got {type(given).__name__}. Pass "
+            "GuardArguments(nanguard_on_nonfinite='skip'), for example."
+        )
+    for name in given:
+        if name not in {each.name for each in fields(GuardArguments)}:
+            near = get_close_matches(str(name).removeprefix(PREFIX), SETTINGS, 1)
+            raise ArgumentError(
+                f"guard has no setting {name!r}" + (f", did you mean {PREFIX}{near[0]}?" if near else ".")
+            )
+    return GuardArguments(**given)
+
+
+def find_guard_arguments(given: Given, args: TrainingArguments) -> GuardArguments:
+    """Returns the settings if they are given, else those in the training arguments, else the defaults."""
+    guard = read_guard_arguments(given)
     if guard is not None:
         return guard
     return args if isinstance(args, GuardArguments) else GuardArguments()

@@ -23,6 +23,7 @@ from hf_nanguard.core.settings import SETTINGS, Policy
 from hf_nanguard.hf.trainer.arguments import find_guard_arguments
 from hf_nanguard.testing import INF, NAN, Fault, plant
 
+from ...laws.ways import WAYS, build_guarded
 from ...models import text_rows, tiny_llama, tiny_tokenizer, token_dataset
 from ...trainers import build, common_arguments, events_of, reward_length
 
@@ -339,3 +340,25 @@ def test_plain_configs_of_the_host_are_guarded_by_the_defaults(tmp_path):
     assert [(event["step"], event["micro_step"], event["action"]) for event in events_of(trainer)] == [
         (1, 1, "dropped")
     ] * 3  # fmt: skip
+
+
+@pytest.mark.parametrize("way", list(WAYS)[:4])
+def test_settings_may_be_a_dictionary(way, tmp_path):
+    trainer = build_guarded(way, "plain", tmp_path, {"nanguard_on_nonfinite": "skip"}, max_steps=1)
+    trainer.train()
+    assert trainer.nanguard.policy.on_nonfinite == "skip"
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"on_nonfinite": "skip"}, "guard has no setting 'on_nonfinite', did you mean nanguard_on_nonfinite?"),
+        ({"zzz": 1}, "guard has no setting 'zzz'."),
+        ("skip", "guard must be GuardArguments or a dictionary of its fields, got str."),
+    ],
+)
+@pytest.mark.parametrize("way", list(WAYS)[:4])
+def test_other_settings_are_refused_in_one_sentence(way, given, sentence, tmp_path):
+    with pytest.raises(ArgumentError) as caught:
+        build_guarded(way, "plain", tmp_path, given)
+    assert str(caught.value).startswith(sentence)
