@@ -1,6 +1,7 @@
 """Every private or undocumented name of torch that the core uses, each with the condition under which it can go."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -120,28 +121,42 @@ def sequence_number(node: Node) -> int:
 # ---- modules ----
 
 
-def list_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yields each buffer with its module and its name there; a buffer that is registered twice comes twice.
+@dataclass(frozen=True, eq=False)
+class StateSlot:
+    """Where a module keeps a buffer or a frozen parameter.
 
-    Can go when `named_buffers` can also return the module."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                yield module, name, buffer
+    Can go when `named_buffers` can also return the module, and `nn.Module` can replace a buffer without the checks of
+    `__setattr__`."""
+
+    module: nn.Module
+    table: dict[str, Any]
+    name: str
+    is_buffer: bool
+
+    def get(self) -> Tensor | None:
+        """Returns the tensor, `None` if it was deleted or set to `None`."""
+        return self.table.get(self.name)
+
+    def put(self, tensor: Tensor) -> None:
+        """Puts a tensor there."""
+        self.table[self.name] = tensor
 
 
-def get_buffer(module: nn.Module, name: str) -> Tensor | None:
-    """Returns a buffer by its name in the module; `None` if it was deleted or set to `None`.
+def list_state_slots(model: nn.Module) -> list[StateSlot]:
+    """Returns the slots of all buffers, and of frozen parameters that are plain tensors; one used twice comes twice.
 
-    Can go when `nn.Module.get_buffer` accepts buffers that are `None`."""
-    return module._buffers[name]
+    Can go together with [`StateSlot`]."""
+    slots = [
+        StateSlot(module, table, name, table is module._buffers)
+        for module in model.modules()
+        for table in (module._buffers, module._parameters)
+        for name in table
+    ]
+    return [slot for slot in slots if (tensor := slot.get()) is not None and (slot.is_buffer or _is_frozen(tensor))]
 
 
-def set_buffer(module: nn.Module, name: str, buffer: Tensor) -> None:
-    """Replaces a buffer without the checks of `__setattr__`, which a subclass may override.
-
-    Can go when `nn.Module` has a public `set_buffer`."""
-    module._buffers[name] = buffer
+def _is_frozen(parameter: Tensor) -> bool:
+    return type(parameter) is nn.Parameter and not parameter.requires_grad and not parameter.is_meta
 
 
 def list_tensor_slots(model: nn.Module) -> list[tuple[dict[str, Any], str]]:

@@ -123,14 +123,11 @@ class KeptAttributes:
 
 
 def keep_module(module: nn.Module) -> KeptAttributes:
-    """Keeps what a module holds beside parameters, buffers, modules and hooks. A large tensor, or one with a graph, is not
-    held, because it may be an activation of the last step."""
-    activations = [name for name, value in vars(module).items() if _is_activation(value)]
+    """Keeps what a module holds beside parameters, buffers, modules and hooks. A tensor with a graph is not held, because it
+    is an activation of the last step."""
+    values = vars(module).items()
+    activations = [name for name, value in values if isinstance(value, Tensor) and value.requires_grad]
     return KeptAttributes(module, ignored=(*MODULE, *activations))
-
-
-def _is_activation(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.requires_grad or value.numel() >= LARGE)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Buffers that a forward writes are kept, and only those."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -87,7 +88,7 @@ def test_static_buffers_are_not_kept_after_the_first_group():
     keeper.keep()
     model(torch.ones(3, 4))
     keeper.keep()
-    assert {name for _, name, *_ in keeper.kept} == {"written", "replaced"}
+    assert {slot.name for slot, *_ in keeper.kept} == {"written", "replaced"}
 
 
 def test_a_model_whose_buffers_never_change_pays_nothing():
@@ -153,3 +154,100 @@ def test_writes_that_torch_does_not_count_are_seen_too():
         model(torch.full((3, 4), NAN))
         keeper.restore()
         assert_same(values_of(model), before)
+
+
+class Late(nn.Module):
+    """Writes a buffer from its third call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls > 2:
+            self.mean.mul_(0.9).add_(x.mean().detach())
+        return x
+
+
+def test_a_buffer_that_is_written_late_is_learned_then():
+    model = Late()
+    keeper = BufferKeeper(model)
+    for _ in range(4):
+        keeper.keep()
+        model(torch.ones(3))
+    keeper.keep()
+    before = values_of(model)
+    model(torch.full((3,), NAN))
+    keeper.restore()
+    assert_same(values_of(model), before)
+    assert model.calls == 4
+
+
+class Momentum(nn.Module):
+    """Follows another layer by a frozen copy, as contrastive learning does."""
+
+    def __init__(self, replaces: bool) -> None:
+        super().__init__()
+        self.layer, self.follower = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
+        self.replaces = replaces
+
+    def forward(self, x):
+        for slow, fast in zip(self.follower.parameters(), self.layer.parameters(), strict=True):
+            if self.replaces:
+                slow.data = slow.data * 0.9 + fast.data * 0.1
+            else:
+                slow.data.mul_(0.9)
+                slow.copy_(slow + 0.1 * fast.detach())
+        return self.layer(x) + self.follower(x)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_frozen_parameters_that_a_forward_writes_are_put_back(replaces):
+    model = Momentum(replaces)
+    keeper = BufferKeeper(model)
+    for _ in range(2):
+        keeper.keep()
+        model(torch.ones(1, 2))
+    keeper.keep()
+    before = [parameter.clone() for parameter in model.follower.parameters()]
+    for _ in range(3):
+        model(torch.ones(1, 2))
+        keeper.restore()
+    assert all(map(torch.equal, model.follower.parameters(), before))
+
+
+def test_frozen_parameters_that_nobody_writes_are_not_copied():
+    model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    keeper = BufferKeeper(model)
+    for _ in range(3):
+        with OperationCounter() as counted:
+            keeper.keep()
+        assert counted.ops == []
+        model(torch.ones(1, 2)).sum().backward()
+
+
+class Queue(nn.Module):
+    """Keeps a large queue and a count as plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue, self.calls = torch.zeros(60_000, 2), 0
+
+    def forward(self, x):
+        self.queue, self.calls = torch.cat([self.queue[1:], x.detach()]), self.calls + 1
+        return x
+
+
+def test_attributes_are_put_back_also_large_ones_and_after_a_bad_first_group():
+    model = Queue()
+    keeper = BufferKeeper(model)
+    for number in range(3):
+        keeper.keep()
+        before = model.queue
+        model(torch.full((1, 2), NAN))
+        keeper.restore()
+        assert model.queue is before
+        assert model.calls == number
+        model(torch.ones(1, 2))
