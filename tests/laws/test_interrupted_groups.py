@@ -66,3 +66,19 @@ def test_a_smaller_batch_size_begins_with_an_empty_group(event, tmp_path):
     assert events_of(trainer) == []
     done = 3 if event != "on_substep_end" else 0
     assert trainer.nanguard.guard.counter.seen == 12 + done
+
+
+def test_a_loss_that_runs_out_of_memory_is_the_hosts_business_if_it_finds_the_batch_size(tmp_path):
+    class Hungry(stock_class("plain")):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            if len(inputs["input_ids"]) > 1:
+                raise RuntimeError("CUDA out of memory.")
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    ends = []
+    for guard in (False, True):
+        trainer = build("plain", tmp_path / str(guard), Hungry, guard=guard, auto_find_batch_size=True)
+        trainer.train()
+        ends.append(tensors_of(trainer))
+    assert_same(*ends)
+    assert events_of(trainer) == []

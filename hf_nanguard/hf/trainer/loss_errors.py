@@ -5,6 +5,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
 from ...core.event import Culprit, Event
@@ -69,6 +70,8 @@ class LossErrors:
             is_sharded (`bool`):
                 Whether parameters are sharded, so that a forward needs every rank.
         """
+        if self.trainer.args.auto_find_batch_size and should_reduce_batch_size(error):
+            return None  # the host is about to try a smaller batch
         missing = isinstance(error, LossMissingError) or lost_loss(error)
         signal = Signal.LOSS_MISSING if missing else Signal.LOSS_ERROR
         text = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__

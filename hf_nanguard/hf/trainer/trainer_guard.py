@@ -268,9 +268,10 @@ class TrainerGuard:
             logger.warning(text)
 
     def _check_resumed_rate(self) -> None:
-        """Warns that a resumed run keeps the learning rate of its checkpoint, whatever it was given."""
+        """Warns that a resumed run keeps the learning rate of its checkpoint, whatever it was given. Several rates are those of
+        parameter groups, which the arguments do not know."""
         asked, restored = self.trainer.args.learning_rate, compat.base_rates(self.trainer)
-        if self._creates_optimizer and restored and asked not in restored and self.guard.ranks.rank == 0:
+        if self._creates_optimizer and len(restored) == 1 and asked not in restored and self.guard.ranks.rank == 0:
             logger.warning(
                 "hf_nanguard: learning_rate=%g was asked for, but the schedule of the checkpoint is resumed with %g. For "
                 "another rate, load the weights of the checkpoint into the model and train without resume_from_checkpoint, or "

@@ -12,7 +12,7 @@ from hf_nanguard.testing import Fault, plant
 
 from ...laws.ways import WAYS, build_guarded
 from ...models import token_dataset
-from ...trainers import build, events_of
+from ...trainers import build, events_of, stock_class
 
 LAYER = "model.layers.1.mlp.down_proj.weight"
 
@@ -80,6 +80,21 @@ def test_a_learning_rate_that_a_resume_overrides_is_reported(tmp_path, caplog):
     run(tmp_path, max_steps=4, learning_rate=1e-5, resume=str(tmp_path / "checkpoint-2"))
     [line] = [record.getMessage() for record in caplog.records if "was asked for" in record.getMessage()]
     assert "learning_rate=1e-05 was asked for, but the schedule of the checkpoint is resumed with 0.003" in line
+
+
+def test_rates_of_parameter_groups_are_nobodys_request(tmp_path, caplog):
+    class Layered(stock_class("plain")):
+        def create_optimizer(self, model=None):
+            rates = enumerate(self.model.parameters(), 1)
+            self.optimizer = torch.optim.SGD(
+                [{"params": [p], "lr": self.args.learning_rate * 0.9**i} for i, p in rates]
+            )
+            return self.optimizer
+
+    for steps, resumed in ((2, None), (4, str(tmp_path / "checkpoint-2"))):
+        trainer = build("plain", tmp_path, Layered, max_steps=steps, save_strategy="steps", save_steps=2)
+        trainer.train(resume_from_checkpoint=resumed)
+    assert "was asked for" not in caplog.text
 
 
 @pytest.mark.parametrize("best", [False, True])
