@@ -207,11 +207,12 @@ class BadMicroBatch:
                 f", but not without {' and '.join(sorted(removable_terms))}" if removable_terms else ""
             )
         else:
-            what = describe_loss(micro, loss) + ("" if census.bad else "; its gradients are finite")
+            what = describe_loss(micro, loss)
         term = next(iter([*micro.bad_terms, *sorted(removable_terms)]), None)
         culprit = Culprit(phase="backward" if finite else "loss", parameter=census.suspect, term=term, rows=micro.rows)
         signal = Signal.GRAD_NONFINITE if finite else Signal.LOSS_NONFINITE
         message = f"{what} in micro-batch {micro.index} of step {step}{_format_rows(micro.rows)}"
+        message += "" if finite or census.bad else "; its gradients are finite"
         terms = {"terms": micro.term_values} if micro.terms else {}
         return cls(
             micro,
