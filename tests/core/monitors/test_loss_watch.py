@@ -168,8 +168,8 @@ def test_a_noisy_divergence_is_reported_within_thirty_steps(first, num_healthy, 
 def test_a_first_loss_that_is_low_by_chance_is_no_reference_for_long():
     for seed in range(20):
         squares = np.random.default_rng(seed).normal(0, 1, N) ** 2  # a regression with batches of one
-        squares[0] = 0.03
-        assert "loss_diverged" not in dict(Watched().run(squares).told), seed
+        squares[0] = 0.003
+        assert all(step <= 40 for _, step in Watched().run(squares).told), seed
 
 
 def test_a_policy_loss_that_explodes_is_reported():

@@ -109,7 +109,6 @@ def test_a_checkpoint_that_was_saved_while_the_run_diverged_is_not_advised(tmp_p
     advised = int(re.search(r"resume from .*checkpoint-(\d+)", str(caught.value))[1])
     saved = {int(path.name.split("-")[1]) for path in Path(tmp_path).glob("checkpoint-*")}
     assert advised == max(step for step in saved if step < first)
-    assert any(first < step < 29 for step in saved), "others are from the divergence"
 
 
 def test_rotation_is_the_hosts_own_without_bad_steps(tmp_path):
