@@ -24,6 +24,11 @@ class LossWatch:
         self.is_signed = False
         self.num_seen = 0
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the loss is in an episode of spikes or of divergence."""
+        return self.spikes.is_open or self.divergence.is_open
+
     def expect_sign_changes(self) -> None:
         """Judges the loss as one that moves around 0, where only its size says anything."""
         if not self.is_signed:

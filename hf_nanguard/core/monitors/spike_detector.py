@@ -50,15 +50,15 @@ class SpikeDetector:
     """Keeps the last finite values of a series and detects spikes.
 
     Args:
-        ratio (`float`, *optional*, defaults to `15.0`):
+        ratio (`float`, *optional*, defaults to `50.0`):
             Multiple of the usual level that a spike must exceed, because almost constant values have a very small spread; in
-            healthy RL runs a norm is ten times the median now and then.
+            healthy runs with small batches a norm is forty times the median now and then.
         tail (`float`, *optional*, defaults to `1.0`):
             Multiple of the largest rise from one value to the next, in logarithms, that a spike must exceed as well: values
             that jump between several levels, e.g. of several tasks, are no spikes.
     """
 
-    def __init__(self, ratio: float = 15.0, tail: float = 1.0):
+    def __init__(self, ratio: float = 50.0, tail: float = 1.0):
         self.ratio = ratio
         self.tail = tail
         self.floor = 0.0  # values below count as this one; without a floor exact zeros do not count
@@ -78,6 +78,11 @@ class SpikeDetector:
     def can_act(self) -> bool:
         """Whether the history is long enough to clip or skip a step by it."""
         return len(self.logs) >= MIN_TO_ACT
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an episode of spikes has not ended yet."""
+        return self.num_quiet < NUM_LEVEL
 
     @property
     def usual(self) -> float | None:
@@ -135,7 +140,8 @@ class SpikeDetector:
             self._append(value)
 
     def _level(self) -> float:
-        return median(list(self.logs)[-NUM_LOCAL:])
+        """Returns the usual level; the last few values count alone if they are higher, as where a warm-up ends."""
+        return max(median(list(self.logs)[-count:]) for count in (NUM_LOCAL, NUM_LEVEL))
 
     def state_dict(self) -> JsonObject:
         """Returns the values, and what they count at least, for a checkpoint."""

@@ -23,7 +23,9 @@ class CheckpointCustody:
         self.guard = guard
         self.has_run = False
         self.last_good: Path | None = None
-        self.before_bad: Path | None = None  # the last one from before the first bad step of a period of bad steps
+        self.before_bad: Path | None = (
+            None  # the last one from before a period of bad steps, or of spikes that lead to it
+        )
 
     def begin_run(self) -> None:
         """Forgets the checkpoints of an earlier run."""
@@ -33,13 +35,18 @@ class CheckpointCustody:
     def note_saved(self, folder: Path) -> None:
         """Notes a checkpoint whose state was finite, saved by this run or resumed from."""
         self.last_good = folder
-        if self.guard.escalation.first_bad_step is None:
+        if not self._is_suspect():
             self.before_bad = folder
 
     def keeping_checkpoint(self) -> AbstractContextManager[None]:
         """Returns a context, for a save among bad steps, in which the host deletes any checkpoint but that from before them."""
-        bad = self.guard.escalation.first_bad_step is not None
-        return keeping_checkpoint(self.before_bad) if bad and self.before_bad is not None else nullcontext()
+        earlier = self.before_bad
+        return keeping_checkpoint(earlier) if earlier is not None and self._is_suspect() else nullcontext()
+
+    def _is_suspect(self) -> bool:
+        """Returns whether a state of now may hold what makes steps bad: among them, or while loss or norm are out of line."""
+        guard = self.guard
+        return guard.escalation.first_bad_step is not None or guard.norms.is_open or guard.loss_watch.is_open
 
     def find_earlier(self, folder: Path) -> Path | None:
         """Returns the checkpoint from before the bad steps, unless it is the last one: one that was saved among them may

@@ -150,6 +150,28 @@ def test_a_run_that_diverges_at_once_is_reported_within_a_few_steps(first):
     assert watched.events[-1]["values"]["usual"] == pytest.approx(first)
 
 
+def noisy(levels, sigma, seed=0):
+    return np.array(levels) * np.exp(np.random.default_rng(seed).normal(0, sigma, len(levels)))
+
+
+@pytest.mark.parametrize("sigma", [0.3, 0.7])
+@pytest.mark.parametrize(("num_healthy", "factor"), [(1, 30), (2, 30), (10, 9)])
+@pytest.mark.parametrize("first", [0.8, 5.6])
+def test_a_noisy_divergence_is_reported_within_thirty_steps(first, num_healthy, factor, sigma):
+    """A learning rate far too high: a steady loss, then one that is many times as large and far noisier."""
+    for seed in range(5):
+        losses = [first] * num_healthy + list(noisy([factor * first] * 90, sigma, seed))
+        [step] = [step for signal, step in Watched().run(losses).told if signal == "loss_diverged"]
+        assert step <= num_healthy + 30, seed
+
+
+def test_a_first_loss_that_is_low_by_chance_is_no_reference_for_long():
+    for seed in range(20):
+        squares = np.random.default_rng(seed).normal(0, 1, N) ** 2  # a regression with batches of one
+        squares[0] = 0.003
+        assert all(step <= 40 for _, step in Watched().run(squares).told), seed
+
+
 def test_a_policy_loss_that_explodes_is_reported():
     rng = np.random.default_rng(0)
     losses = np.concatenate([policy_loss(rng)[:60], 500 * np.exp(rng.normal(0, 0.3, 30))])

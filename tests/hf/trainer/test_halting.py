@@ -115,6 +115,17 @@ def test_the_checkpoint_from_before_the_first_bad_step_is_kept_and_named(best, t
     assert num_others == 2, "the limit holds for the others"
 
 
+def test_a_checkpoint_that_was_saved_while_the_run_diverged_is_not_advised(tmp_path):
+    trainer = build("plain", tmp_path, gradient_accumulation_steps=1, max_steps=300, save_strategy="steps", save_steps=5,
+                    learning_rate=10.0, lr_scheduler_type="constant_with_warmup", warmup_steps=20, max_grad_norm=0, optim="sgd")  # fmt: skip
+    with pytest.raises(NonFiniteError) as caught:
+        trainer.train()
+    first = min(event["step"] for event in events_of(trainer) if event["signal"].endswith(("_spike", "_diverged")))
+    advised = int(re.search(r"resume from .*checkpoint-(\d+)", str(caught.value))[1])
+    saved = {int(path.name.split("-")[1]) for path in Path(tmp_path).glob("checkpoint-*")}
+    assert advised == max(step for step in saved if step < first)
+
+
 def test_rotation_is_the_hosts_own_without_bad_steps(tmp_path):
     run(tmp_path, max_steps=8, save_strategy="steps", save_steps=2, save_total_limit=2)
     assert {path.name for path in Path(tmp_path).glob("checkpoint-*")} == {"checkpoint-6", "checkpoint-8"}
