@@ -305,7 +305,7 @@ def labels_that_the_trainer_maps_in_its_step() -> Run:
     return Run(rows=labelled(4096, 81), trainer_class=Mapped)
 
 
-@setup
+@slow_setup
 def a_perceiver_whose_input_embedding_is_a_parameter() -> Run:
     torch.manual_seed(0)
     config = PerceiverConfig(
@@ -644,7 +644,7 @@ def with_loader(make: Callable[[Any], Any]) -> Run:
     return Run(trainer_class=Own, arguments={"max_steps": 8})
 
 
-@setup
+@slow_setup
 def a_dataloader_that_is_a_list() -> Run:
     return with_loader(list)
 

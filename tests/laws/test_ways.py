@@ -36,7 +36,10 @@ def _told(trainer):
     return events
 
 
-@pytest.mark.parametrize(("way", "kind"), params(*product(WAYS, ("plain", "grpo")), cases=product(WAYS, KINDS)))
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    params(*product(WAYS, ("plain",)), ("callback in the constructor", "grpo"), cases=product(WAYS, KINDS)),
+)
 def test_a_healthy_run_is_the_stock_run(way, kind, tmp_path):
     stock = build(kind, tmp_path / "stock", guard=False)
     stock.train()
@@ -53,7 +56,8 @@ def test_a_healthy_run_is_the_stock_run(way, kind, tmp_path):
 @pytest.mark.parametrize(
     ("way", "kind", "fault"),
     params(
-        *[("callback in the constructor", kind, fault) for kind in ("plain", "grpo") for fault in FAULTS],
+        *[("callback in the constructor", "plain", fault) for fault in FAULTS],
+        ("callback in the constructor", "grpo", "a loss, not its gradients"),
         *[(way, "plain", "a label out of range") for way in WAYS],
         cases=[
             (way, kind, fault)
@@ -102,7 +106,7 @@ class _CountSteps(TrainerCallback):
             self.context.__exit__(None, None, None)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", params("plain", cases=KINDS))
 def test_every_way_costs_the_same(kind, tmp_path):
     counts = {}
     for name in ("stock", *WAYS):
