@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...core.event import Culprit, Event
-from ...core.finite import read_host
+from ...core.finite import local, read_host
 from ...core.ranks import Ranks
 from ...core.rerun.micro_batch import AccumulationGroup
+from ...core.rerun.runner import same_on_all_ranks
 from ...core.step.guard import Guard
 from ...core.step.step_reading import StepOutcome
 from ...core.vocabulary import Action, Signal
@@ -398,7 +399,7 @@ class TrainerGuard:
         elif self.acts:
             runner.mark_losses(record.group.losses)
         if norm is not None and (must_drop or runner.lockstep):  # it was measured before the gradients were marked
-            norm = norm + 0.0 * runner.norm()
+            norm = local(same_on_all_ranks(torch.as_tensor(norm))) + 0.0 * local(runner.norm())
         if norm is None and not compat.clips_in_one_piece(trainer, model):
             norm = host_clip()
         is_clipped = norm is not None
