@@ -107,7 +107,8 @@ def find_deepspeed_precision(config: object) -> str | None:
     if not isinstance(config, Mapping):
         return None
     flags = {name: part.get("enabled") for name in ("bf16", "fp16") if isinstance(part := config.get(name), Mapping)}
-    return next((name for name, on in flags.items() if on is True), "auto" if "auto" in flags.values() else "no")
+    is_off = len(flags) == 2 and "auto" not in flags.values()  # a section that is missing is filled in by accelerate
+    return next((name for name, on in flags.items() if on is True), "no" if is_off else "auto")
 
 
 def find_resumed_facts(checkpoint: Path) -> Facts:

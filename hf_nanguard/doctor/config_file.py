@@ -7,6 +7,7 @@ from typing import Any
 
 from ..errors import ArgumentError
 from ..plain_text import printable
+from ..yaml_file import read_yaml
 from .argument_facts import (
     find_argument_facts,
     find_deepspeed_precision,
@@ -81,30 +82,12 @@ def read_config(path: str | Path, task: str | None = None) -> ConfigFile:
     """
     if Path(path).is_dir():
         return read_run(Path(path))
-    values = read_yaml(path)
+    values = read_yaml(str(path), "The configuration")
     if "compute_environment" in values or set(ACCELERATE[1:3]) <= set(values):
         return read_accelerate(str(path), values)
     if set(AXOLOTL[:1]) <= set(values):
         return read_axolotl(str(path), values)
     return read_arguments(str(path), values, task)
-
-
-def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Returns the names and values of a YAML file."""
-    import yaml
-
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not text"
-        raise ArgumentError(
-            f"The configuration must be a readable YAML file or a folder, got {str(path)!r} ({reason})."
-        ) from error
-    except yaml.YAMLError as error:
-        raise ArgumentError(f"{path} must be YAML ({printable(str(error))}).") from error
-    if not isinstance(content, dict):
-        raise ArgumentError(f"{path} must contain names and values, for example learning_rate: 1.0e-5.")
-    return {str(name): value for name, value in content.items()}
 
 
 def read_arguments(path: str, values: Mapping[str, Any], task: str | None = None) -> ConfigFile:

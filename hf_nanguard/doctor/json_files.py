@@ -3,14 +3,14 @@
 import json
 from pathlib import Path
 
+from ..yaml_file import read_regular_file
+
 MAX_BYTES = 64 * 2**20
 
 
 def read_json(path: Path) -> object:
     """Returns what a JSON file contains, `None` if there is none that can be read."""
     try:
-        if path.stat().st_size > MAX_BYTES:
-            return None
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_regular_file(str(path), MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return None
