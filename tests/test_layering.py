@@ -78,6 +78,10 @@ FOLDERS: dict[str, tuple[str, str]] = {
         "a few measured steps of somebody's configuration, and a grade",
         "core core.rerun core.monitors report hf hf.compat hf.trainer",
     ),
+    "doctor.command": (
+        "the stages of `nanguard doctor` and what they print",
+        "core report hf.compat doctor doctor.rules verification",
+    ),
     "examples.tasks": ("models, data and rewards made in code", ""),
     "examples": (
         "failures made in code, and the same run twice: stock and guarded",
@@ -91,7 +95,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
     "cli": (
         "one command a file, nothing heavy at the head",
         "core core.autopsy core.autopsy.evidence core.autopsy.bundle report hf.trainer takeover bundle_replay verification "
-        "doctor doctor.rules "
+        "doctor doctor.command "
         "examples examples.demo examples.recipe",
     ),
 }

@@ -1,7 +1,7 @@
 """`check_config`: the settings of a run judged by rules, in seconds."""
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +19,8 @@ from .rules.finding import Examination, Finding, Severity
 from .rules.precision_sources import Source, find_sources
 from .rules.rule_set import judge
 from .trainer_inspection import find_trainer_facts
+
+NO_DEVICE: Mapping[str, Any] = dict.fromkeys(("device_type", "bf16_support", "device_memory", "disk_free"))
 
 
 @dataclass
@@ -92,7 +94,11 @@ def check_config(*configurations: Configuration, task: str | None = None, skip: 
         raise ArgumentError("check_config() must be given a trainer, arguments, a YAML file or the folder of a run.")
     if task is not None and task not in TASKS:
         raise ArgumentError(f"task must be one of {', '.join(TASKS)}, got {task!r}.")
-    files = [_read(each, task) for each in configurations]
+    return judge_files([_read(each, task) for each in configurations], skip)
+
+
+def judge_files(files: Sequence[ConfigFile], skip: Collection[str] = (), trainer: Facts | None = None) -> ConfigReport:
+    """Judges what files say together, and what is known of the trainer that was built from them."""
     facts = Facts()
     for file in files:
         facts = facts.update(file.facts)
@@ -100,9 +106,11 @@ def check_config(*configurations: Configuration, task: str | None = None, skip: 
         facts = find_accelerator_facts().update(facts)
     if facts.mixed_precision is None and facts.accelerate_precision is not None:
         facts.mixed_precision = facts.accelerate_precision
-    report = ConfigReport(
-        facts, find_sources(facts), judge(facts, skip), [name for file in files for name in file.unjudged]
-    )
+    if trainer is not None:
+        elsewhere = files and facts.device_type is None
+        facts = facts.update(replace(trainer, **NO_DEVICE) if elsewhere else trainer)
+    unjudged = [name for file in files for name in file.unjudged]
+    report = ConfigReport(facts, find_sources(facts), judge(facts, skip), unjudged)
     for file in files:
         report.examination.add(file.examination)
     return report

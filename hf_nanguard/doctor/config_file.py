@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..errors import ArgumentError
@@ -71,7 +72,9 @@ class ConfigFile:
     examination: Examination = field(default_factory=Examination)
 
 
-def read_config(path: str | Path, task: str | None = None) -> ConfigFile:
+def read_config(
+    path: str | Path, task: str | None = None, flags: Mapping[str, Any] = MappingProxyType({})
+) -> ConfigFile:
     """Reads a YAML file or the folder of a run.
 
     Args:
@@ -79,6 +82,8 @@ def read_config(path: str | Path, task: str | None = None) -> ConfigFile:
             The file or folder. Pickles (`training_args.bin`) are never loaded.
         task (`str`, *optional*):
             The kind of training, where the file does not say it.
+        flags (`Mapping[str, Any]`, *optional*):
+            Arguments that take precedence over those of the file.
     """
     if Path(path).is_dir():
         return read_run(Path(path))
@@ -87,7 +92,7 @@ def read_config(path: str | Path, task: str | None = None) -> ConfigFile:
         return read_accelerate(str(path), values)
     if set(AXOLOTL[:1]) <= set(values):
         return read_axolotl(str(path), values)
-    return read_arguments(str(path), values, task)
+    return read_arguments(str(path), {**values, **flags}, task)
 
 
 def read_arguments(path: str, values: Mapping[str, Any], task: str | None = None) -> ConfigFile:

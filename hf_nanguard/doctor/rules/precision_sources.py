@@ -47,7 +47,7 @@ def _find_sources(facts: Facts, run: str) -> Iterator[Source]:
         )
         yield Source("quantization", value, _judge_compute(facts, run))
     if facts.device_type is None:
-        yield Source("device", "none here: checked without one")
+        yield Source("device", "unknown (none here)")
     elif facts.bf16_support is not None:
         bad = run == "bf16" and facts.bf16_support != "native"
         yield Source(f"device ({facts.device_type})", f"bfloat16 {facts.bf16_support}",
