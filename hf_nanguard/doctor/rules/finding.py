@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from enum import StrEnum
 
+from ...core.vocabulary import StrEnum
 from .config_facts import Facts
 
 DOCS = "docs/doctor.md"
