@@ -70,7 +70,7 @@ def test_any_value_in_any_place(forged, num_cases):
         (path / "facts.json").write_text(json.dumps(forged_document))
         refused += is_refused(path)
     (path / "facts.json").write_text(json.dumps(document))
-    assert refused > num_cases / 4
+    assert 0 < refused < num_cases
     assert not is_refused(path)
 
 
