@@ -274,7 +274,11 @@ def run(argv: Sequence[str] | None = None) -> list[Outcome]:
     args.learning_rate = script.student_lr
     if script.plant == "eps":
         args.optim, args.adam_epsilon = "adamw_torch", 1e-8
-    material = load_material(*script.named, script.allow_pickle) if script.named else build_material(script, args.seed)
+    material = (
+        load_material(*script.named, allow_pickle=script.allow_pickle)
+        if script.named
+        else build_material(script, args.seed)
+    )
     build_student, teacher, tokenizers, texts, validation = material
     shared = share_vocabulary(*tokenizers)
     if not shared[0]:
