@@ -129,7 +129,7 @@ def build_material(script: ScriptArguments, seed: int) -> Material:
     return partial(calendar.build_student, len(ours), seed), teacher, (ours, theirs), texts, validation
 
 
-def load_material(student: str, teacher: str, train_file: str, allow_pickle: bool) -> Material:
+def load_material(student: str, teacher: str, train_file: str, *, allow_pickle: bool) -> Material:
     """Loads the models and texts that the user named."""
     require_safetensors(student, "--model_name_or_path", allow_pickle)
     safe = require_safetensors(teacher, "--teacher_name_or_path", allow_pickle)
