@@ -78,9 +78,13 @@ FOLDERS: dict[str, tuple[str, str]] = {
         "a few measured steps of somebody's configuration, and a grade",
         "core core.rerun core.monitors report hf hf.compat hf.trainer",
     ),
+    "doctor.data": (
+        "a sample of the training data, through the trainer's own collator, judged by checks",
+        "core core.rerun hf.compat hf.data doctor doctor.rules",
+    ),
     "doctor.command": (
         "the stages of `nanguard doctor` and what they print",
-        "core report hf.compat doctor doctor.rules verification",
+        "core report hf.compat doctor doctor.data doctor.rules verification",
     ),
     "examples.tasks": ("models, data and rewards made in code", ""),
     "examples": (
