@@ -169,7 +169,8 @@ def check_duplicates(sample: Sample) -> Finding | None:
         return None
     what = f"{describe(bad, sample)} repeat another row of the sample."
     why = "They count more than once, and end up in training and evaluation data alike."
-    severity = Severity.WARNING if len(bad) > len(sample.rows) / 2 and not sample.facts.is_online else Severity.NOTE
+    is_odd = len(bad) > len(sample.rows) / 2 and sample.facts.is_pretrained and not sample.facts.is_online
+    severity = Severity.WARNING if is_odd else Severity.NOTE
     return Finding(severity, what, why, "Remove duplicates, unless they are meant.", rows=numbers(bad))
 
 
