@@ -17,7 +17,7 @@ from .checkpoint_files import find_missing, is_state_file, list_checkpoints, lis
 from .distributed_folder import read_shards
 from .scan_result import Problem, ScanFinding, ScanResult
 from .tensor_check import NARROW, Checks, as_plain, judge
-from .tensor_extents import Progress, build_pool, measure_all
+from .tensor_extents import Progress, build_pool, find_extents
 from .tensor_files import DamagedFileError, OpenedFile, open_tensors
 from .tied_head import find_untied, is_tied
 
@@ -145,7 +145,7 @@ class _Scan:
         plain = {name: as_plain(tensor) for name, tensor in opened.tensors.items()}
         floats = {name: tensor for name, tensor in plain.items() if tensor is not None}
         with torch.no_grad():
-            for name, extent in measure_all(floats, self.pool, self.progress).items():
+            for name, extent in find_extents(floats, self.pool, self.progress, self.checks.need_extents).items():
                 for problem, message in judge(name, floats[name], extent, is_state, self.checks):
                     self._add(problem, file, name, message)
         for name in opened.nan_numbers:

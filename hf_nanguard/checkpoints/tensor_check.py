@@ -36,6 +36,11 @@ class Checks:
     deep: bool = False
     cast: torch.dtype | None = None
 
+    @property
+    def need_extents(self) -> bool:
+        """Whether every tensor is judged, not only those that may be bad."""
+        return self.deep or self.cast is not None
+
 
 def as_plain(tensor: Tensor) -> Tensor | None:
     """Returns the float entries of a tensor as a plain one, `None` if there are none to check."""

@@ -1,17 +1,26 @@
-"""Measures the smallest and the largest entry of many tensors on several threads; torch releases the interpreter meanwhile."""
+"""Finds the tensors that may be bad, and their smallest and largest entries, on several threads; torch releases the interpreter.
+
+A 2-norm that is finite, below what is absurd and not zero proves that a tensor has no NaN, no inf, no absurd number and is not
+all zero. It takes three quarters of the time of `aminmax` in float32 and bfloat16 (0.11 and 0.07 ns an entry), so only
+tensors of which it proves nothing are measured exactly.
+"""
 
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from .tensor_check import measure
+from .tensor_check import HUGE, measure
 
+QUICK = (torch.float32, torch.bfloat16)  # their norm is faster than aminmax
+PROVEN = (0.0, HUGE / 2)  # half, because a norm is rounded
 PART = 2**24  # entries that a thread checks at a time: of a large tensor, or of several small ones
 
+T = TypeVar("T")
 Extent = tuple[float, float]
 Progress = Callable[[int], None]  # called with a number of bytes that were checked
 
@@ -21,15 +30,36 @@ def build_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1 if torch.get_num_threads() > 1 else os.cpu_count() or 1)
 
 
-def measure_all(tensors: Mapping[str, Tensor], pool: ThreadPoolExecutor, progress: Progress) -> dict[str, Extent]:
-    """Returns the smallest and the largest entry of each tensor; NaN if any entry is."""
-    batches = list(_make_batches((name, part) for name, tensor in tensors.items() for part in _split(tensor)))
+def find_extents(
+    tensors: Mapping[str, Tensor], pool: ThreadPoolExecutor, progress: Progress, is_exact: bool
+) -> dict[str, Extent]:
+    """Returns the smallest and the largest entry of each tensor that may be bad, or of all tensors if it must be exact.
+
+    Both are NaN if any entry is.
+    """
+    if not is_exact:
+        proven = _map_parts(_is_proven, tensors, pool, progress)
+        tensors, progress = {name: tensors[name] for name, is_good in proven if not is_good}, lambda num_bytes: None
     extents: dict[str, Extent] = {}
-    for batch, found in zip(batches, pool.map(_measure_batch, batches), strict=True):
-        for (name, _), extent in zip(batch, found, strict=True):
-            extents[name] = _join(extents.get(name, extent), extent)
-        progress(sum(part.nbytes for _, part in batch))
+    for name, extent in _map_parts(measure, tensors, pool, progress):
+        extents[name] = _join(extents.get(name, extent), extent)
     return extents
+
+
+def _is_proven(part: Tensor) -> bool:
+    """Returns whether the norm of a part proves that it is good."""
+    return part.dtype in QUICK and PROVEN[0] < float(torch.linalg.vector_norm(part)) < PROVEN[1]
+
+
+def _map_parts(
+    function: Callable[[Tensor], T], tensors: Mapping[str, Tensor], pool: ThreadPoolExecutor, progress: Progress
+) -> Iterator[tuple[str, T]]:
+    """Yields what a function returns for each part of each tensor, in order, with the name of the tensor."""
+    batches = list(_make_batches((name, part) for name, tensor in tensors.items() for part in _split(tensor)))
+    results = pool.map(lambda batch: [function(part) for _, part in batch], batches)
+    for batch, found in zip(batches, results, strict=True):
+        yield from zip((name for name, _ in batch), found, strict=True)
+        progress(sum(part.nbytes for _, part in batch))
 
 
 def _split(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -48,10 +78,6 @@ def _make_batches(parts: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[st
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _measure_batch(batch: list[tuple[str, Tensor]]) -> list[Extent]:
-    return [measure(part) for _, part in batch]
 
 
 def _join(one: Extent, other: Extent) -> Extent:
