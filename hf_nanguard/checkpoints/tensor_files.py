@@ -96,7 +96,8 @@ def open_torch_file(source: Path | BytesIO) -> OpenedFile:
         if isinstance(source, BytesIO):
             source.seek(0)
         inert: list[Any] = [(type("Inert", (Inert,), {}), name) for name in foreign]
-        with safe_globals(inert), warnings.catch_warnings(action="ignore"):  # torch warns of unusual pickles
+        with safe_globals(inert), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of unusual pickles
             mmap = is_zip and isinstance(source, Path)
             content = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:

@@ -29,7 +29,8 @@ def healthy() -> dict[str, torch.Tensor]:
 
 
 def save_shards(content: dict, folder: Path) -> None:
-    with warnings.catch_warnings(action="ignore"):  # that there is one process only
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process only
         dcp.save(content, checkpoint_id=str(folder), no_dist=True)
 
 
