@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .bundle_replay.rebuild import replay as replay
+    from .checkpoints.scan import scan_checkpoint as scan_checkpoint
     from .core.losses import bounded_loss as bounded_loss
     from .core.losses import clamp_weight as clamp_weight
     from .core.losses import distillation_loss as distillation_loss
@@ -69,6 +70,7 @@ _HOMES = {
     "check_dataset": "doctor.data.dataset_check",
     "verify": "verification.measured_run",
     "replay": "bundle_replay.rebuild",
+    "scan_checkpoint": "checkpoints.scan",
     "NumericalStabilityLogitsProcessor": "hf.generation.logits_processors",
     "SafeTemperatureLogitsWarper": "hf.generation.logits_processors",
     "guard_generation": "hf.generation.guard_generation",

@@ -40,6 +40,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
         "what happens to one optimizer step: decide, redo, skip, halt",
         "core core.rerun core.optimizer core.autopsy core.autopsy.evidence core.monitors",
     ),
+    "checkpoints": ("scan and custody of what is on disk, without transformers", "core"),
     "report": ("the files of a run", "core"),
     "testing": ("public: the fault injector, the counter of host reads and operations", "core core.rerun"),
     "hf.compat": ("every private name of the hosts, each with the condition under which it can go", "core"),
@@ -96,10 +97,11 @@ FOLDERS: dict[str, tuple[str, str]] = {
         "what the recipes share: command line, run, end",
         "core report hf hf.trainer examples examples.tasks examples.demo",
     ),
+    "cli.shared": ("what the commands share: parsers, settings as flags, output", "core examples.recipe"),
     "cli": (
         "one command a file, nothing heavy at the head",
-        "core core.autopsy core.autopsy.evidence core.autopsy.bundle report hf.trainer takeover bundle_replay verification "
-        "doctor doctor.command "
+        "cli.shared checkpoints core core.autopsy core.autopsy.evidence core.autopsy.bundle report hf.trainer takeover "
+        "bundle_replay verification doctor doctor.command "
         "examples examples.demo examples.recipe",
     ),
 }

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import ArgumentError
 from ..report.run_files import GUARD_FOLDER, events_path
-from .command_parser import Subparsers, between, load_recipe, needs_trl
-from .live_output import build_console, guard_log, print_plain, progress
+from .shared.command_parser import Subparsers, between, load_recipe, needs_trl
+from .shared.live_output import build_console, guard_log, print_plain, progress
 
 if TYPE_CHECKING:
     from rich.console import Console
