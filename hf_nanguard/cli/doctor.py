@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..doctor.command.stages import Builder
-    from ..doctor.config_file import ConfigFile
+    from ..doctor.facts.config_file import ConfigFile
 
 RECIPES = ("sft", "grpo")
 HELP = ("-h", "--help")
@@ -172,8 +172,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def read_files(arguments: argparse.Namespace) -> list[ConfigFile]:
     """Returns what the files say, with the flags of a recipe above them."""
-    from ..doctor.config_file import read_config
-    from ..doctor.host_configs import TASKS
+    from ..doctor.facts.config_file import read_config
+    from ..doctor.facts.host_configs import TASKS
 
     if arguments.task is not None and arguments.task not in TASKS:
         raise ArgumentError(f"--task must be one of {', '.join(TASKS)}, got {arguments.task!r}.")

@@ -6,7 +6,7 @@ from rich.text import Text
 
 from ...plain_text import printable
 from ...verification.grade import Verification
-from ..data.dataset_check import DATA_CHECKS
+from ..dataset_check import DATA_CHECKS
 from ..rules.finding import Examination, Finding, Severity
 from ..rules.precision_sources import Source
 from ..rules.rule_set import RULES

@@ -12,11 +12,11 @@ from transformers import Trainer
 from ...errors import ArgumentError
 from ...hf.compat.trainer_protocol import HostTrainer
 from ..config_check import judge_files
-from ..config_file import ConfigFile
-from ..data.dataset_check import DATA_CHECKS, SAMPLE, judge_sample
 from ..data.sampled_rows import Report, take_sample
+from ..dataset_check import DATA_CHECKS, SAMPLE, judge_sample
+from ..facts.config_file import ConfigFile
+from ..facts.trainer_inspection import find_trainer_facts
 from ..rules.rule_set import RULES, TOPICS
-from ..trainer_inspection import find_trainer_facts
 from .checkup import STAGES, Checkup, Stage, run_stage
 from .measured_steps import measure_steps
 from .printed_report import print_grade, print_stage

@@ -19,8 +19,8 @@ from ...hf.compat.prepared_dataset import PreparedRows, find_prepared_rows, find
 from ...hf.compat.trainer_protocol import HostTrainer
 from ...hf.data.batch_limits import Limits, find_limits
 from ...plain_text import format_error
-from ..rules.config_facts import Facts
-from ..trainer_inspection import find_trainer_facts
+from ..facts.trainer_inspection import find_trainer_facts
+from ..rules.run_facts import Facts
 
 # Called with the number of rows done and of all.
 Report = Callable[[int, int], None]

@@ -10,11 +10,11 @@ from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClass
 
 from hf_nanguard import ArgumentError, check_dataset
 from hf_nanguard.core.rng import RngState
-from hf_nanguard.doctor.data.dataset_check import DATA_CHECKS
 from hf_nanguard.doctor.data.sampled_rows import is_repeatable
+from hf_nanguard.doctor.dataset_check import DATA_CHECKS
 
-from ...models import tiny_llama, token_rows
-from ...trainers import build
+from ..models import tiny_llama, token_rows
+from ..trainers import build
 
 END = 2  # the stop token
 

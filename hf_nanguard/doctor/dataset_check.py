@@ -6,11 +6,10 @@ from typing import cast
 
 from transformers import Trainer
 
-from ...errors import ArgumentError
-from ...hf.compat.trainer_protocol import HostTrainer
-from ..rules.finding import DOCS, Examination, Finding, Severity
-from .label_checks import check_masked, check_missing_labels, check_removed, check_stop_token, has_token_labels
-from .row_checks import (
+from ..errors import ArgumentError
+from ..hf.compat.trainer_protocol import HostTrainer
+from .data.label_checks import check_masked, check_missing_labels, check_removed, check_stop_token, has_token_labels
+from .data.row_checks import (
     IMAGES,
     check_attention,
     check_collation,
@@ -22,7 +21,8 @@ from .row_checks import (
     check_label_values,
     check_long,
 )
-from .sampled_rows import Report, Sample, take_sample
+from .data.sampled_rows import Report, Sample, take_sample
+from .rules.finding import DOCS, Examination, Finding, Severity
 
 SAMPLE = 2000
 
