@@ -1,7 +1,10 @@
 """Numerical safety for Hugging Face training: a bad step leaves no trace."""
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from .plain_text import make_record_printable
 
 if TYPE_CHECKING:
     from .bundle_replay.rebuild import replay as replay
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
     from .hf.trainer.mixin import GuardedTrainerMixin as GuardedTrainerMixin
 
 __version__ = "0.1.0"
+
+logging.getLogger(__name__).addFilter(make_record_printable)
 
 # Loaded on first use, so that the core needs no transformers and the Trainer no trl.
 _HOMES = {

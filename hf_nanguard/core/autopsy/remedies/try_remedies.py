@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ....plain_text import format_error
+from ....plain_text import quote_error
 from ...event import Remedy
 from ...vocabulary import Cause
 from ..evidence.suspect_batch import SuspectBatch
@@ -78,7 +78,7 @@ def _try(suspect: SuspectBatch, idea: Idea) -> Remedy | None:
 
 def _describe_error(error: Exception) -> str:
     out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
-    return "out of memory" if out_of_memory else format_error(error, 200)
+    return "out of memory" if out_of_memory else quote_error(error, 200)
 
 
 def find_ideas(suspect: SuspectBatch, origin: Origin, blame: Blame) -> Iterator[Idea]:
