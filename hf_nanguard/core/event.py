@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import Any, NoReturn, TypeAlias
 
 from .vocabulary import Action, Cause, Signal
@@ -88,7 +88,7 @@ class Event:
     cause: Cause | None = None
     remedies: tuple[Remedy, ...] = ()
     bundle: str | None = None
-    time: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
+    time: str = field(default_factory=lambda: datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"))
 
     def as_dict(self) -> JsonObject:
         """Returns the event as the public schema has it, ready for a strict JSON writer."""

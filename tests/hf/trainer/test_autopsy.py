@@ -108,7 +108,7 @@ def test_the_text_of_the_row_is_shown_unless_it_must_not(tmp_path):
     trainer.train()
     event = the_event(trainer)
     _check(event)
-    assert event["values"]["autopsy"]["texts"] == {}
+    assert set(event["values"]["autopsy"]["texts"].values()) == {"[redacted]"}
     written = [
         path.read_text() for path in (tmp_path / "hidden").rglob("*") if path.suffix in (".json", ".jsonl", ".md")
     ]
