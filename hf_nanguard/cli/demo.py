@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from .command_parser import Subparsers, between, needs_trl
-from .live_output import build_console, guard_log, print_plain, progress
+from .live_output import guard_log, progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from ..examples.compare import quiet_hosts
     from ..examples.demo.scenario_runner import ScenarioRunner
+    from ..report.terminal_console import build_console
 
     torch.set_num_threads(1)  # the models are so small that a second thread only waits for the first
     console = build_console()
@@ -69,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
         for number, run_scenario in enumerate(SCENARIOS[:1] if arguments.quick else SCENARIOS, 1):
 
             def announce(description: str, number: int = number) -> None:
-                console.print(f"{number}. {description}", markup=False, highlight=False)
+                console.print(f"{number}. {description}")
 
             with progress(console) as begin:
                 shown.append(run_scenario(ScenarioRunner(folder, arguments.seed, arguments.steps, announce, begin)))
@@ -80,18 +81,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 def show(console: Console, scenarios: Sequence[Scenario]) -> None:
     """Prints the comparison, and the paths of the evidence."""
-    from rich.markup import escape
     from rich.table import Table
 
     from ..examples.compare import describe, find_evidence
+    from ..report.terminal_console import print_line
 
     table = Table(title="the same failure, stock and guarded", show_lines=True, width=min(console.width, 120))
     for title, ratio in (("planted", 4), ("stock", 7), ("guarded", 9)):
         table.add_column(title, ratio=ratio)
     for number, (title, *outcomes) in enumerate(scenarios, 1):
         cells = ["\n".join(f"{topic}: {text}" for topic, text in describe(outcome).items()) for outcome in outcomes]
-        table.add_row(escape(f"{number}. {title}"), *map(escape, cells))
+        table.add_row(f"{number}. {title}", *cells)
     console.print(table)
     for number, (*_, guarded) in enumerate(scenarios, 1):
         for kind, path in find_evidence(guarded).items():
-            print_plain(console, f"{kind} of failure {number}: {path}")
+            print_line(console, f"{kind} of failure {number}: {path}")

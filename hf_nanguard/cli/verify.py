@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ..errors import ArgumentError
 from ..report.run_files import GUARD_FOLDER, events_path
 from .command_parser import Subparsers, between, load_recipe
-from .live_output import build_console, guard_log, print_plain, progress
+from .live_output import guard_log, progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -102,6 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..examples.compare import quiet_hosts
     from ..examples.recipe.recipe_parser import parse
     from ..examples.recipe.run_and_save import build, stdout_aside
+    from ..report.terminal_console import build_console, print_line
     from ..verification.measured_run import verify
 
     config = [] if arguments.config is None else ["--config", arguments.config]
@@ -114,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
         args.output_dir, args.report_to, args.disable_tqdm, args.push_to_hub = str(folder), [], True, False
         args.max_steps = arguments.steps  # a trainer of a stream cannot be built without it
         for note in parsed.notes:
-            print_plain(console, f"note: {note}")
+            print_line(console, f"note: {note}")
         with stdout_aside(arguments.json), quiet_hosts(), guard_log(console), progress(console) as begin:
             trainer = build(recipe.KIND.trainer, args=args, **recipe.gather_parts(parsed))
             report = begin(f"{arguments.task}, guarded", arguments.steps)
@@ -150,16 +151,18 @@ def show(console: Console, found: Verification) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    from ..report.terminal_console import print_line
+
     console.print()
     table = Table("check", "verdict", "measured")
     for check in found.checks:
         table.add_row(check.name, Text(check.verdict, STYLES[check.verdict]), Text(check.text))
         if not console.is_terminal:
-            print_plain(console, f"{check.name:<16} {check.verdict:<13} {check.text}")
+            print_line(console, f"{check.name:<16} {check.verdict:<13} {check.text}")
     if console.is_terminal:
         console.print(table)
     console.print(Text.assemble("verdict: ", (found.verdict, STYLES[found.verdict])))
     for reason in found.reasons:
-        print_plain(console, f"  {reason}")
+        print_line(console, f"  {reason}")
     if found.events:
-        print_plain(console, f"events and autopsies: {Path(found.output_dir) / GUARD_FOLDER}")
+        print_line(console, f"events and autopsies: {Path(found.output_dir) / GUARD_FOLDER}")
