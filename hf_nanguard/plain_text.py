@@ -35,13 +35,14 @@ def cut(text: str, max_length: int) -> str:
     return text if len(text) <= max_length else f"{text[:max_length]}..."
 
 
-def printable(text: str, keep_newlines: bool = False) -> str:
+def printable(text: str, max_length: int | None = None, keep_newlines: bool = False) -> str:
     """Returns a text that cannot move a cursor, change colors or reorder what is shown.
 
     Every control character, escape character, carriage return, bidirectional override and other invisible character
-    becomes a space; a line feed too, unless `keep_newlines` says that the text has several lines.
+    becomes a space; a line feed too, unless `keep_newlines` says that the text has several lines. A text longer than `max_length`
+    is cut.
     """
-    shown = text.translate(_MARKS)
+    shown = text.translate(_MARKS) if max_length is None else cut(text.translate(_MARKS), max_length)
     return "".join(char if char.isprintable() or (keep_newlines and char == "\n") else " " for char in shown)
 
 

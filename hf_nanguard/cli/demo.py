@@ -13,8 +13,8 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .command_parser import Subparsers, between, needs_trl
-from .live_output import guard_log, progress
+from .shared.command_parser import Subparsers, between, needs_trl
+from .shared.live_output import build_console, guard_log, print_plain, progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,7 +61,6 @@ def run(arguments: argparse.Namespace) -> int:
 
     from ..examples.compare import quiet_hosts
     from ..examples.demo.scenario_runner import ScenarioRunner
-    from ..report.terminal_console import build_console
 
     torch.set_num_threads(1)  # the models are so small that a second thread only waits for the first
     console = build_console()
@@ -84,7 +83,6 @@ def show(console: Console, scenarios: Sequence[Scenario]) -> None:
     from rich.table import Table
 
     from ..examples.compare import describe, find_evidence
-    from ..report.terminal_console import print_line
 
     table = Table(title="the same failure, stock and guarded", show_lines=True, width=min(console.width, 120))
     for title, ratio in (("planted", 4), ("stock", 7), ("guarded", 9)):
@@ -95,4 +93,4 @@ def show(console: Console, scenarios: Sequence[Scenario]) -> None:
     console.print(table)
     for number, (*_, guarded) in enumerate(scenarios, 1):
         for kind, path in find_evidence(guarded).items():
-            print_line(console, f"{kind} of failure {number}: {path}")
+            print_plain(console, f"{kind} of failure {number}: {path}")

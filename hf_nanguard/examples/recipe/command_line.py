@@ -19,10 +19,10 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from ...errors import ArgumentError
 from ...plain_text import format_value, printable
+from ...yaml_file import read_yaml
 from ..compare import Outcome
 from ..output_folder import make_folder
 from .presets import list_presets, read_preset
-from .yaml_file import read_yaml
 
 # Training arguments of recipes on the plain `Trainer`.
 COMMON = {

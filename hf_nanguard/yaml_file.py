@@ -11,8 +11,8 @@ from collections.abc import Hashable
 
 import yaml
 
-from ...errors import ArgumentError
-from ...plain_text import first_line, format_value
+from .errors import ArgumentError
+from .plain_text import first_line, format_value
 
 MAX_BYTES = 2**20
 MAX_NODES = 10_000

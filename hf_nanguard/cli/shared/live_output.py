@@ -17,6 +17,20 @@ PLAIN_LINES = 3  # progress lines per run in such output
 Report = Callable[[int, str, bool], None]
 
 
+def build_console(stderr: bool = False) -> Console:
+    """Returns a console on which nothing can steer the terminal."""
+    from ...report.terminal_console import build_console
+
+    return build_console(stderr=stderr)
+
+
+def print_plain(console: Console, text: str) -> None:
+    """Prints a text as one line, however long and whatever is in it."""
+    from ...report.terminal_console import print_line
+
+    print_line(console, text)
+
+
 @contextmanager
 def guard_log(console: Console) -> Iterator[None]:
     """Prints log messages of the guard on the command's console."""

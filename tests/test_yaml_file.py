@@ -10,7 +10,7 @@ import yaml
 from hf_nanguard import ArgumentError
 from hf_nanguard.cli.main import main
 from hf_nanguard.examples.recipe.presets import find_configs
-from hf_nanguard.examples.recipe.yaml_file import MAX_BYTES, MAX_LEVELS, MAX_NODES, read_yaml
+from hf_nanguard.yaml_file import MAX_BYTES, MAX_LEVELS, MAX_NODES, read_yaml
 
 LETTERS = "abcdefghij"
 # Every level names the one before it nine times: 9^9 values if they were written out.
