@@ -41,7 +41,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
         "core core.rerun core.optimizer core.autopsy core.autopsy.evidence core.monitors",
     ),
     "checkpoints": ("scan and custody of what is on disk, without transformers", "core"),
-    "report": ("the files of a run", "core"),
+    "report": ("the files of a run, and the console on which they are shown", "core"),
     "testing": ("public: the fault injector, the counter of host reads and operations", "core core.rerun"),
     "hf.compat": ("every private name of the hosts, each with the condition under which it can go", "core"),
     "hf.data": ("batches on the CPU, before a device", "core core.rerun hf.compat"),
@@ -93,7 +93,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
         "what the recipes share: command line, run, end",
         "core report hf hf.trainer examples examples.tasks examples.demo",
     ),
-    "cli.shared": ("what the commands share: parsers, settings as flags, output", "core examples.recipe"),
+    "cli.shared": ("what the commands share: parsers, settings as flags, output", "core report examples.recipe"),
     "cli": (
         "one command a file, nothing heavy at the head",
         "cli.shared checkpoints core core.autopsy core.autopsy.evidence core.autopsy.bundle report hf.trainer takeover "

@@ -26,7 +26,7 @@ def build_console(**options: Any) -> PlainConsole:
     """Returns a console as wide as the terminal, or of a fixed width if there is none."""
     options = {"markup": False, "emoji": False, "highlight": False, **options}
     console = PlainConsole(**options)
-    return console if console.is_terminal else PlainConsole(**options, width=WIDTH)
+    return console if console.is_terminal else PlainConsole(**{"width": WIDTH, **options})
 
 
 def print_line(console: Console, text: str) -> None:
