@@ -34,13 +34,18 @@ def _describe(bench: TrialBench, whole: Run, parts: Run, singles: list, values: 
     )
     if _has_batch_statistics(bench):
         return broken(NOTE, f"{message}. Batch normalisation uses statistics of the batch.", **values)
+    if bench.trainer.args.gradient_accumulation_steps == 1:
+        return broken(NOTE, f"{message}. This run does not accumulate.", **values)
     mean = _average([bench.run([single]) for single in singles])
     counted = bench.trainer.model_accepts_loss_kwargs or bench.trainer.compute_loss_func is not None
     if compare(mean, parts)[0] <= values["bound"]:
         severity = WARNING if counted else NOTE
         return broken(severity, f"{message}. Each micro-batch counts the same, however many labels it has.", **values)
     return broken(
-        ERROR, f"{message}. The loss must be divided once, by num_items_in_batch or by the number of batches.", **values
+        ERROR,
+        f"{message}. The loss must be divided once: by num_items_in_batch, or by the number of micro-batches "
+        "(loss_is_scaled_for_ga of the trainer says which).",
+        **values,
     )
 
 

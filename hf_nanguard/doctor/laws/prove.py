@@ -81,11 +81,11 @@ def prove(
             _could_not(law, "the laws are tried in one process, without torchrun or accelerate launch") for law in laws
         ]
     results = []
-    has_trained = trainer.state.global_step > 0
+    has_trained, own_forward = trainer.state.global_step > 0, vars(trainer.model).get("forward")
     with borrowed(trainer):
         calm(trainer)
         failure = _prepare(trainer)
-        bench = TrialBench(trainer, has_trained)
+        bench = TrialBench(trainer, has_trained, own_forward)
         for at, law in enumerate(laws):
             if progress is not None:
                 progress(at, len(laws), law.name)

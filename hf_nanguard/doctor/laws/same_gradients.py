@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from ...hf.compat.model_config import ATTENTION, find_implementation
-from ..trial.law_result import ERROR, WARNING, Law, LawResult, NotApplicable, broken, held
+from ..trial.law_result import ERROR, NOTE, Law, LawResult, NotApplicable, broken, held
 from ..trial.trial_bench import Run, TrialBench, compare
 
 
@@ -25,7 +25,7 @@ def check_checkpointing(bench: TrialBench) -> LawResult:
     with_it = bench.run()
     model.gradient_checkpointing_disable()
     return _judge(
-        bench, bench.run(), with_it, "with gradient checkpointing", ERROR if args.gradient_checkpointing else WARNING
+        bench, bench.run(), with_it, "with gradient checkpointing", ERROR if args.gradient_checkpointing else NOTE
     )
 
 
@@ -54,7 +54,7 @@ def check_attention(bench: TrialBench) -> LawResult:
     reference = bench.run()
     name = " and ".join(sorted(set(now.values())))
     what = f"with {other} attention instead of eager" if is_eager else f"with {name} attention instead of eager"
-    return _judge(bench, *((used, reference) if is_eager else (reference, used)), what, WARNING if is_eager else ERROR)
+    return _judge(bench, *((used, reference) if is_eager else (reference, used)), what, NOTE if is_eager else ERROR)
 
 
 def check_fused_loss(bench: TrialBench) -> LawResult:

@@ -115,11 +115,9 @@ def _check_tied(model: Any) -> LawResult | None:
     config = getattr(model, "config", None)
     if not getattr(config, "tie_word_embeddings", False) or not hasattr(model, "get_output_embeddings"):
         return None
-    head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
-    weights = [getattr(module, "weight", None) for module in (head, embeddings)]
-    if any(weight is None for weight in weights) or weights[0] is weights[1] or weights[0].shape != weights[1].shape:
-        return None
-    if weights[0].data_ptr() == weights[1].data_ptr():
+    modules = model.get_output_embeddings(), model.get_input_embeddings()
+    weights = [weight for module in modules if isinstance(weight := getattr(module, "weight", None), Tensor)]
+    if len(weights) < 2 or weights[0].shape != weights[1].shape or weights[0].data_ptr() == weights[1].data_ptr():
         return None
     severity = ERROR if any(weight.requires_grad for weight in weights) else WARNING
     return broken(severity, "tie_word_embeddings is True, but head and embeddings are two tensors: they are trained apart, and only "
@@ -147,10 +145,14 @@ def _load(bench: TrialBench, model: Any, folder: Path) -> Any:
 
 
 def _compare_weights(model: nn.Module, loaded: nn.Module) -> tuple[str, str] | None:
-    """Returns the first weight that is another one after loading, and by how much."""
+    """Returns the first weight that is another one after loading, and by how much. A frozen adapter, e.g. the reference of a
+    preference loss, need not be there."""
     after = dict(loaded.state_dict())
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, tensor in model.state_dict().items():
         other = after.get(name)
+        if other is None and name not in trained and hasattr(model, "peft_config"):
+            continue
         if other is None or other.shape != tensor.shape:
             return name, "being absent" if other is None else f"its shape {tuple(other.shape)}"
         if not torch.equal(tensor, other.to(tensor.device, tensor.dtype)):

@@ -165,9 +165,8 @@ def _find_targets(bench: TrialBench, batch: Any) -> Targets:
     if bench.is_seq2seq or ids.shape != labels.shape or not _is_causal(bench):
         raise NotApplicable("its model does not predict the next token of its inputs")
     target = find_targets(bench, batch)
-    mask = batch.get("attention_mask")
-    is_mask = isinstance(mask, Tensor) and mask.shape == ids.shape
-    return Targets(ids, target, mask.bool() if is_mask else torch.ones_like(ids, dtype=torch.bool))
+    mask = batch.get("attention_mask", torch.ones_like(ids))
+    return Targets(ids, target, mask.bool() if mask.shape == ids.shape else torch.ones_like(ids, dtype=torch.bool))
 
 
 def _is_causal(bench: TrialBench) -> bool:

@@ -1,12 +1,10 @@
 """Training and evaluation see the same model: forwards agree at dropout 0, and a frozen reference draws nothing."""
 
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...hf.compat.trainer import prepare_inputs
 from ..trial.borrowed_trainer import find_models
 from ..trial.law_result import ERROR, Law, LawResult, NotApplicable, broken, held
 from ..trial.moved_output import measure_move
@@ -73,12 +71,9 @@ def _outputs(bench: TrialBench, model: nn.Module, seed: int) -> list[Tensor]:
     def note(module: nn.Module, args: Any, output: Any) -> None:
         found.append(find_output(output))
 
-    bench.model.train()
     torch.manual_seed(seed)
-    inputs = copy.copy(bench.batch)
-    inputs = inputs if bench.is_online else prepare_inputs(bench.trainer, inputs)
-    with model.register_forward_hook(note), torch.no_grad(), bench.trainer.compute_loss_context_manager():
-        bench.trainer.compute_loss(bench.model, inputs)
+    with model.register_forward_hook(note), torch.no_grad():
+        bench.compute_loss()
     return found
 
 

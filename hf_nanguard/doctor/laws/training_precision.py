@@ -1,11 +1,9 @@
 """The loss in the precision of the run is close to the loss in float32."""
 
-import copy
 import math
 
 import torch
 
-from ...hf.compat.trainer import prepare_inputs
 from ..trial.law_result import ERROR, Law, LawResult, NotApplicable, broken, held
 from ..trial.trial_bench import TrialBench
 
@@ -22,7 +20,7 @@ def check_precision(bench: TrialBench) -> LawResult:
     for tensor in (*bench.bare.parameters(), *bench.bare.buffers()):
         if tensor.is_floating_point():
             tensor.data = tensor.data.float()
-    bench.trainer.accelerator.unwrap_model(bench.model, keep_fp32_wrapper=False)  # takes autocast off
+    bench.remove_autocast()
     high = _measure(bench)
     off, bound = abs(low - high) / max(abs(high), 0.1), BOUND[bench.dtype]
     values = {"loss": low, "float32_loss": high, "difference": off, "bound": bound}
@@ -35,12 +33,9 @@ def check_precision(bench: TrialBench) -> LawResult:
 
 
 def _measure(bench: TrialBench) -> float:
-    bench.model.train()
     torch.manual_seed(0)
-    inputs = copy.copy(bench.batch)
-    inputs = inputs if bench.is_online else prepare_inputs(bench.trainer, inputs)
-    with torch.no_grad(), bench.steady(), bench.trainer.compute_loss_context_manager():
-        return float(bench.trainer.compute_loss(bench.model, inputs))
+    with torch.no_grad(), bench.steady():
+        return float(bench.compute_loss())
 
 
 LAWS = (

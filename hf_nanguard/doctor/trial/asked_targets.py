@@ -1,14 +1,12 @@
 """Which token each position of a batch is asked to predict: by the labels, or, where the loss is the user's own code, by the
 gradient of that loss, which is negative for the token it asks for."""
 
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...hf.compat.own_loss import find_own_loss
-from ...hf.compat.trainer import prepare_inputs
 from .law_result import NotApplicable
 from .trial_bench import TrialBench
 from .trial_rows import MASKED
@@ -38,10 +36,8 @@ def _read_gradient(bench: TrialBench, batch: Any) -> Tensor:
         if isinstance(logits, Tensor) and logits.requires_grad:
             kept.append(logits)
 
-    bench.model.train()
-    inputs = prepare_inputs(bench.trainer, copy.copy(batch))
-    with bench.model.register_forward_hook(note), bench.steady(), bench.trainer.compute_loss_context_manager():
-        loss = bench.trainer.compute_loss(bench.model, inputs)
+    with bench.model.register_forward_hook(note), bench.steady():
+        loss = bench.compute_loss(batch)
     if not kept or kept[0].shape[:2] != batch["input_ids"].shape:
         raise NotApplicable("its own loss does not use the logits of its inputs")
     (gradient,) = torch.autograd.grad(loss, [kept[0]], allow_unused=True)

@@ -123,7 +123,7 @@ def _copy_collator(trainer: Trainer) -> Any:
         return trainer.data_collator
 
 
-def calm(trainer: Trainer) -> None:
+def calm(trainer: Any) -> None:
     """Takes what has effects elsewhere from a borrowed trainer: callbacks, the hub, logs, evaluation, noise, the guard."""
     if isinstance(trainer, GuardedTrainerMixin):
         vars(trainer).pop("nanguard", None)
@@ -131,13 +131,12 @@ def calm(trainer: Trainer) -> None:
     trainer.data_collator = _copy_collator(trainer)
     trainer.model_init = None
     trainer.neftune_noise_alpha = None
-    args: Any = trainer.args
     quiet = {
         "max_steps": 2, "eval_on_start": False, "push_to_hub": False, "report_to": [], "disable_tqdm": True, "debug": [],
         "auto_find_batch_size": False, "load_best_model_at_end": False, "include_num_input_tokens_seen": "no",
     }  # fmt: skip
     for name, value in quiet.items():
-        setattr(args, name, value)
+        setattr(trainer.args, name, value)
 
 
 def prepare(trainer: Trainer) -> None:

@@ -81,7 +81,8 @@ def _recorded(trainer: Any, before: _Scores, after: _Scores, temperatures: list[
 
 def sample_completions(trainer: Any, rows: list[Any]) -> Sampled:
     """Lets a trainer sample and score completions of the shortest prompts."""
-    before, after, temperatures = _Scores(), _Scores(), []
+    before, after = _Scores(), _Scores()
+    temperatures: list[float] = []
     rewards: list[Tensor] = []
 
     def score(calculate: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:

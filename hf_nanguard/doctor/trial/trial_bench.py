@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -48,13 +48,16 @@ class TrialBench:
             The trainer, inside [`borrowed`] and after [`prepare`].
         has_trained (`bool`):
             Whether it had taken steps before.
+        own_forward (`Callable`, *optional*):
+            What somebody else than accelerate has put in the place of the model's forward.
     """
 
-    def __init__(self, trainer: Any, has_trained: bool = False):
+    def __init__(self, trainer: Any, has_trained: bool = False, own_forward: Any = None):
         self.trainer = trainer
         self.has_trained = has_trained
+        self.own_forward = own_forward
         self.model: nn.Module = trainer.model_wrapped
-        self.bare: nn.Module = trainer.model
+        self.bare: Any = trainer.model  # without what accelerate and others wrap around it
         self.device = trainer.args.device
         self.is_online = is_online(trainer)
 
@@ -143,6 +146,15 @@ class TrialBench:
             losses = [trainer.training_step(self.model, batch, num_items) for batch in copies]
         return float(sum(float(loss) for loss in losses))
 
+    def compute_loss(self, batch: Batch | None = None) -> Tensor:
+        """Returns the trainer's own loss of a batch, with a graph if gradients are on."""
+        self.model.train()
+        set_accumulation_steps(self.trainer, 1)
+        inputs = copy.copy(self.batch if batch is None else batch)
+        inputs = inputs if self.is_online else prepare_inputs(self.trainer, inputs)
+        with self.trainer.compute_loss_context_manager():
+            return self.trainer.compute_loss(self.model, inputs)
+
     @contextmanager
     def steady(self, active: bool = True) -> Iterator[None]:
         """Turns off dropout and other random parts of the models inside the block, and auxiliary losses, which are no sums
@@ -172,19 +184,13 @@ class TrialBench:
     def find_inputs(self, batch: Batch | None = None) -> Inputs:
         """Returns the keyword arguments of the first call of the model in the trainer's loss."""
         calls: list[Inputs] = []
-        owner = self.model
 
         def note(module: nn.Module, args: tuple, kwargs: Inputs) -> None:
             if not args:
                 calls.append(dict(kwargs))
 
-        batch = self.batch if batch is None else batch
-        with owner.register_forward_pre_hook(note, with_kwargs=True), torch.no_grad(), self.steady():
-            self.model.train()
-            inputs = copy.copy(batch)
-            inputs = inputs if self.is_online else prepare_inputs(self.trainer, inputs)
-            with self.trainer.compute_loss_context_manager():
-                self.trainer.compute_loss(self.model, inputs)
+        with self.model.register_forward_pre_hook(note, with_kwargs=True), torch.no_grad(), self.steady():
+            self.compute_loss(batch)
         if not calls:
             raise NotApplicable("its loss does not call the model with named inputs")
         return calls[0]
@@ -203,6 +209,13 @@ class TrialBench:
         return bool(getattr(getattr(self.bare, "config", None), "is_encoder_decoder", False))
 
     # ---- bounds ----
+
+    def remove_autocast(self) -> None:
+        """Makes the model compute in the precision of its weights; the trainer must be given back afterwards."""
+        vars(self.bare).pop("forward", None)
+        if self.own_forward is not None:
+            vars(self.bare)["forward"] = self.own_forward
+        vars(self.trainer.accelerator)["autocast"] = nullcontext
 
     @cached_property
     def dtype(self) -> torch.dtype:
