@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .core.losses import soft_cap as soft_cap
     from .core.settings import Policy as Policy
     from .core.step.guard import Guard as Guard
+    from .doctor.laws.prove import prove as prove
     from .errors import ArgumentError as ArgumentError
     from .errors import LossMissingError as LossMissingError
     from .errors import NanGuardError as NanGuardError
@@ -62,6 +63,7 @@ _HOMES = {
     "GuardedSFTTrainer": "hf.guarded_sft",
     "GuardedGRPOConfig": "hf.guarded_grpo",
     "GuardedGRPOTrainer": "hf.guarded_grpo",
+    "prove": "doctor.laws.prove",
     "replay": "bundle_replay.rebuild",
     "NumericalStabilityLogitsProcessor": "hf.generation.logits_processors",
     "SafeTemperatureLogitsWarper": "hf.generation.logits_processors",

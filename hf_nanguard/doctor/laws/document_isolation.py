@@ -29,7 +29,7 @@ def check_isolation(bench: TrialBench) -> LawResult:
     worst, changed, others, places = max(moves, key=lambda move: move[0])
     if worst > bound:
         return _describe_leak(bench, inputs, others, places, owners, (worst, bound, changed))
-    return _check_first_targets(bench, inputs, owners) or held(
+    return _check_first_targets(inputs, documents) or held(
         f"{len(documents)} documents in one row; changing one moves the others by {worst:.1e} of the logits' spread",
         move=worst, bound=bound,
     )  # fmt: skip
@@ -109,22 +109,26 @@ def _show(positions: Any, row: int) -> list[int] | None:
     return positions[min(row, len(positions) - 1)].flatten()[:64].tolist() if isinstance(positions, Tensor) else None
 
 
-def _check_first_targets(bench: TrialBench, inputs: Inputs, owners: Tensor) -> LawResult | None:
+def _check_first_targets(inputs: Inputs, documents: list[Document]) -> LawResult | None:
     """The first token of a document must not be the target of the document before it."""
     labels = inputs.get("labels")
-    if bench.is_seq2seq or not isinstance(labels, Tensor) or labels.shape != owners.shape:
+    sizes = [stop - start for _, (start, stop) in documents]
+    starts = [sum(sizes[:i]) for i in range(1, len(sizes))]
+    if (
+        not isinstance(labels, Tensor)
+        or labels.shape != inputs[IDS].shape
+        or len(labels) != 1
+        or labels.shape[1] < sum(sizes)
+    ):
         return None
-    known = owners.roll(1, 1)
-    first = (owners >= 0) & (known >= 0) & (owners != known) & (labels == inputs[IDS])
-    first[:, 0] = False
-    if not bool(first.any()):
+    asked = [start for start in starts if int(labels[0, start]) == int(inputs[IDS][0, start])]
+    if not asked:
         return None
-    row, token = divmod(int(first.flatten().float().argmax()), first.shape[1])
     return broken(
         WARNING,
-        f"The first token of a document (token {token} of row {row}) is a label, so the document before it learns to predict "
-        "it. Set the labels of first tokens to -100.",
-        row=row, token=token, count=int(first.sum()),
+        f"The first token of a document (token {asked[0]}) is a label, so the document before it learns to predict it. Set the "
+        "labels of first tokens to -100.",
+        token=asked[0], count=len(asked),
     )  # fmt: skip
 
 

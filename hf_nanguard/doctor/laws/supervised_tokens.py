@@ -162,17 +162,11 @@ def _find_targets(bench: TrialBench, batch: Any) -> Targets:
     if bench.is_online or not isinstance(batch, Mapping) or IDS not in batch or "labels" not in batch:
         raise NotApplicable("its batches have no input_ids and labels")
     ids, labels = batch[IDS], batch["labels"]
-    if bench.is_seq2seq or ids.shape != labels.shape or not _is_causal(bench):
+    if not bench.is_causal or ids.shape != labels.shape:
         raise NotApplicable("its model does not predict the next token of its inputs")
     target = find_targets(bench, batch)
     mask = batch.get("attention_mask", torch.ones_like(ids))
     return Targets(ids, target, mask.bool() if mask.shape == ids.shape else torch.ones_like(ids, dtype=torch.bool))
-
-
-def _is_causal(bench: TrialBench) -> bool:
-    model = bench.bare.get_base_model() if hasattr(bench.bare, "get_base_model") else bench.bare
-    name = type(model).__name__
-    return "MaskedLM" not in name and "Classification" not in name and "QuestionAnswering" not in name
 
 
 LAWS = (

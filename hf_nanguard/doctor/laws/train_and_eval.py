@@ -42,13 +42,14 @@ def _forward_seeded(bench: TrialBench, inputs: dict[str, Any], seed: int) -> Ten
 
 def check_references(bench: TrialBench) -> LawResult:
     """Asks whether a frozen model of the trainer, as its loss runs it, gives the same outputs twice."""
+    own = {id(parameter) for parameter in bench.bare.parameters()}
     models = {
-        n: m
-        for n, m in find_models(bench.trainer).items()
-        if n != "model" and not any(p.requires_grad for p in m.parameters())
+        name: model
+        for name, model in find_models(bench.trainer).items()
+        if name != "model" and not any(id(parameter) in own for parameter in model.parameters())
     }
     if not models:
-        raise NotApplicable("the trainer has no frozen model beside the trained one")
+        raise NotApplicable("the trainer has no model beside the trained one")
     first, second = ({name: _outputs(bench, model, seed) for name, model in models.items()} for seed in (0, 1))
     ran = [name for name in models if first[name]]
     if not ran:

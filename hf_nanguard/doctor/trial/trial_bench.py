@@ -17,7 +17,7 @@ from .borrowed_trainer import find_models
 from .law_result import NotApplicable
 from .quiet_forward import without_randomness
 from .sampled_completions import Sampled, sample_completions
-from .trial_rows import choose_rows, read_rows, shorten, vary_labels, vary_lengths
+from .trial_rows import MASKED, choose_rows, read_rows, shorten, vary_labels, vary_lengths
 
 NUM_ROWS = 4
 WORK = 4e9  # parameters times tokens of a row: a run of four rows takes about a second on two cores
@@ -92,8 +92,15 @@ class TrialBench:
         return varied
 
     def collate(self, rows: list[Any]) -> Batch:
-        """Returns a batch of the trainer's own collator."""
-        return self.loader.collate_fn([copy.deepcopy(row) for row in rows])
+        """Returns a batch of the trainer's own collator. The token after padding on the left is no label: nothing real comes
+        before it, so what it is predicted from means nothing."""
+        batch = self.loader.collate_fn([copy.deepcopy(row) for row in rows])
+        mask, labels = (
+            (batch.get(name) for name in ("attention_mask", "labels")) if isinstance(batch, Mapping) else (None, None)
+        )
+        if isinstance(mask, Tensor) and isinstance(labels, Tensor) and self.is_causal and mask.shape == labels.shape:
+            labels[:, 1:][(mask[:, 1:] != 0) & (mask[:, :-1] == 0)] = MASKED
+        return batch
 
     @cached_property
     def batch(self) -> Batch:
@@ -150,10 +157,12 @@ class TrialBench:
         """Returns the trainer's own loss of a batch, with a graph if gradients are on."""
         self.model.train()
         set_accumulation_steps(self.trainer, 1)
-        inputs = copy.copy(self.batch if batch is None else batch)
-        inputs = inputs if self.is_online else prepare_inputs(self.trainer, inputs)
+        inputs, num_items = copy.copy(self.batch if batch is None else batch), None
+        if not self.is_online:
+            (inputs,), num_items = self.trainer.get_batch_samples(iter([inputs]), 1, self.device)
+            inputs = prepare_inputs(self.trainer, inputs)
         with self.trainer.compute_loss_context_manager():
-            return self.trainer.compute_loss(self.model, inputs)
+            return self.trainer.compute_loss(self.model, inputs, num_items_in_batch=num_items)
 
     @contextmanager
     def steady(self, active: bool = True) -> Iterator[None]:
@@ -203,6 +212,13 @@ class TrialBench:
             plain["labels"] = inputs["labels"]
         with torch.no_grad(), self.steady(), self.trainer.compute_loss_context_manager():
             return find_output(self.model(**plain))
+
+    @cached_property
+    def is_causal(self) -> bool:
+        """Whether the model predicts the next token of its inputs."""
+        name = type(self.bare.get_base_model() if hasattr(self.bare, "get_base_model") else self.bare).__name__
+        others = ("MaskedLM", "Classification", "QuestionAnswering", "MultipleChoice")
+        return not self.is_seq2seq and not any(other in name for other in others)
 
     @property
     def is_seq2seq(self) -> bool:

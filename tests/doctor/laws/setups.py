@@ -73,7 +73,10 @@ def answer_rows(num_rows: int = 24, conversational: bool = False) -> Dataset:
         texts = [" ".join(f"w{rng.randrange(40)}" for _ in range(rng.randrange(3, 8))) for _ in range(2)]
         prompt, completion = f"{texts[0]} ", texts[1]
         rows.append(
-            {"prompt": [{"role": "user", "content": texts[0]}], "completion": [{"role": "assistant", "content": texts[1]}]}
+            {
+                "prompt": [{"role": "user", "content": texts[0]}],
+                "completion": [{"role": "assistant", "content": texts[1]}],
+            }
             if conversational
             else {"prompt": prompt, "completion": completion}
         )
@@ -119,7 +122,9 @@ def build_plain(folder: Path, model: Any, rows: Any = None, collator: Any = None
 def build_classifier(folder: Path) -> Any:
     """Returns a BERT that sorts texts into two classes."""
     torch.manual_seed(0)
-    config = transformers.BertConfig(**SIZES, vocab_size=VOCAB, max_position_embeddings=64, pad_token_id=0, num_labels=2)
+    config = transformers.BertConfig(
+        **SIZES, vocab_size=VOCAB, max_position_embeddings=64, pad_token_id=0, num_labels=2
+    )
     rows = [{**row, "labels": i % 2} for i, row in enumerate(token_rows())]
     return build_plain(folder, transformers.BertForSequenceClassification(config), rows,
                        DataCollatorWithPadding(tiny_tokenizer()))  # fmt: skip
