@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .core.losses import soft_cap as soft_cap
     from .core.settings import Policy as Policy
     from .core.step.guard import Guard as Guard
+    from .doctor.config_check import check_config as check_config
     from .doctor.laws.prove import prove as prove
     from .errors import ArgumentError as ArgumentError
     from .errors import LossMissingError as LossMissingError
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from .hf.trainer.arguments import GuardArguments as GuardArguments
     from .hf.trainer.arguments import GuardedTrainingArguments as GuardedTrainingArguments
     from .hf.trainer.mixin import GuardedTrainerMixin as GuardedTrainerMixin
+    from .verification.measured_run import verify as verify
 
 __version__ = "0.1.0"
 
@@ -63,6 +65,8 @@ _HOMES = {
     "GuardedSFTTrainer": "hf.guarded_sft",
     "GuardedGRPOConfig": "hf.guarded_grpo",
     "GuardedGRPOTrainer": "hf.guarded_grpo",
+    "check_config": "doctor.config_check",
+    "verify": "verification.measured_run",
     "prove": "doctor.laws.prove",
     "replay": "bundle_replay.rebuild",
     "NumericalStabilityLogitsProcessor": "hf.generation.logits_processors",

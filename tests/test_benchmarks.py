@@ -2,11 +2,12 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import autopsy, logits, losses, monitor, overhead, peers
+from benchmarks import autopsy, logits, losses, monitor, overhead, peers, picture
 
 
 def run(module, monkeypatch, capsys, *words: str) -> list[str]:
@@ -63,3 +64,11 @@ def test_peers():
     assert peers.play(stock, "loss") == "runs on, weights NaN, reported: nothing"
     assert peers.play(ours, "loss") == "runs on, weights finite, reported: place, data"
     assert peers.count(ours)[0] <= peers.count(stock)[0]
+
+
+def test_picture(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "images" / "picture.svg"
+    *_, line = run(picture, monkeypatch, capsys, "--steps", "6", "--output", str(file))  # after the log of both runs
+    assert "6 steps, bad row at step 2; last loss: stock 0, guarded " in line
+    assert "stock Trainer" in file.read_text(encoding="utf-8")
+    assert (Path(__file__).parent.parent / "docs" / "images" / "stock-and-guarded.svg").stat().st_size < 100_000

@@ -11,7 +11,8 @@ from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
 
 from ...hf.compat.accelerate import replaced_method
-from ...hf.compat.trainer import replace_callbacks
+from ...hf.compat.trainer import replace_callbacks, set_batch_size
+from ..rules.finding import Severity
 from ..trial.borrowed_trainer import borrowed
 from ..trial.law_result import ERROR, NOTE, Law, LawResult, NotApplicable, broken, held
 from ..trial.trial_bench import TrialBench
@@ -87,13 +88,13 @@ def _make_short(trainer: Any, rows: Dataset, collate: Callable, folder: str) -> 
     trainer.train_dataset, trainer.data_collator = rows, collate
     args = trainer.args
     settings = {
-        "output_dir": folder, "max_steps": 2, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 1,
+        "output_dir": folder, "max_steps": 2, "gradient_accumulation_steps": 1,
         "save_strategy": SaveStrategy.STEPS, "save_steps": 1, "eval_strategy": IntervalStrategy.NO, "save_total_limit": None,
         "logging_strategy": IntervalStrategy.NO, "remove_unused_columns": False, "dataloader_num_workers": 0, "warmup_steps": 0,
     }  # fmt: skip
     for name, value in settings.items():
         setattr(args, name, value)
-    trainer._train_batch_size = 1
+    set_batch_size(trainer, 1)
     trainer.model_wrapped, trainer.optimizer, trainer.lr_scheduler = trainer.model, None, None
 
 
@@ -113,7 +114,7 @@ def _identify(batch: Any) -> Any:
 
 
 def _compare(
-    start: dict[str, Tensor], straight: dict[str, Tensor], resumed: dict[str, Tensor], severity: str
+    start: dict[str, Tensor], straight: dict[str, Tensor], resumed: dict[str, Tensor], severity: Severity
 ) -> LawResult:
     update = sum(float((straight[name].float() - start[name].float()).norm()) ** 2 for name in start) ** 0.5
     offs = {name: float((straight[name].float() - resumed[name].float()).norm()) for name in start}

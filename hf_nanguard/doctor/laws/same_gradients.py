@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from ...hf.compat.model_config import ATTENTION, find_implementation
+from ..rules.finding import Severity
 from ..trial.law_result import ERROR, NOTE, Law, LawResult, NotApplicable, broken, held
 from ..trial.trial_bench import Run, TrialBench, compare
 
@@ -88,7 +89,7 @@ def _gradients(bench: TrialBench, compute: Any) -> Run:
     return Run(float(loss), {n: g for n, g in zip(parameters, found, strict=True) if g is not None})
 
 
-def _judge(bench: TrialBench, reference: Run, run: Run, what: str, severity: str) -> LawResult:
+def _judge(bench: TrialBench, reference: Run, run: Run, what: str, severity: Severity) -> LawResult:
     if not reference.norm and not run.norm:
         raise NotApplicable("the gradient of its batch is zero")
     off, worst, name = compare(reference, run)

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..rules.finding import Severity
+
 HELD, BROKEN, COULD_NOT_RUN = "held", "broken", "could not run"
-NOTE, WARNING, ERROR = "note", "warning", "error"
-SEVERITIES = (NOTE, WARNING, ERROR)
+NOTE, WARNING, ERROR = Severity.NOTE, Severity.WARNING, Severity.ERROR
 
 
 class NotApplicable(Exception):  # noqa: N818 - not an error: the law says nothing about this trainer
@@ -22,9 +23,9 @@ class LawResult:
             The law.
         status (`str`):
             `"held"`, `"broken"` or `"could not run"`.
-        severity (`str`):
-            Of a broken law: `"error"` (the run trains something else than intended), `"warning"` or `"note"` (true, and
-            mostly harmless). `"note"` otherwise.
+        severity (`Severity`):
+            Of a broken law: `error` (the run trains something else than intended), `warning`, or `note` (true, and mostly
+            harmless). `note` otherwise.
         message (`str`):
             By how much and where it is broken, what was compared, or why it could not run.
         values (`dict`):
@@ -35,7 +36,7 @@ class LawResult:
 
     name: str
     status: str
-    severity: str
+    severity: Severity
     message: str
     values: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
@@ -56,6 +57,6 @@ def held(message: str, **values: Any) -> LawResult:
     return LawResult("", HELD, NOTE, message, values)
 
 
-def broken(severity: str, message: str, **values: Any) -> LawResult:
+def broken(severity: Severity, message: str, **values: Any) -> LawResult:
     """Returns the result of a broken law."""
     return LawResult("", BROKEN, severity, message, values)

@@ -119,7 +119,7 @@ def build_plain(folder: Path, model: Any, rows: Any = None, collator: Any = None
     )
 
 
-def build_classifier(folder: Path) -> Any:
+def build_classifier(folder: Path, **arguments: Any) -> Any:
     """Returns a BERT that sorts texts into two classes."""
     torch.manual_seed(0)
     config = transformers.BertConfig(
@@ -127,14 +127,14 @@ def build_classifier(folder: Path) -> Any:
     )
     rows = [{**row, "labels": i % 2} for i, row in enumerate(token_rows())]
     return build_plain(folder, transformers.BertForSequenceClassification(config), rows,
-                       DataCollatorWithPadding(tiny_tokenizer()))  # fmt: skip
+                       DataCollatorWithPadding(tiny_tokenizer()), **arguments)  # fmt: skip
 
 
-def build_translator(folder: Path) -> Any:
+def build_translator(folder: Path, **arguments: Any) -> Any:
     """Returns a T5 with inputs and outputs of different lengths."""
     torch.manual_seed(0)
     config = transformers.T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2,
                                    decoder_start_token_id=0)  # fmt: skip
     model = transformers.T5ForConditionalGeneration(config)
     rows = [{**a, "labels": b["input_ids"]} for a, b in zip(token_rows(), token_rows(seed=9), strict=True)]
-    return build_plain(folder, model, rows, DataCollatorForSeq2Seq(tiny_tokenizer(), model))
+    return build_plain(folder, model, rows, DataCollatorForSeq2Seq(tiny_tokenizer(), model), **arguments)
