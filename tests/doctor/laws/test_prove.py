@@ -2,6 +2,7 @@
 
 import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -209,3 +210,9 @@ def test_a_law_that_does_not_apply_says_why(tmp_path):
 
 def test_names_are_unique():
     assert len({law.name for law in LAWS}) == len(LAWS)
+
+
+def test_the_page_of_the_laws_lists_them_all():
+    page = (Path(__file__).parents[3] / "docs" / "laws.md").read_text(encoding="utf-8")
+    listed = [line.split("`")[1] for line in page.splitlines() if line.startswith("| `")]
+    assert listed == [law.name for law in LAWS]
