@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .bundle_replay.rebuild import replay as replay
+    from .checkpoints.scan import scan_checkpoint as scan_checkpoint
     from .core.losses import bounded_loss as bounded_loss
     from .core.losses import clamp_weight as clamp_weight
     from .core.losses import distillation_loss as distillation_loss
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from .core.settings import Policy as Policy
     from .core.step.guard import Guard as Guard
     from .doctor.config_check import check_config as check_config
+    from .doctor.dataset_check import check_dataset as check_dataset
     from .doctor.laws.prove import prove as prove
     from .errors import ArgumentError as ArgumentError
     from .errors import LossMissingError as LossMissingError
@@ -66,9 +68,11 @@ _HOMES = {
     "GuardedGRPOConfig": "hf.guarded_grpo",
     "GuardedGRPOTrainer": "hf.guarded_grpo",
     "check_config": "doctor.config_check",
+    "check_dataset": "doctor.dataset_check",
     "verify": "verification.measured_run",
     "prove": "doctor.laws.prove",
     "replay": "bundle_replay.rebuild",
+    "scan_checkpoint": "checkpoints.scan",
     "NumericalStabilityLogitsProcessor": "hf.generation.logits_processors",
     "SafeTemperatureLogitsWarper": "hf.generation.logits_processors",
     "guard_generation": "hf.generation.guard_generation",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
 from ..plain_text import printable
-from .command_parser import Subparsers, between
+from .shared.command_parser import Subparsers, between
 
 if TYPE_CHECKING:
     from ..core.autopsy.bundle.reader import Bundle

@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the recipe and returns its exit code."""
     recipe = load_recipe(arguments.command, arguments.command)
     if "--help_all" in arguments.words:
-        from ..examples.recipe.recipe_parser import build_parser
+        from ...examples.recipe.recipe_parser import build_parser
 
         build_parser(recipe.KIND).print_help()
         return 0

@@ -9,7 +9,7 @@ import pytest
 
 from hf_nanguard import ArgumentError, GuardArguments
 from hf_nanguard.cli.main import main
-from hf_nanguard.cli.setting_flags import add_flags, as_environment, gather
+from hf_nanguard.cli.shared.setting_flags import add_flags, as_environment, gather
 
 
 def test_every_setting_has_a_flag_with_its_choices_and_default():
@@ -24,7 +24,7 @@ def test_every_setting_has_a_flag_with_its_choices_and_default():
 
 def test_reading_them_imports_nothing_heavy():
     code = (
-        "import sys\nfrom hf_nanguard.cli.setting_flags import gather\ngather({}, {'NANGUARD_MODE': 'observe'})\n"
+        "import sys\nfrom hf_nanguard.cli.shared.setting_flags import gather\ngather({}, {'NANGUARD_MODE': 'observe'})\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
