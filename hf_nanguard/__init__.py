@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .core.settings import Policy as Policy
     from .core.step.guard import Guard as Guard
     from .doctor.config_check import check_config as check_config
+    from .doctor.dataset_check import check_dataset as check_dataset
+    from .doctor.laws.prove import prove as prove
     from .errors import ArgumentError as ArgumentError
     from .errors import LossMissingError as LossMissingError
     from .errors import NanGuardError as NanGuardError
@@ -71,7 +73,9 @@ _HOMES = {
     "GuardedGRPOConfig": "hf.guarded_grpo",
     "GuardedGRPOTrainer": "hf.guarded_grpo",
     "check_config": "doctor.config_check",
+    "check_dataset": "doctor.dataset_check",
     "verify": "verification.measured_run",
+    "prove": "doctor.laws.prove",
     "replay": "bundle_replay.rebuild",
     "scan_checkpoint": "checkpoints.scan",
     "NumericalStabilityLogitsProcessor": "hf.generation.logits_processors",

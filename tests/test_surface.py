@@ -40,7 +40,7 @@ def words(text: str) -> list[str]:
 NAMES = words("""ActivationMonitorCallback ArgumentError GradientMonitorCallback Guard GuardArguments GuardedGRPOConfig GuardedGRPOTrainer
 GuardedSFTConfig GuardedSFTTrainer GuardedTrainer GuardedTrainerMixin GuardedTrainingArguments LossMissingError
 NanGuardCallback NanGuardError NonFiniteError NumericalStabilityLogitsProcessor Policy
-SafeTemperatureLogitsWarper attach check_config guard_generation guarded replay scan_checkpoint verify
+SafeTemperatureLogitsWarper attach check_config check_dataset guard_generation guarded prove replay scan_checkpoint verify
 bounded_loss clamp_weight distillation_loss dtype_eps masked_cross_entropy normalized_mse soft_cap""")
 
 ARGUMENTS = {
@@ -119,7 +119,9 @@ SIGNATURES = [
     (attach, "(trainer, guard=None)"),
     (guarded, "(trainer_class)"),
     (hf_nanguard.check_config, "(*configurations, task=None, skip=())"),
+    (hf_nanguard.check_dataset, "(trainer, sample=2000, skip=(), report=None)"),
     (hf_nanguard.verify, "(trainer, steps=20, output_dir=None, report=None, memory_limit=None)"),
+    (hf_nanguard.prove, "(trainer, only=None, skip=(), progress=None)"),
     (replay, "(path, checkpoint=None, factory=None, remedies=False)"),
     (hf_nanguard.scan_checkpoint, "(path, deep=False, as_dtype=None)"),
 ]
