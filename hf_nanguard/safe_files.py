@@ -66,6 +66,15 @@ def open_to_read(path: Path) -> BinaryIO:
     return os.fdopen(_open_regular(path, os.O_RDONLY | NO_BLOCK, False), "rb")
 
 
+def read_file(path: Path, max_bytes: int) -> bytes:
+    """Returns the content of a regular file; a larger one is a `ValueError`."""
+    with open_to_read(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"larger than {max_bytes // 2**20} MiB")
+    return content
+
+
 def draft_of(path: Path) -> Path:
     """Returns where this process writes what will become `path`."""
     return path.with_name(f".{path.name}.{os.getpid()}{DRAFT}")
@@ -98,7 +107,7 @@ def _open_regular(path: Path, flags: int, private: bool) -> int:
 
 
 def _not_regular(path: Path) -> OSError:
-    return OSError(errno.EINVAL, "not a regular file but a link, a pipe, a device or a folder", str(path))
+    return OSError(errno.EINVAL, "not a regular file", str(path))
 
 
 def _read_byte(descriptor: int, place: int) -> bytes:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ArgumentError, NonFiniteError
+from ...plain_text import show
 from ..autopsy.examiner import Examiner
 from ..event import JsonObject
 from ..journal import EventSink, Journal
@@ -304,7 +305,8 @@ class Guard:
             zero_is_news (`bool`, *optional*, defaults to `True`):
                 Whether an exact zero loss with zero gradients deserves an event; in RL equal rewards make it normal.
         """
-        return self.settlement.settle(group, runner, step, norm, zero_is_news)
+        outcome = self.settlement.settle(group, runner, step, norm, zero_is_news)
+        return outcome if outcome.halt is None else replace(outcome, halt=show(outcome.halt, self.policy.bundle_text))
 
     # ---- state ----
 
