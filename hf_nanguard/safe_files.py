@@ -97,7 +97,8 @@ def _open_regular(path: Path, flags: int, private: bool) -> int:
     try:
         descriptor = os.open(path, flags, 0o600 if private else 0o666)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV):
+        is_link = error.errno == errno.ELOOP and flags & NO_FOLLOW == NO_FOLLOW
+        if is_link or error.errno in (errno.ENXIO, errno.EISDIR, errno.ENODEV):
             raise _not_regular(path) from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):

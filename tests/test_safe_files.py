@@ -69,10 +69,10 @@ def test_only_regular_files_are_read(kind, tmp_path):
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path):
-    (tmp_path / "file").write_bytes(b"x" * 2**20)
-    assert len(read_file(tmp_path / "file", 2**20)) == 2**20
+    (tmp_path / "file").write_bytes(b"x" * (2**20 + 1))
+    assert len(read_file(tmp_path / "file", 2**20 + 1)) == 2**20 + 1
     with pytest.raises(ValueError, match="larger than 1 MiB"):
-        read_file(tmp_path / "file", 2**20 - 1)
+        read_file(tmp_path / "file", 2**20)
 
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
