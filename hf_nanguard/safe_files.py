@@ -108,7 +108,9 @@ def _open_regular(path: Path, flags: int, private: bool) -> int:
 
 
 def _not_regular(path: Path) -> OSError:
-    return OSError(errno.EINVAL, "not a regular file", str(path))
+    is_folder = path.is_dir() and not path.is_symlink()
+    number = errno.EISDIR if is_folder else errno.EINVAL
+    return OSError(number, os.strerror(number) if is_folder else "not a regular file", str(path))
 
 
 def _read_byte(descriptor: int, place: int) -> bytes:
