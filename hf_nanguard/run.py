@@ -2,7 +2,9 @@
 
 import sys
 
-from .cli.main import main
-
 if __name__ == "__main__":
+    if not sys.flags.safe_path:  # type: ignore[attr-defined] # since Python 3.11
+        del sys.path[0]  # the current folder, where a script may have modules with the names of those that we import
+    from .cli.main import main
+
     sys.exit(main(["run", *sys.argv[1:]]))

@@ -62,9 +62,12 @@ FOLDERS: dict[str, tuple[str, str]] = {
     ),
     "takeover": (
         "`nanguard run`: every Trainer that a script builds becomes guarded",
-        "core report hf hf.compat hf.trainer hf.rl",
+        "core report hf hf.compat hf.trainer hf.rl takeover.startup",
     ),
-    "takeover.startup": ("what a child process imports when it starts", "takeover"),
+    "takeover.startup": (
+        "what a guarded process imports when it starts: nothing of ours, until transformers comes",
+        "",
+    ),
     "bundle_replay": (
         "model and loss of a bundle built again, without trust",
         "core core.rerun core.autopsy core.autopsy.evidence core.autopsy.bundle hf hf.compat hf.trainer",
@@ -85,7 +88,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
     ),
     "cli": (
         "one command a file, nothing heavy at the head",
-        "core core.autopsy core.autopsy.evidence core.autopsy.bundle report hf.trainer takeover bundle_replay verification "
+        "core core.autopsy core.autopsy.evidence core.autopsy.bundle report hf.trainer takeover takeover.startup bundle_replay verification "
         "examples examples.demo examples.recipe",
     ),
 }
