@@ -12,8 +12,8 @@ from ..errors import ArgumentError
 from ..takeover.guarded_processes import build_environment
 from ..takeover.script_target import find_command
 from ..takeover.startup.sitecustomize import find_flags
-from .command_parser import Subparsers
-from .setting_flags import CONFIG_VARIABLE, add_flags, as_environment, gather
+from .shared.command_parser import Subparsers
+from .shared.setting_flags import CONFIG_VARIABLE, add_flags, as_environment, gather
 
 WITH_VALUE = ("--config", "--nanguard_")
 
