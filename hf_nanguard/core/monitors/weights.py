@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..event import Culprit, Event, JsonObject, Remedy, strict
+from ..event import Culprit, Event, Failure, JsonObject, Remedy, strict
 from ..finite import SHOWN_ROWS, find_nonfinite, find_rows, local, magnitudes, read_host
 from ..optimizer.bad_update import UpdateFinding, examine_state, examine_update, try_update_remedies
 from ..state_tensors import StateTensor, is_plain, list_state_tensors, name_saved_buffers
@@ -184,7 +184,7 @@ class WeightMonitor(Monitor):
             if (math.isnan(largest) if is_buffer else math.isinf(largest))
         )
 
-    def after_update(self, step: int) -> str | None:
+    def after_update(self, step: int) -> Failure | None:
         """Checks weights and optimizer state if a check is due."""
         return self.check_before_save(step) if self.is_due(step) else None
 
@@ -192,8 +192,8 @@ class WeightMonitor(Monitor):
         """Returns whether weights and optimizer state of this rank are finite."""
         return self._find() is None
 
-    def check_before_save(self, step: int) -> str | None:
-        """Checks weights and optimizer state now, on every rank; returns a reason to halt, the same on every rank."""
+    def check_before_save(self, step: int) -> Failure | None:
+        """Checks weights and optimizer state now, on every rank; returns why the run cannot continue, the same on every rank."""
         finding = self._find()
         if not self.ranks.any(finding is not None):
             return None
@@ -202,12 +202,18 @@ class WeightMonitor(Monitor):
         # A parameter goes before a state, whichever ranks they were found on.
         rank, found, message = min(reports, key=lambda report: (report[1]["state"] is not None, report[0]))
         bad = {name: kind for _, each, _ in reports for name, kind in each["bad"].items()}
-        if not self.reported.issuperset(bad):
-            self.journal.write_once(self._make_event(step, rank, found, message, bad))
+        event = None if self.reported.issuperset(bad) else self._make_event(step, rank, found, message, bad)
         self.reported.update(bad)
-        if not self.acts:
-            return None
-        return f"Training was halted at step {step}: {message}.{_format_advice(_read_remedies(found))}"
+        if self.acts:
+            advice = _format_advice(_read_remedies(found))
+            return Failure(f"Training was halted at step {step}: {message}.{advice}", event)
+        if event is not None:
+            self.journal.write_once(event)
+        return None
+
+    def load_state_dict(self, state: JsonObject) -> None:
+        """Reports tensors again that are bad again: the run continues from another state."""
+        self.reported.clear()
 
     def _find(self) -> StateFinding | None:
         """Checks this rank; what was not finite before the first update is accepted."""
@@ -226,7 +232,7 @@ class WeightMonitor(Monitor):
         return Event(
             step,
             Signal.OPTIMIZER_NONFINITE if is_state else Signal.PARAM_NONFINITE,
-            Action.HALTED if self.acts else Action.OBSERVED,
+            Action.OBSERVED,
             f"At step {step}, {message}.",
             rank=rank,
             values=values,

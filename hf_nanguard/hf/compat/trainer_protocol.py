@@ -29,6 +29,7 @@ class HostTrainer(Protocol):
     current_gradient_accumulation_steps: float
     is_in_train: bool
     _tr_loss: Tensor
+    _total_loss_scalar: float
     _globalstep_last_logged: int
     _initial_global_step: int
 

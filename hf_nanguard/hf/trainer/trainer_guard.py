@@ -24,6 +24,8 @@ from ...core.vocabulary import Action, Signal
 from ...errors import LossMissingError
 from ..compat import accelerate as compat_accelerate
 from ..compat import trainer as compat
+from ..compat.logged_state import LogSums
+from ..compat.online_trainer import GenerationBuffer, is_between_generations
 from ..compat.own_loss import has_own_batches
 from ..compat.trainer_protocol import HostTrainer
 from ..compat.unguardable_class import find_own_loop
@@ -148,6 +150,7 @@ class TrainerGuard:
         self._abandons_step = self._has_left_out_steps = self._has_reported_update = False
         self.custody.begin_run()
         self.guard.escalation.begin_run()
+        self.guard.recovery.begin_run()
         self.guard.journal.begin_run()
         self._creates_optimizer = self.trainer.optimizer is None
         if self.on and self.guard.ranks.rank == 0:
@@ -264,7 +267,7 @@ class TrainerGuard:
 
     def _log_summary(self) -> None:
         """Ends a run that had events with what they were and where they are."""
-        text = self.guard.journal.summary.format_end(self.record.events.path)
+        text = self.guard.journal.summary.format_end(self.record.events.path, self.guard.recovery.format_end())
         if text is not None and self.guard.ranks.rank == 0:
             logger.warning(text)
 
@@ -347,6 +350,7 @@ class TrainerGuard:
         if not self.recorder.is_open:  # the trainer has a get_batch_samples, or a loop, of its own
             self.begin_group([])
         if not self.recorder.has_micro_batches:
+            self._begin_snapshot(runner)
             runner.begin_group()
             self.recorder.begin_step(LossWeight(self.trainer.current_gradient_accumulation_steps, num_items))
             self.guard.monitor_set.begin_step(self.trainer.state.global_step)
@@ -355,11 +359,25 @@ class TrainerGuard:
             self._hidden_filter.enter_context(compat.log_filter(self.trainer, False))
         return loss
 
+    def _begin_snapshot(self, runner: TrainerRunner) -> None:
+        """Takes a snapshot of the run before a step if one is due; a state that is not finite is not kept."""
+        trainer, guard = self.trainer, self.guard
+        if not self.acts:
+            return
+        if not guard.recovery.is_watching:
+            others = (LogSums(trainer), GenerationBuffer(trainer))
+            guard.watch_state(runner, runner.optimizer, trainer.lr_scheduler, others)
+        step, check = trainer.state.global_step, guard.monitor_set.check_before_save
+        failure = guard.recovery.begin_step(step, check, is_between_generations(trainer))
+        if failure is not None and not self.halting.recover(runner.model, failure, step):
+            self._abandons_step = True
+
     def _runner_for(self, model: nn.Module) -> TrainerRunner:
         """Returns the runner of this model; a new model or optimizer gets a new runner and new monitors."""
         trainer = self.trainer
         if self.runner is None or self.runner.model is not model or self._optimizer is not trainer.optimizer:
             self._optimizer = trainer.optimizer
+            self.guard.recovery.forget()
             self.runner = TrainerRunner(trainer, model, self.guard.ranks, self.recorder)
             bare = trainer.accelerator.unwrap_model(model)
             watched = None if self.deepspeed else trainer.optimizer
@@ -411,8 +429,10 @@ class TrainerGuard:
         self._finish_step(record, outcome)
         if outcome.halt is not None:
             self.halting.halt(model, outcome.halt)
+        elif outcome.failure is not None:
+            self.halting.recover(model, outcome.failure, trainer.state.global_step + 1)
         elif outcome.stepped:
-            self.guard.monitor_set.before_update()
+            self.guard.begin_update(outcome)
         return norm
 
     def _observe_signal(self, record: StepRecord) -> None:
@@ -515,9 +535,9 @@ class TrainerGuard:
 
     def after_update(self) -> None:
         """Runs the monitors on what the optimizer did, before anything is logged, evaluated or saved."""
-        reason = self.guard.monitor_set.after_update()
-        if reason is not None and self.runner is not None:
-            self.halting.halt(self.runner.model, reason)
+        failure = self.guard.monitor_set.after_update()
+        if failure is not None and self.runner is not None:
+            self.halting.recover(self.runner.model, failure, self.trainer.state.global_step)
 
     def after_epoch(self) -> None:
         """Keeps a non-finite loss out of the log when an epoch ends inside a group, which no step decides."""
