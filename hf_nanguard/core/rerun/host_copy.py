@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 SEQUENCES = (list, tuple)
-MAX_DEPTH = 4  # of containers and objects inside each other
+MAX_DEPTH = 6  # of containers and objects inside each other
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ def copy_tree(value: Any, reused: Any = None, depth: int = 0) -> Any:
     """Copies the tensors of nested containers and objects to the host; other values are kept as they are."""
     if isinstance(value, Tensor):
         return value if value.is_meta else copy_tensor(value, reused if isinstance(reused, HostCopy) else None)
+    before: Any
     if depth == MAX_DEPTH:
         return value
     if isinstance(value, dict):

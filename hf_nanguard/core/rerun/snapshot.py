@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..rng import RngState
-from ..torch_private import StateSlot, write_count
+from ..torch_private import StateSlot
 from .buffers import BufferKeeper
 from .host_copy import HostCopy, copy_tensor, copy_tree, find_tensors, restore_tensor, restore_tree, wait_for_copies
 from .kept_attributes import KeptAttributes, keep_module

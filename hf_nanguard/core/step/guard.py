@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ...errors import ArgumentError, NonFiniteError
 from ..autopsy.examiner import Examiner
-from ..event import Failure, JsonObject
+from ..event import JsonObject
 from ..journal import EventSink, Journal
 from ..monitors.loss_watch import LossWatch
 from ..monitors.monitor_set import MonitorSet, build_monitors

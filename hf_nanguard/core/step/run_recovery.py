@@ -185,7 +185,7 @@ class Recovery:
     def _describe(self, event: Event, snapshot: Snapshot, num_lost: int, rows: list[int]) -> Event:
         message = (
             f"{event.message.rstrip('.')}. Rewound to the state before step {snapshot.step} (rewind {self.num_rewinds} of "
-            f"{self.policy.max_rewinds}): {num_lost} updates are lost, and their batches are left out."
+            f"{self.policy.max_rewinds}): {_format_updates(num_lost)} taken back, and the batches since then are left out."
         )
         window: dict[str, JsonValue] = {
             "snapshot_step": snapshot.step, "lost_updates": num_lost, "num_rows": len(rows), "rewinds": self.num_rewinds
@@ -200,4 +200,11 @@ class Recovery:
         if not self.num_rewinds:
             return None
         times = "once" if self.num_rewinds == 1 else f"{self.num_rewinds} times"
-        return f"The run was rewound {times}; the learning rate schedule is {self.num_lost} updates behind the number of the step."
+        return (
+            f"The run was rewound {times}, by which {_format_updates(self.num_lost)} taken back; the learning rate schedule "
+            "ends that much earlier."
+        )
+
+
+def _format_updates(number: int) -> str:
+    return "1 update was" if number == 1 else f"{number} updates were"
