@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
 from ..errors import ArgumentError
+from ..plain_text import format_value
 
 PREFIX = "nanguard_"
 TRUTHS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -88,6 +89,12 @@ class Policy:
         "What to do if weights or optimizer state contain NaN or inf: `rewind` to the last snapshot (and halt without one), or "
         "`halt`.",
         ("rewind", "halt"),
+    )
+    on_bad_start: str = setting(
+        "halt",
+        "What to do if weights or optimizer state contain NaN, or optimizer state contains inf, before the first step of a run or after a "
+        "resume: `halt` before anything is trained, or `observe`, by which the run continues without snapshots.",
+        ("halt", "observe"),
     )
     on_halt: str = setting(
         "raise",
@@ -250,7 +257,7 @@ class Setting:
     def check(self, value: object, spelling: str) -> None:
         """Raises an [`ArgumentError`] if a value is not allowed. `spelling` is the name of the setting as the user wrote it."""
         if not self._allows(value):
-            raise ArgumentError(f"{spelling} must be {self._expectation()}, got {value!r}.")
+            raise ArgumentError(f"{spelling} must be {self._expectation()}, got {format_value(value)}.")
 
     def _allows(self, value: object) -> bool:
         if value is None:

@@ -84,6 +84,13 @@ def test_settings_pass_through_the_environment_as_they_are():
         ),
         ({"nanguard_logits_min_prob": "2"}, {}, ["--nanguard_logits_min_prob", "2.0", "at most 1"]),
         ({}, {"NANGUARD_LOGITS_MIN_PROB": "2"}, ["environment variable NANGUARD_LOGITS_MIN_PROB", "2.0", "at most 1"]),
+        ({}, {"NANGUARD_LOSS_FLOOR": "1e999"}, ["environment variable NANGUARD_LOSS_FLOOR", "inf", "a finite number"]),
+        ({}, {"NANGUARD_MIN_TEMPERATURE": "nan"}, ["environment variable NANGUARD_MIN_TEMPERATURE", "nan", "finite"]),
+        (
+            {},
+            {"NANGUARD_MAX_BAD_STEPS": "9" * 5000},
+            ["environment variable NANGUARD_MAX_BAD_STEPS", "999...", "integer"],
+        ),
         ({}, {"NANGUARD_RATIO_BOUND": "41"}, ["environment variable NANGUARD_RATIO_BOUND", "41.0", "at most 40"]),
         ({}, {"NANGUARD_ON_SPIEK": "skip"}, ["NANGUARD_ON_SPIEK", "Did you mean NANGUARD_ON_SPIKE?"]),
         ({"nanguard_skip_grad_norm": "2"}, {"NANGUARD_MODE": "observe"}, ["nanguard_skip_grad_norm", "nanguard_mode"]),

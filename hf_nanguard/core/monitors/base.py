@@ -13,16 +13,36 @@ To add a monitor: subclass [`Monitor`] in its own file, add it to `monitor_set.b
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...plain_text import format_error
 from ..event import Culprit, Event, Failure, JsonObject, JsonValue, Remedy
 from ..journal import Journal
 from ..ranks import Ranks
 from ..vocabulary import Action, Cause, Signal
 
 EARLY = (10, 20, 40)  # most failures exist from the beginning, and short runs need to report them too
+
+
+class Stateful(Protocol):
+    """Something whose state is saved in checkpoints."""
+
+    def state_dict(self) -> JsonObject: ...
+
+    def load_state_dict(self, state: JsonObject) -> None: ...
+
+
+def load_whole(owner: Stateful, state: JsonObject) -> None:
+    """Loads a state completely or not at all: one that does not fit is a `ValueError`, and the owner is as before."""
+    before = owner.state_dict()
+    try:
+        owner.load_state_dict(state)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        owner.load_state_dict(before)
+        raise ValueError(format_error(error)) from error
 
 
 class Hook:
@@ -93,6 +113,16 @@ class Monitor:
     def check_before_save(self, step: int) -> Failure | None:
         """Runs before a checkpoint is saved, on every rank; returns a reason not to, the same on every rank."""
         return None
+
+    def check_start(self, step: int, halts: bool) -> Failure | None:
+        """Runs before the first step of a run, on every rank; returns why it cannot begin. Unless a bad start `halts` the run, what
+        is bad is reported once and ignored from then on."""
+        return None
+
+    @property
+    def ignored(self) -> frozenset[str]:
+        """The tensors that were bad before the first step and are ignored."""
+        return frozenset()
 
     def is_sound(self) -> bool:
         """Returns whether what a checkpoint would hold is finite on this rank, as far as this monitor checks it."""

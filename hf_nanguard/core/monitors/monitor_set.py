@@ -17,7 +17,7 @@ from ..journal import Journal
 from ..settings import Policy
 from ..vocabulary import Action, Signal
 from .activations import ActivationMonitor
-from .base import Monitor
+from .base import Monitor, load_whole
 from .weight_updates import UpdateMonitor
 from .weights import WeightMonitor
 
@@ -66,9 +66,9 @@ class MonitorSet:
             if (state := self.loaded.get(name)) is None:
                 continue
             try:
-                monitor.load_state_dict(state)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:  # written by another version
-                logger.warning("hf_nanguard: the state of %s is not readable (%r), so it starts anew.", name, error)
+                load_whole(monitor, state)
+            except ValueError as error:  # written by another version
+                logger.warning("hf_nanguard: the state of %s is not readable (%s), so it starts anew.", name, error)
         self.loaded = {}
 
     def begin_step(self, step: int) -> None:
@@ -98,6 +98,15 @@ class MonitorSet:
     def check_before_save(self, step: int) -> Failure | None:
         """Checks what is about to be saved, on every rank; returns a reason not to save it."""
         return next(filter(None, self._each(lambda monitor: monitor.check_before_save(step))), None)
+
+    def check_start(self, step: int, halts: bool) -> Failure | None:
+        """Checks the state before the first step of a run, on every rank; returns why it cannot begin."""
+        return next(filter(None, self._each(lambda monitor: monitor.check_start(step, halts))), None)
+
+    @property
+    def has_bad_start(self) -> bool:
+        """Whether something was bad before the first step and is ignored."""
+        return any(monitor.ignored for monitor in self.monitors)
 
     def find_accepted(self) -> frozenset[str]:
         """Returns the parameters and buffers that were not finite before the first update, by design."""

@@ -44,18 +44,22 @@ class StateFinding:
 
 
 def check_state(
-    model: nn.Module, optimizer: Optimizer | None = None, accepted: Collection[str] = ()
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    accepted: Collection[str] = (),
+    ignored: Collection[str] = (),
 ) -> StateFinding | None:
     """Finds the first non-finite tensor of a model and its optimizer, with one host read while there is none.
 
     Frozen parameters are not checked. In buffers, only NaN is bad. `accepted` are parameters in which inf is not bad either, and
-    buffers in which nothing is. Returns the first bad parameter, else the first bad state or buffer, on this rank.
+    buffers in which nothing is; tensors that are `ignored` are not checked. Returns the first bad parameter, else the first bad state or buffer, on this rank.
     """
     named: dict[str, Tensor] = dict(model.named_parameters())
     buffers = ((name, buffer) for name, buffer in name_saved_buffers(model) if name not in accepted)
     watched = [
         replace(each, may_be_inf=True) if each.name in accepted else each
         for each in list_state_tensors(list(named.items()), optimizer, buffers)
+        if each.name not in ignored
     ]
     finding = _find_exactly(watched, accepted) if _is_any_suspect(watched) else None
     if finding is None or optimizer is None or finding.parameter not in named:
@@ -164,6 +168,7 @@ class WeightMonitor(Monitor):
     optimizer: Optimizer
     acts: bool = True  # whether a non-finite tensor is a reason to halt, or only reported
     reported: set[str] = field(default_factory=set, init=False)
+    ignored: frozenset[str] = field(default=frozenset(), init=False)  # bad from the start, which the policy accepts
 
     def __post_init__(self) -> None:
         # What is not finite before the first update is so by design. The magnitudes are read once something is found bad.
@@ -215,10 +220,20 @@ class WeightMonitor(Monitor):
         """Reports tensors again that are bad again: the run continues from another state."""
         self.reported.clear()
 
+    def check_start(self, step: int, halts: bool) -> Failure | None:
+        failure = self.check_before_save(step)
+        bad = self.reported.copy()
+        if failure is None or halts:
+            return failure and replace(failure, reason=f"{failure.reason} It was so before the first step of this run.")
+        if failure.event is not None:
+            self.journal.write_once(failure.event)
+        self.ignored = frozenset(bad)
+        return None
+
     def _find(self) -> StateFinding | None:
         """Checks this rank; what was not finite before the first update is accepted."""
-        finding = check_state(self.model, self.optimizer)
-        return finding if finding is None else check_state(self.model, self.optimizer, self.accepted)
+        finding = check_state(self.model, self.optimizer, (), self.ignored)
+        return finding if finding is None else check_state(self.model, self.optimizer, self.accepted, self.ignored)
 
     def _make_event(self, step: int, rank: int, found: JsonObject, message: str, bad: dict[str, str]) -> Event:
         is_state, update = found["state"] is not None, found["update"]

@@ -1,6 +1,6 @@
 """The guard: what happens to one optimizer step.
 
-    recovery.begin_step(step)                             run_recovery.py: a snapshot, if one is due
+    guard.begin_step(step)                                run_recovery.py: a snapshot, if one is due
     group = guard.begin_group(weight)
     for batch in batches:
         micro = MicroBatch(batch, rows, random state)     by reference; nothing is read
@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ...errors import ArgumentError, NonFiniteError
 from ..autopsy.examiner import Examiner
-from ..event import JsonObject
+from ..event import Failure, JsonObject
 from ..journal import EventSink, Journal
 from ..monitors.loss_watch import LossWatch
 from ..monitors.monitor_set import MonitorSet, build_monitors
@@ -43,6 +43,7 @@ from ..rerun.snapshot import StatePart, estimate_bytes, list_parts
 from ..rerun.traceless_skip import ScalerState
 from ..rng import RngState
 from ..settings import Policy
+from .bad_start import find_bad_start
 from .counters import Counter
 from .decision import Escalation
 from .redo import Redo
@@ -138,6 +139,7 @@ class Guard:
         self.recovery = Recovery(self.policy, self.journal, self.escalation, lambda: self.is_suspect)
         self.group: AccumulationGroup = AccumulationGroup(None)
         self.steps_done = 0
+        self.has_begun = False  # whether the state before the first step of the run was checked
         self.scheduler = scheduler
         self.max_grad_norm = max_grad_norm
 
@@ -185,9 +187,7 @@ class Guard:
         batches = list(batches)
         if not batches:
             raise ArgumentError("Guard.step must be given at least one batch, got none.")
-        if not self.recovery.is_watching:
-            self.watch_state(runner, runner.optimizer, self.scheduler)
-        failure = self.recovery.begin_step(self.steps_done, self.monitor_set.check_before_save)
+        failure = self.begin_step(self.steps_done, runner, lambda: self.watch_state(runner, self.scheduler))
         if failure is not None and (reason := self.recovery.resolve(failure, self.steps_done)) is not None:
             return self._end(StepOutcome(stepped=False, halt=reason))
         marks = self.policy.acts and self.ranks.size > 1  # alone, a non-finite loss is known without a mark
@@ -216,12 +216,49 @@ class Guard:
             raise NonFiniteError(outcome.halt)
         return outcome
 
-    def watch_state(
-        self, runner: Runner, optimizer: torch.optim.Optimizer, scheduler: Any, others: Sequence[StatePart] = ()
-    ) -> None:
+    def begin_run(self) -> None:
+        """Begins a run with its full budget of bad steps and rewinds, also if it resumes another."""
+        self.escalation.begin_run()
+        self.recovery.begin_run()
+        self.journal.begin_run()
+        self.has_begun = False
+
+    def begin_step(
+        self, step: int, runner: Runner, watch: Callable[[], None], is_boundary: bool = True
+    ) -> Failure | None:
+        """Checks the state before the first step of a run, and takes a snapshot if one is due. Every rank calls it.
+
+        Args:
+            step (`int`):
+                Number of the step.
+            runner (`Runner`):
+                Of the model.
+            watch (`Callable`):
+                Calls [`Guard.watch_state`]; called once a run, if its state can be restored.
+            is_boundary (`bool`, *optional*, defaults to `True`):
+                Whether the loop can begin anew here.
+
+        Returns:
+            `Failure`: why the run cannot continue from this state; `None` if it can.
+        """
+        if self.policy.mode == "off":
+            return None
+        if not self.has_begun:
+            self.has_begun = True
+            failure = self.monitor_set.check_start(step, self.policy.on_bad_start == "halt")
+            for event in find_bad_start(runner.bare_model, runner.optimizer, step):
+                self.journal.write_once(event)
+            if failure is not None:
+                return failure
+        if not self.recovery.is_watching and not self.monitor_set.has_bad_start:
+            watch()
+        return self.recovery.begin_step(step, self.monitor_set.check_before_save, is_boundary)
+
+    def watch_state(self, runner: Runner, scheduler: Any, others: Sequence[StatePart] = ()) -> None:
         """Begins to take snapshots of a run; `others` are the parts of its state that only its loop knows. Every rank calls it."""
-        parts = (*list_parts(runner, optimizer, scheduler), Statistics(self), *others)
-        self.recovery.watch(parts, estimate_bytes(runner, optimizer))
+        if runner.optimizer is not None:
+            parts = (*list_parts(runner, runner.optimizer, scheduler), Statistics(self), *others)
+            self.recovery.watch(parts, estimate_bytes(runner, runner.optimizer))
 
     def _settle_and_step(self, group: AccumulationGroup, runner: LoopRunner) -> StepOutcome:
         before = None if runner.scaler is None else ScalerState(runner.scaler)

@@ -110,7 +110,7 @@ class TrainerGuard:
         self._checks_updates = False
         self._has_reported_update = False
         self._is_guarding_generation = False
-        self._has_left_out_steps = False  # in this run, from the mean of its losses
+        self._num_left_out = 0  # steps of this run that the mean of its losses does not count
         self._creates_optimizer = False  # the host does, with the learning rate of its arguments
         self._abandons_step = False  # the run halts within the step that is being recorded
 
@@ -147,11 +147,10 @@ class TrainerGuard:
         self.recorder.begin_run()
         self.record.begin_run()
         self.guard.write_bundles_to(self.record.directory)
-        self._abandons_step = self._has_left_out_steps = self._has_reported_update = False
+        self._abandons_step = self._has_reported_update = False
+        self._num_left_out = 0
         self.custody.begin_run()
-        self.guard.escalation.begin_run()
-        self.guard.recovery.begin_run()
-        self.guard.journal.begin_run()
+        self.guard.begin_run()
         self._creates_optimizer = self.trainer.optimizer is None
         if self.on and self.guard.ranks.rank == 0:
             self._log_limits()
@@ -232,6 +231,7 @@ class TrainerGuard:
     @contextmanager
     def finalizing(self) -> Iterator[None]:
         """Surrounds what comes after the last epoch."""
+        compat.leave_out_of_mean(self.trainer, self._num_left_out)
         with self._joined, self.guarded_generation():
             yield
 
@@ -360,15 +360,15 @@ class TrainerGuard:
         return loss
 
     def _begin_snapshot(self, runner: TrainerRunner) -> None:
-        """Takes a snapshot of the run before a step if one is due; a state that is not finite is not kept."""
-        trainer, guard = self.trainer, self.guard
-        if not self.acts:
+        """Checks the state of the run before its first step, and takes a snapshot before a step if one is due."""
+        trainer, guard, step = self.trainer, self.guard, self.trainer.state.global_step
+        if self.deepspeed:
             return
-        if not guard.recovery.is_watching:
-            others = (LogSums(trainer), GenerationBuffer(trainer))
-            guard.watch_state(runner, runner.optimizer, trainer.lr_scheduler, others)
-        step, check = trainer.state.global_step, guard.monitor_set.check_before_save
-        failure = guard.recovery.begin_step(step, check, is_between_generations(trainer))
+
+        def watch() -> None:
+            guard.watch_state(runner, trainer.lr_scheduler, (LogSums(trainer), GenerationBuffer(trainer)))
+
+        failure = guard.begin_step(step, runner, watch, is_between_generations(trainer))
         if failure is not None and not self.halting.recover(runner.model, failure, step):
             self._abandons_step = True
 
@@ -519,13 +519,13 @@ class TrainerGuard:
                 self._leave_out_step()
 
     def _leave_out_step(self) -> None:
-        self._has_left_out_steps = True
+        self._num_left_out += 1
         compat.forget_step(self.trainer)
 
     @property
     def has_no_mean(self) -> bool:
         """Whether every step of the run was skipped, so that there is no loss to take the mean of."""
-        return self._has_left_out_steps and compat.counts_no_step(self.trainer)
+        return self._num_left_out > 0 and compat.counts_no_step(self.trainer, self._num_left_out)
 
     def end_step(self) -> None:
         """Lets the optimizer step again, once a skipped step has passed."""
