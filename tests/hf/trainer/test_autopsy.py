@@ -155,7 +155,8 @@ def test_a_row_of_the_embedding_that_nobody_initialised(accumulation, tmp_path):
     with torch.no_grad():
         trainer.model.get_input_embeddings().weight[MARK] = float("nan")
     trainer.train()
-    event = the_event(trainer)
+    start, event = events_of(trainer)
+    assert (start["step"], start["action"], start["values"]["rows"]) == (0, "observed", [MARK])
     culprit = event["culprit"]
     assert (culprit["phase"], culprit["parameter"]) == ("parameter", "model.embed_tokens.weight")
     assert (culprit["op"], culprit["module"]) == ("aten.embedding.default", "model.embed_tokens")
