@@ -53,6 +53,7 @@ ARGUMENTS = {
     "nanguard_on_spike": (str, "observe"),
     "nanguard_max_bad_steps": (int, 10),
     "nanguard_max_rewinds": (int, 3),
+    "nanguard_rewind_lr_factor": (float, 1.0),
     "nanguard_snapshot_steps": (int | None, None),
     "nanguard_on_param_nonfinite": (str, "rewind"),
     "nanguard_on_bad_start": (str, "halt"),

@@ -78,6 +78,13 @@ class Policy:
         "state and leaves out the batches since the snapshot. With 0 the run halts at once.",
         at_least=0,
     )
+    rewind_lr_factor: float = setting(
+        1.0,
+        "Multiply the learning rate by this after a rewind, until the next snapshot. A rate that is shown to be too high is divided by 10 "
+        "for the rest of the run, whatever this says.",
+        above=0,
+        at_most=1,
+    )
     snapshot_steps: int | None = setting(
         None,
         "Copy the state of the run to host memory every this many steps, if it is finite and neither loss nor norm spike. `None` "

@@ -174,6 +174,7 @@ class Snapshot:
     parts: Sequence[StatePart]
     copies: list[Any]
     num_used: int = 0  # how often the run went back to it
+    rate_factor: float = 1.0  # what earlier rewinds had multiplied the learning rate by
 
     @classmethod
     @torch.no_grad()

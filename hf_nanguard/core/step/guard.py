@@ -207,7 +207,7 @@ class Guard:
         runner.clear()
         self.steps_done += 1
         if failure is not None:
-            reason = self.recovery.resolve(failure, self.steps_done)
+            reason = self.recovery.resolve(failure, self.steps_done, lambda: self.redo.repeats(group, runner))
             outcome = replace(outcome, halt=outcome.halt or reason, rewound=reason is None)
         return self._end(outcome)
 
@@ -258,7 +258,8 @@ class Guard:
         """Begins to take snapshots of a run; `others` are the parts of its state that only its loop knows. Every rank calls it."""
         if runner.optimizer is not None:
             parts = (*list_parts(runner, runner.optimizer, scheduler), Statistics(self), *others)
-            self.recovery.watch(parts, estimate_bytes(runner, runner.optimizer))
+            num_bytes = estimate_bytes(runner, runner.optimizer)
+            self.recovery.watch(parts, num_bytes, runner.optimizer, scheduler)
 
     def _settle_and_step(self, group: AccumulationGroup, runner: LoopRunner) -> StepOutcome:
         before = None if runner.scaler is None else ScalerState(runner.scaler)

@@ -5,18 +5,23 @@
     recovery.resolve(failure, step)    every rank at once: rewind, or return why the run has to halt
 
 A rewind restores the snapshot and continues with the data stream, so the batches since the snapshot are not used again. The
-number of the step does not go back; the learning rate schedule does.
+number of the step does not go back; the learning rate schedule does. A remedy that was tried on a copy of the bad update and
+worked is applied. Where only batches were bad, the last of them is run again with the restored weights: if it is finite now,
+the updates since the snapshot were the cause, and the learning rate is divided by 10.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..event import Culprit, Event, Failure, JsonValue
 from ..journal import Journal
+from ..optimizer.applied_remedies import SMALLER, choose_remedy, raise_eps, scale_rates
 from ..rerun.host_memory import find_free_memory
 from ..rerun.micro_batch import AccumulationGroup
 from ..rerun.snapshot import Snapshot, StatePart
@@ -51,6 +56,8 @@ class Recovery:
         self.escalation = escalation
         self.is_suspect = is_suspect  # whether the loss or the norm is in an episode of spikes or of divergence
         self.parts: Sequence[StatePart] = ()
+        self.optimizer: Optimizer | None = None
+        self.scheduler: Any = None
         self.begin_run()
 
     def begin_run(self) -> None:
@@ -61,15 +68,19 @@ class Recovery:
         self.num_kept = self.next_due = 0
         self.num_updates = self.num_rewinds = 0
         self.num_lost = 0  # updates that were taken back
+        self.rate_factor = 1.0  # what rewinds have multiplied the learning rate by
+        self.is_slow = False  # whether nanguard_rewind_lr_factor is a part of that now
+        self.raises_eps = False
 
     def forget(self) -> None:
         """Drops all snapshots: they are those of another model or optimizer."""
         self.snapshots, self.is_watching = [], False
         self.windows.clear()
 
-    def watch(self, parts: Sequence[StatePart], num_bytes: int) -> None:
+    def watch(self, parts: Sequence[StatePart], num_bytes: int, optimizer: Optimizer, scheduler: Any) -> None:
         """Takes what snapshots consist of, once model and optimizer exist, and decides whether to take any. Every rank calls it."""
         self.parts, self.next_due, self.is_watching = parts, 0, True
+        self.optimizer, self.scheduler = optimizer, scheduler
         self.num_kept = self._choose_number(num_bytes)
         if self.num_kept and self.journal.ranks.rank == 0:
             logger.info(
@@ -119,8 +130,11 @@ class Recovery:
             return None
         if (failure := check(step)) is not None:
             return failure
+        self._end_slow()
         spare = self.snapshots.pop(0) if len(self.snapshots) == self.num_kept else None
-        self.snapshots.append(Snapshot.take(step, self.num_updates, self.parts, spare))
+        self.snapshots.append(
+            replace(Snapshot.take(step, self.num_updates, self.parts, spare), rate_factor=self.rate_factor)
+        )
         self.next_due = min([each for each in EARLY if each > step] + [(step // self.period + 1) * self.period])
         while self.windows and self.windows[0].step < self.snapshots[0].step:
             self.windows.popleft()
@@ -137,8 +151,17 @@ class Recovery:
 
     # ---- a failure ----
 
-    def resolve(self, failure: Failure, step: int) -> str | None:
-        """Rewinds the run, which then continues with `step`, or returns why it has to halt. Every rank calls it."""
+    def resolve(self, failure: Failure, step: int, repeats: Callable[[], bool] | None = None) -> str | None:
+        """Rewinds the run, or returns why it has to halt. Every rank calls it.
+
+        Args:
+            failure (`Failure`):
+                Why the run cannot continue.
+            step (`int`):
+                The step that it continues with.
+            repeats (`Callable`, *optional*):
+                Returns whether the last batches are bad with the weights of now as well.
+        """
         snapshot = self._choose(failure)
         if snapshot is None or self.num_rewinds == self.policy.max_rewinds:
             reason = failure.reason
@@ -152,9 +175,38 @@ class Recovery:
         num_lost = self.num_updates - snapshot.num_updates
         rows = self._gather_rows(snapshot.step)
         self._restore(snapshot, step)
+        remedy = self._choose_remedy(failure, repeats)
+        self._apply(remedy)
         if failure.event is not None:
-            self.journal.write_once(self._describe(failure.event, snapshot, num_lost, rows))
+            self.journal.write_once(self._describe(failure.event, snapshot, num_lost, rows, remedy))
         return None
+
+    def _choose_remedy(self, failure: Failure, repeats: Callable[[], bool] | None) -> str | None:
+        """Returns what is to be changed, once the snapshot is restored."""
+        if failure.event is None or failure.event.signal in STATE:
+            return None if failure.event is None else choose_remedy(failure.event.remedies)
+        return None if repeats is None or repeats() else "smaller_lr"
+
+    def _apply(self, remedy: str | None) -> None:
+        """Changes the settings of the optimizer, beside those that earlier rewinds have changed."""
+        self.raises_eps |= remedy == "larger_eps"
+        if self.raises_eps and self.optimizer is not None:
+            raise_eps(self.optimizer)
+        if remedy == "smaller_lr":
+            self._scale(SMALLER)
+        if self.policy.rewind_lr_factor < 1.0:
+            self._scale(self.policy.rewind_lr_factor)
+            self.is_slow = True
+
+    def _scale(self, factor: float) -> None:
+        if self.optimizer is not None:
+            scale_rates(self.optimizer, self.scheduler, factor)
+            self.rate_factor *= factor
+
+    def _end_slow(self) -> None:
+        if self.is_slow:
+            self._scale(1 / self.policy.rewind_lr_factor)
+            self.is_slow = False
 
     def _choose(self, failure: Failure) -> Snapshot | None:
         """Returns the snapshot to go back to: the newest one, or an older one if the failure has returned after that."""
@@ -167,7 +219,11 @@ class Recovery:
         return next(iter([*unused[::-1], *usable[::-1]]), None)
 
     def _restore(self, snapshot: Snapshot, step: int) -> None:
+        self._end_slow()
         snapshot.restore(step)
+        factor, self.rate_factor = self.rate_factor / snapshot.rate_factor, snapshot.rate_factor
+        if factor != 1.0:
+            self._scale(factor)
         snapshot.num_used += 1
         self.snapshots = [each for each in self.snapshots if each.step <= snapshot.step]
         self.num_lost += self.num_updates - snapshot.num_updates
@@ -182,13 +238,16 @@ class Recovery:
         mine = [int(row) for rows in held for row in (rows.tolist() if isinstance(rows, Tensor) else rows)]
         return list(dict.fromkeys(row for rows in self.journal.ranks.gather(mine) for row in rows))
 
-    def _describe(self, event: Event, snapshot: Snapshot, num_lost: int, rows: list[int]) -> Event:
+    def _describe(self, event: Event, snapshot: Snapshot, num_lost: int, rows: list[int], remedy: str | None) -> Event:
         message = (
             f"{event.message.rstrip('.')}. Rewound to the state before step {snapshot.step} (rewind {self.num_rewinds} of "
             f"{self.policy.max_rewinds}): {_format_updates(num_lost)} taken back, and the batches since then are left out."
         )
+        changes = {"larger_eps": " eps was raised.", "smaller_lr": " The learning rate was divided by 10."}
+        message += changes.get(remedy or "", "")
         window: dict[str, JsonValue] = {
-            "snapshot_step": snapshot.step, "lost_updates": num_lost, "num_rows": len(rows), "rewinds": self.num_rewinds
+            "snapshot_step": snapshot.step, "lost_updates": num_lost, "num_rows": len(rows), "rewinds": self.num_rewinds,
+            "applied": remedy,
         }  # fmt: skip
         culprit = replace(event.culprit or Culprit(), rows=rows[:MAX_ROWS] or None)
         return replace(

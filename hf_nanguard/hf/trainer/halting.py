@@ -1,6 +1,7 @@
 """Ends a guarded run early, in order: the reason is logged, the last good state is saved, and a sentence says where."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import nn
@@ -34,7 +35,7 @@ class Halting:
         failure = self.guard.monitor_set.check_before_save(self.trainer.state.global_step)
         return failure is None or self.recover(model, failure, self.trainer.state.global_step)
 
-    def recover(self, model: nn.Module, failure: Failure, step: int) -> bool:
+    def recover(self, model: nn.Module, failure: Failure, step: int, repeats: Callable[[], bool] | None = None) -> bool:
         """Rewinds a run that cannot continue from its current state, or ends it. Every rank must call it.
 
         Args:
@@ -44,11 +45,13 @@ class Halting:
                 Why it cannot continue.
             step (`int`):
                 The next step, if it can be rewound.
+            repeats (`Callable`, *optional*):
+                Returns whether the last batches are bad with the weights of now as well.
 
         Returns:
             `bool`: whether it was rewound.
         """
-        reason = self.guard.recovery.resolve(failure, step)
+        reason = self.guard.recovery.resolve(failure, step, repeats)
         if reason is not None:
             self.halt(model, reason)
         return reason is None

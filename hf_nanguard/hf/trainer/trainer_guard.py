@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -430,7 +431,8 @@ class TrainerGuard:
         if outcome.halt is not None:
             self.halting.halt(model, outcome.halt)
         elif outcome.failure is not None:
-            self.halting.recover(model, outcome.failure, trainer.state.global_step + 1)
+            repeats = partial(self.guard.redo.repeats, record.group, runner)
+            self.halting.recover(model, outcome.failure, trainer.state.global_step + 1, repeats)
         elif outcome.stepped:
             self.guard.begin_update(outcome)
         return norm

@@ -1,6 +1,7 @@
 """A run that cannot continue goes back to a snapshot, in place and bit by bit, or halts."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -215,3 +216,62 @@ def test_tied_weights_stay_tied():
     assert loop.told()[-1][2:] == ("param_nonfinite", "rewound")
     assert loop.model.third.weight is loop.model.second.weight
     assert loop.model.third.weight is next(p for p in loop.optimizer.param_groups[0]["params"] if p.shape == (8, 8))
+
+
+# ---- what is changed, so that the failure does not return ----
+
+
+def rates(loop):
+    return [loop.optimizer.param_groups[0]["lr"], *loop.scheduler.base_lrs, *loop.scheduler.get_last_lr()]
+
+
+def test_the_rate_is_lower_after_a_rewind_until_the_next_snapshot():
+    groups = make_groups(8, 1)
+    plain, loop = Loop(), Loop().guarded(Policy(snapshot_steps=2, rewind_lr_factor=0.5, autopsy=False)).run(groups[:3])
+    poison(loop)
+    loop.step(groups[3])
+    plain.run(groups[:2])
+    assert rates(loop) == [rate / 2 for rate in rates(plain)]
+    loop.run(groups[4:6])
+    plain.run(groups[4:6])
+    assert rates(loop) == [rate / 2 for rate in rates(plain)]
+    loop.step(groups[6])  # after a snapshot
+    plain.step(groups[6])
+    assert rates(loop) == pytest.approx(rates(plain))
+
+
+class Exploding(Loop):
+    """A loss that is not finite once the weights have grown, whatever the batch."""
+
+    def loss(self, batch):
+        return super().loss(batch) + torch.exp(self.model.last.weight.abs().max() * 100)
+
+
+def test_bad_steps_that_are_finite_with_earlier_weights_lower_the_rate():
+    loop = Exploding().guarded(Policy(snapshot_steps=2, max_bad_steps=2, autopsy=False))
+    groups = make_groups(7, 2)
+    loop.run(groups[:3])
+    with torch.no_grad():
+        loop.model.last.weight.fill_(50.0)
+    loop.run(groups[3:5])
+    event = loop.events[-1]
+    assert (event["action"], event["values"]["applied"]) == ("rewound", "smaller_lr")
+    plain = Exploding().run(groups[:2])
+    assert rates(loop) == pytest.approx([rate / 10 for rate in rates(plain)])
+    assert_same(loop.everything(), plain.everything())
+
+
+def test_bad_steps_that_stay_bad_do_not():
+    loop = Loop().guarded(Policy(snapshot_steps=2, max_bad_steps=2, autopsy=False))
+    loop.run(make_groups(7, 1, {(3, 0): "loss", (4, 0): "loss"}))
+    assert loop.events[-1]["values"]["applied"] is None
+    assert loop.scheduler.base_lrs == [0.05]
+
+
+def test_an_eps_that_underflows_is_raised_and_stays_so():
+    loop = Loop(model=Net(torch.float16)).guarded(Policy(autopsy=False))
+    groups = [[replace(batch, x=batch.x.half(), y=batch.y.half()) for batch in group] for group in make_groups(30, 1)]
+    loop.run(groups)
+    assert [e["values"]["applied"] for e in loop.events if e["action"] == "rewound"] == ["larger_eps"]
+    assert loop.optimizer.param_groups[0]["eps"] == 1e-4
+    assert not any(parameter.isnan().any() for parameter in loop.model.parameters())
