@@ -97,3 +97,31 @@ def test_a_moment_that_became_non_finite(tmp_path):
     ours, _ = prove("plain", tmp_path, [Fault("moment", 3, 1, parameter=LAYER)], (2, 3), guard)
     [event] = events_of(ours)
     assert (event["signal"], event["action"], event["cause"]) == ("param_nonfinite", "rewound", "optimizer_state")
+
+
+RUNS = {
+    "diverging learning rate": {
+        "learning_rate": 10.0, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 20, "max_grad_norm": 0, "optim": "sgd",
+        "max_steps": 120,
+    },
+    "float16 weights": {"dtype": torch.float16, "optim": "adamw_torch", "learning_rate": 1e-3, "max_steps": 60},
+    "a moment": {"max_steps": 60, "learning_rate": 1e-3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_that_stock_ends_with_nan_end_finite_and_lower_than_they_began(name, tmp_path):
+    ends = {}
+    for guard in (False, True):
+        overrides = {"gradient_accumulation_steps": 1, "dropout": 0.0, **RUNS[name]}
+        trainer = build("plain", tmp_path / str(guard), guard=guard, **overrides)
+        plant(trainer, *([Fault("moment", 30, parameter=LAYER)] if name == "a moment" else []))
+        trainer.train()
+        bad = [key for key, value in tensors_of(trainer).items() if value.is_floating_point() and value.isnan().any()]
+        ends[guard] = bad, losses_of(trainer)
+    (stock, _), (ours, losses) = ends[False], ends[True]
+    assert stock
+    assert not ours
+    first, last = sum(losses[:5]) / 5, sum(losses[-5:]) / 5
+    assert last < first
+    assert "rewound" in {event["action"] for event in events_of(trainer)}
