@@ -265,7 +265,7 @@ class Guard:
         before = None if runner.scaler is None else ScalerState(runner.scaler)
         off = self.policy.mode == "off"
         outcome = StepOutcome(norm=runner.measure()) if off else self.settle(group, runner, self.steps_done)
-        if not outcome.stepped:
+        if not outcome.stepped or outcome.failure is not None:
             if before is not None:
                 before.restore()
             return outcome

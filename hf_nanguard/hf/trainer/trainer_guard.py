@@ -449,7 +449,7 @@ class TrainerGuard:
 
     def _finish_step(self, record: StepRecord, outcome: StepOutcome) -> None:
         """Leaves trainer and recorder ready for what was decided: the optimizer steps, or it does not."""
-        if not outcome.stepped:
+        if not outcome.stepped or outcome.failure is not None:
             self._skip_optimizer()
         elif outcome.redone is None:
             self.recorder.loss_errors.keep_replacement(record.group.micro_batches[0].payload)

@@ -104,6 +104,14 @@ def test_bad_steps_in_a_row_rewind_before_they_halt():
     assert_same(loop.everything(), Loop().run([*groups[:4], *groups[8:]]).everything())
 
 
+def test_a_step_whose_good_half_was_left_does_not_count_either():
+    loop = Loop().guarded(Policy(snapshot_steps=4, max_bad_steps=2, autopsy=False))
+    groups = make_groups(9, 2, {(5, 0): "loss", (6, 1): "loss"})
+    loop.run(groups)
+    assert [told[3] for told in loop.told()] == ["dropped", "dropped", "rewound"]
+    assert_same(loop.everything(), Loop().run([*groups[:4], *groups[7:]]).everything())
+
+
 def test_a_state_in_which_the_batches_were_bad_already_is_no_way_back():
     loop = Loop().guarded(Policy(max_bad_steps=3, autopsy=False))
     with pytest.raises(NonFiniteError, match="3 bad steps in a row"):
