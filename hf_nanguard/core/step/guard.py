@@ -243,6 +243,7 @@ class Guard:
         """
         if self.policy.mode == "off":
             return None
+        check = self.monitor_set.check_before_save
         if not self.has_begun:
             self.has_begun = True
             failure = self.monitor_set.check_start(step, self.policy.on_bad_start == "halt")
@@ -250,9 +251,10 @@ class Guard:
                 self.journal.write_once(event)
             if failure is not None:
                 return failure
+            check = lambda step: None  # noqa: E731  # nothing has changed since
         if not self.recovery.is_watching and not self.monitor_set.has_bad_start:
             watch()
-        return self.recovery.begin_step(step, self.monitor_set.check_before_save, is_boundary)
+        return self.recovery.begin_step(step, check, is_boundary)
 
     def watch_state(self, runner: Runner, scheduler: Any, others: Sequence[StatePart] = ()) -> None:
         """Begins to take snapshots of a run; `others` are the parts of its state that only its loop knows. Every rank calls it."""
