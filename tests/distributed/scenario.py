@@ -292,9 +292,9 @@ def policies(world: int, culprit: int) -> list[Scenario]:
                  faults=tuple(Fault("loss", s, m, r) for s in (1, 2) for m in range(3) for r in range(world)),
                  events=tuple(Expected("loss_nonfinite", "skipped", s, m, r) for s in (1, 2) for m in range(3) for r in range(world))),
         # The weights of one rank are bad, so its batches are too; all ranks go back to the state before step 0.
-        Scenario("rewind", faults=(Fault("weight", 1, 1, culprit, parameter=NAMED[LLAMA]),),
+        Scenario("rewind", guard={"autopsy": False}, faults=(Fault("weight", 1, 1, culprit, parameter=NAMED[LLAMA]),),
                  gone=(*whole_step(0, 3, world), *whole_step(1, 3, world)),
-                 events=(*(Expected("loss_nonfinite", "dropped", 1, micro, culprit, parameter=NAMED[LLAMA]) for micro in range(3)),
+                 events=(*(Expected("loss_nonfinite", "dropped", 1, micro, culprit) for micro in range(3)),
                          Expected("param_nonfinite", "rewound", 1, None, 0, rows=False, parameter=NAMED[LLAMA]))),
         Scenario("transient", faults=(Fault("gradient", 1, 1, culprit, parameter=NAMED[LLAMA], once=True),),
                  events=(Expected("grad_nonfinite", "repaired", 1, None, 0, rows=False, parameter=NAMED[LLAMA]),)),

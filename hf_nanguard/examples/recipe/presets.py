@@ -6,7 +6,7 @@ They are `configs/<kind>/<name>.yaml` in a clone; a wheel has them inside the pa
 from pathlib import Path
 
 from ...errors import ArgumentError
-from .yaml_file import read_yaml
+from ...yaml_file import read_yaml
 
 PACKAGE = Path(__file__).parents[2]
 

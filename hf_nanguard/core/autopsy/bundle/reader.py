@@ -62,6 +62,8 @@ class Bundle:
 def read_bundle(path: str | Path) -> Bundle:
     """Reads a bundle; weights are read later, by `Bundle.read_weights`. One that is damaged or hostile is an
     [`ArgumentError`]."""
+    if not isinstance(path, (str, Path)):
+        raise ArgumentError(f"A bundle must be named by the path of its folder, got {type(path).__name__}.")
     folder = Path(path)
     if not folder.is_dir():
         raise ArgumentError(f"No such bundle: {str(path)!r} must be a folder that an autopsy wrote.")
