@@ -1,11 +1,11 @@
 """The guard as a callback of ms-swift, registered by a file of `--external_plugins`.
 
-    # guard.py
-    from hf_nanguard.integrations.ms_swift import register
+# guard.py
+from hf_nanguard.integrations.ms_swift import register
 
-    register()
+register()
 
-    swift sft ... --external_plugins guard.py --callbacks nanguard
+swift sft ... --external_plugins guard.py --callbacks nanguard
 """
 
 from typing import Any
