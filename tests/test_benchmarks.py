@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import autopsy, logits, losses, monitor, overhead, peers, picture
+from benchmarks import autopsy, logits, losses, monitor, overhead, peers, picture, scan
 
 
 def run(module, monkeypatch, capsys, *words: str) -> list[str]:
@@ -64,6 +64,14 @@ def test_peers():
     assert peers.play(stock, "loss") == "runs on, weights NaN, reported: nothing"
     assert peers.play(ours, "loss") == "runs on, weights finite, reported: place, data"
     assert peers.count(ours)[0] <= peers.count(stock)[0]
+
+
+def test_scan(monkeypatch, capsys):
+    monkeypatch.setattr(scan, "SIDE", 64)
+    lines = run(scan, monkeypatch, capsys, "--megabytes", "1", "--rounds", "1")
+    rows = [line.split() for line in lines[1:]]
+    assert [tuple(row[:2]) for row in rows] == [(dtype, name) for dtype in scan.DTYPES for name in scan.CONTENDERS]
+    assert all(float(row[2]) > 0 for row in rows)
 
 
 def test_picture(monkeypatch, capsys, tmp_path):

@@ -12,10 +12,12 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from ..errors import ArgumentError
-from . import completion, demo, doctor, grpo, recipe_command, replay, run, sft
+from ..plain_text import printable
+from . import completion, demo, doctor, grpo, replay, run, scan, sft
+from .shared import recipe_command
 
 # Each has `add_parser(subparsers)`, which sets `run`, a function that takes the parsed arguments and returns an exit code.
-COMMANDS: tuple[ModuleType, ...] = (doctor, run, sft, grpo, demo, replay, completion)
+COMMANDS: tuple[ModuleType, ...] = (doctor, run, sft, grpo, demo, replay, scan, completion)
 # Commands that parse only some of their arguments here: the others belong to the user's script or to TRL.
 SPLITS = {"doctor": doctor.split, "run": run.split, "sft": recipe_command.split, "grpo": recipe_command.split}
 
@@ -25,6 +27,7 @@ EPILOG = """examples:
   nanguard run train.py --learning_rate 1e-4
   nanguard sft --preset balanced
   nanguard replay runs/mine/nanguard/autopsy/step-42
+  nanguard scan runs/mine
   source <(nanguard completion bash)
 
 Run `nanguard <command> --help` for the options of a command.
@@ -71,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return arguments.run(arguments)
     except ArgumentError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the other ranks of a launcher have the same error
-            print(f"nanguard: {error}", file=sys.stderr)
+            print(f"nanguard: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
         consequence = str(stop) or "all files written so far are complete"

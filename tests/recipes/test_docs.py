@@ -10,7 +10,7 @@ import yaml
 from transformers import TrainingArguments
 
 from hf_nanguard import GuardArguments, GuardedTrainer
-from hf_nanguard.cli.setting_flags import CONFIG_VARIABLE, gather
+from hf_nanguard.cli.shared.setting_flags import CONFIG_VARIABLE, gather
 from hf_nanguard.core.autopsy.remedies.bounded_operators import BOUNDS
 from hf_nanguard.core.event import SCHEMA, Culprit, Event
 from hf_nanguard.core.optimizer.rounding_remedies import IDEAS

@@ -41,7 +41,8 @@ def load_whole(owner: Stateful, state: JsonObject) -> None:
     try:
         owner.load_state_dict(state)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        owner.load_state_dict(before)
+        if before:
+            owner.load_state_dict(before)
         raise ValueError(format_error(error)) from error
 
 

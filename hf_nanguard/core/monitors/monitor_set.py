@@ -11,7 +11,7 @@ from typing import TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from ...plain_text import format_error
+from ...plain_text import quote_error
 from ..event import Event, JsonObject
 from ..journal import Journal
 from ..settings import Policy
@@ -142,6 +142,5 @@ class MonitorSet:
     def _remove(self, monitor: Monitor, error: Exception) -> None:
         self.monitors = tuple(other for other in self.monitors if other is not monitor)
         monitor.close()
-        message = f"{type(monitor).__name__} failed and was turned off: {format_error(error)}"
-        logger.warning("hf_nanguard: %s", message, exc_info=error)
-        self.journal.write(Event(self.step or 0, Signal.GUARD_FAILED, Action.OBSERVED, message))
+        message = f"{type(monitor).__name__} failed and was turned off: {quote_error(error)}"
+        self.journal.write(Event(self.step or 0, Signal.GUARD_FAILED, Action.OBSERVED, message), error)

@@ -100,7 +100,7 @@ class Guard:
         self.escalation = Escalation(self.policy.max_bad_steps)
         self.norms = SpikeDetector()
         self.counter = Counter()
-        self.journal = Journal(self.ranks, on_event)
+        self.journal = Journal(self.ranks, on_event, self.policy.bundle_text)
         self.loss_watch = LossWatch(self.journal)
         examiner = Examiner(self.policy, self.journal, None if folder is None else Path(folder))
         self.redo = Redo(self.journal, self.counter, examiner)

@@ -8,7 +8,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...core.step.guard import Guard
 from ...errors import NonFiniteError
-from ...plain_text import format_error
+from ...plain_text import format_error, show
 from ..compat.trainer_protocol import HostTrainer
 from .checkpoint_custody import CheckpointCustody
 
@@ -37,6 +37,7 @@ class Halting:
 
     def halt(self, model: nn.Module, message: str) -> None:
         """Logs why, saves the last good state and ends the run, by an error or a clean stop. Every rank must call it."""
+        message = show(message, self.guard.policy.bundle_text)
         logger.error("hf_nanguard: %s", message)  # before anything is saved, because that may fail
         advice = self._save_good(model) + self._find_earlier()
         if advice:

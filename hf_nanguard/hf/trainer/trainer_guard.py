@@ -92,7 +92,7 @@ class TrainerGuard:
             self.policy = replace(self.policy, mode="observe", skip_grad_norm=None)
         self.acts = self.policy.acts
         ranks = Ranks(trainer.args.device)
-        self.record = RunRecord(trainer, ranks.rank)
+        self.record = RunRecord(trainer, ranks.rank, self.policy)
         self.guard = Guard(policy=self.policy, ranks=ranks, on_event=self.record.write_event)
         self.recorder = StepRecorder(trainer, self.guard)
         self.evaluation = Evaluation(trainer, self.guard)
