@@ -48,8 +48,10 @@ def _make_settings() -> type:
         return values
 
     fields: dict[str, Any] = {f"{PREFIX}{name}": (Any, None) for name in SETTINGS}
-    validators: Any = {"check_settings": model_validator(mode="before")(classmethod(check))}
-    return create_model("NanGuardSettings", __module__=__name__, __validators__=validators, **fields)
+    before: Any = model_validator(mode="before")
+    return create_model(
+        "NanGuardSettings", __module__=__name__, __validators__={"check_settings": before(classmethod(check))}, **fields
+    )
 
 
 @cache
