@@ -61,11 +61,18 @@ FOLDERS: dict[str, tuple[str, str]] = {
         "callbacks for any trainer, one a file",
         "core core.rerun core.monitors core.step report hf hf.compat hf.data hf.monitors hf.trainer",
     ),
+    "integrations": (
+        "the guard inside other training frameworks, one file each; nothing of them is imported at the head",
+        "core hf hf.callbacks hf.trainer",
+    ),
     "takeover": (
         "`nanguard run`: every Trainer that a script builds becomes guarded",
-        "core report hf hf.compat hf.trainer hf.rl",
+        "core report hf hf.compat hf.trainer hf.rl takeover.startup",
     ),
-    "takeover.startup": ("what a child process imports when it starts", "takeover"),
+    "takeover.startup": (
+        "what a guarded process imports when it starts: nothing of ours, until transformers comes",
+        "",
+    ),
     "bundle_replay": (
         "model and loss of a bundle built again, without trust",
         "core core.rerun core.autopsy core.autopsy.evidence core.autopsy.bundle hf hf.compat hf.trainer",
@@ -113,13 +120,13 @@ FOLDERS: dict[str, tuple[str, str]] = {
     "cli": (
         "one command a file, nothing heavy at the head",
         "cli.shared checkpoints core core.autopsy core.autopsy.evidence core.autopsy.bundle report hf.trainer takeover "
-        "bundle_replay verification doctor.facts doctor.command "
+        "takeover.startup bundle_replay verification doctor.facts doctor.command "
         "examples examples.demo examples.recipe",
     ),
 }
 EVERYWHERE = {"errors", "plain_text", "safe_files", "yaml_file", "__version__"}
 HOSTS = {"transformers", "accelerate", "trl", "peft", "datasets"}
-HOST_FOLDERS = ("hf", "takeover", "bundle_replay", "verification", "doctor", "examples", "testing")
+HOST_FOLDERS = ("hf", "integrations", "takeover", "bundle_replay", "verification", "doctor", "examples", "testing")
 TRL_FILES = ("hf/guarded_sft.py", "hf/guarded_grpo.py", "hf/compat/online_trainer.py", "doctor/facts/host_configs.py")
 COMMANDS = {path.stem for path in (PACKAGE / "cli").glob("*.py")}  # a command may have the name of what it runs
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
