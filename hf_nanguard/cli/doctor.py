@@ -31,8 +31,9 @@ HELP = ("-h", "--help")
 EPILOG = """stages, from cheap to expensive:
   rules  settings, precision and resources judged by rules, in seconds
   data   a sample of the training data, through the trainer's own preparation and collator
+  laws   relations that must hold for your model, data, loss and kernels (docs/laws.md)
   steps  a few steps with the guard, measured: best, acceptable or failed
-  --only and --skip take names of stages, separated by commas; --skip also names of rules, checks and topics (precision,
+  --only and --skip take names of stages, separated by commas; --skip also names of rules, checks, laws and topics (precision,
   hyperparameters, resources). Stages after rules need a trainer: they build that of `nanguard sft` or `nanguard grpo`
   from the file and the flags, or yours with --trainer. Nothing is written to the output_dir of the file.
 
