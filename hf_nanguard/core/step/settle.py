@@ -106,7 +106,7 @@ class Settlement:
         if finite:
             self.counter.count_norm(reading.norm)
         if finite and decision.action is not StepAction.SKIP:
-            self.loss_watch.observe(reading.step, runner.mean_loss(reading.losses))
+            self.loss_watch.observe(reading.step, runner.mean_loss(reading.losses), reading.norm)
         if decision.action in (StepAction.CLIP, StepAction.SKIP):
             return self._contain_spike(reading, runner)
         self.containment.count(reading, 0, reading.group.micro_batches)
