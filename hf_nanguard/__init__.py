@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .bundle_replay.rebuild import replay as replay
+    from .checkpoints.scan import scan_checkpoint as scan_checkpoint
     from .core.losses import bounded_loss as bounded_loss
     from .core.losses import clamp_weight as clamp_weight
     from .core.losses import distillation_loss as distillation_loss
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from .core.losses import soft_cap as soft_cap
     from .core.settings import Policy as Policy
     from .core.step.guard import Guard as Guard
+    from .doctor.config_check import check_config as check_config
     from .errors import ArgumentError as ArgumentError
     from .errors import LossMissingError as LossMissingError
     from .errors import NanGuardError as NanGuardError
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from .hf.trainer.arguments import GuardArguments as GuardArguments
     from .hf.trainer.arguments import GuardedTrainingArguments as GuardedTrainingArguments
     from .hf.trainer.mixin import GuardedTrainerMixin as GuardedTrainerMixin
+    from .verification.measured_run import verify as verify
 
 __version__ = "0.1.0"
 
@@ -62,7 +65,10 @@ _HOMES = {
     "GuardedSFTTrainer": "hf.guarded_sft",
     "GuardedGRPOConfig": "hf.guarded_grpo",
     "GuardedGRPOTrainer": "hf.guarded_grpo",
+    "check_config": "doctor.config_check",
+    "verify": "verification.measured_run",
     "replay": "bundle_replay.rebuild",
+    "scan_checkpoint": "checkpoints.scan",
     "NumericalStabilityLogitsProcessor": "hf.generation.logits_processors",
     "SafeTemperatureLogitsWarper": "hf.generation.logits_processors",
     "guard_generation": "hf.generation.guard_generation",

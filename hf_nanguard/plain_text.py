@@ -33,3 +33,11 @@ def first_line(error: BaseException, max_length: int = MAX_LINE) -> str:
 def format_error(error: BaseException, max_length: int = MAX_LINE) -> str:
     """Returns the class of an error and the first line of its message."""
     return f"{type(error).__name__}: {first_line(error, max_length)}"
+
+
+def format_value(value: object, max_length: int = 200) -> str:
+    """Returns a value as it is written in Python, cut to a length that fits into a sentence."""
+    if isinstance(value, int) and value.bit_length() > max_length:  # Python refuses to write very long integers
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= max_length else f"{text[:max_length]}..."

@@ -12,9 +12,9 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hf_nanguard"
 MAX_FILES = 13
 
-# folder -> (what belongs there, the folders it may import; "" is the package itself: errors, plain_text)
+# folder -> (what belongs there, the folders it may import; "" is the package itself: errors, plain_text, safe_files)
 FOLDERS: dict[str, tuple[str, str]] = {
-    "": ("errors and printable text, which everybody may import; `python -m hf_nanguard.run`", "cli"),
+    "": ("errors, printable text and files, which everybody may import; `python -m hf_nanguard.run`", "cli"),
     "core": ("plain tools on tensors, the vocabulary and the event", ""),
     "core.rerun": ("a micro-batch held so that it can be run again exactly", "core"),
     "core.optimizer": ("what an update did to weights, and which settings would have helped", "core"),
@@ -40,6 +40,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
         "what happens to one optimizer step: decide, redo, skip, halt",
         "core core.rerun core.optimizer core.autopsy core.autopsy.evidence core.monitors",
     ),
+    "checkpoints": ("scan and custody of what is on disk, without transformers", "core"),
     "report": ("the files of a run", "core"),
     "testing": ("public: the fault injector, the counter of host reads and operations", "core core.rerun"),
     "hf.compat": ("every private name of the hosts, each with the condition under which it can go", "core"),
@@ -69,9 +70,18 @@ FOLDERS: dict[str, tuple[str, str]] = {
         "model and loss of a bundle built again, without trust",
         "core core.rerun core.autopsy core.autopsy.evidence core.autopsy.bundle hf hf.compat hf.trainer",
     ),
+    "doctor.rules": ("rules over plain facts, and what they find", "core"),
+    "doctor": (
+        "facts of a trainer or a file judged by rules, and its data by checks",
+        "core core.rerun report hf.compat hf.data doctor.rules",
+    ),
     "verification": (
         "a few measured steps of somebody's configuration, and a grade",
         "core core.rerun core.monitors report hf hf.compat hf.trainer",
+    ),
+    "doctor.command": (
+        "the stages of `nanguard doctor` and what they print",
+        "core report hf.compat doctor doctor.rules verification",
     ),
     "examples.tasks": ("models, data and rewards made in code", ""),
     "examples": (
@@ -83,16 +93,18 @@ FOLDERS: dict[str, tuple[str, str]] = {
         "what the recipes share: command line, run, end",
         "core report hf hf.trainer examples examples.tasks examples.demo",
     ),
+    "cli.shared": ("what the commands share: parsers, settings as flags, output", "core examples.recipe"),
     "cli": (
         "one command a file, nothing heavy at the head",
-        "core core.autopsy core.autopsy.evidence core.autopsy.bundle report hf.trainer takeover bundle_replay verification "
+        "cli.shared checkpoints core core.autopsy core.autopsy.evidence core.autopsy.bundle report hf.trainer takeover "
+        "bundle_replay verification doctor doctor.command "
         "examples examples.demo examples.recipe",
     ),
 }
-EVERYWHERE = {"errors", "plain_text", "__version__"}
+EVERYWHERE = {"errors", "plain_text", "safe_files", "yaml_file", "__version__"}
 HOSTS = {"transformers", "accelerate", "trl", "peft", "datasets"}
-HOST_FOLDERS = ("hf", "takeover", "bundle_replay", "verification", "examples", "testing")
-TRL_FILES = ("hf/guarded_sft.py", "hf/guarded_grpo.py", "hf/compat/online_trainer.py")
+HOST_FOLDERS = ("hf", "takeover", "bundle_replay", "verification", "doctor", "examples", "testing")
+TRL_FILES = ("hf/guarded_sft.py", "hf/guarded_grpo.py", "hf/compat/online_trainer.py", "doctor/host_configs.py")
 COMMANDS = {path.stem for path in (PACKAGE / "cli").glob("*.py")}  # a command may have the name of what it runs
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

@@ -1,6 +1,6 @@
 import pytest
 
-from hf_nanguard.plain_text import first_line, format_error, printable
+from hf_nanguard.plain_text import first_line, format_error, format_value, printable
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,9 @@ def test_the_first_line_of_an_error(message, line):
 def test_an_error_is_named_with_its_first_line():
     assert format_error(KeyError("missing\nmore"), 200) == "KeyError: 'missing\\nmore'"
     assert format_error(ValueError("one\ntwo")) == "ValueError: one"
+
+
+def test_a_value_fits_into_a_sentence():
+    assert [format_value(value) for value in ("a", 7, True, [1])] == ["'a'", "7", "True", "[1]"]
+    assert format_value("x" * 500) == f"'{'x' * 199}..."
+    assert format_value(10**5000) == "an integer of 16610 bits"  # which Python refuses to write

@@ -13,8 +13,8 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .command_parser import Subparsers, between, needs_trl
-from .live_output import build_console, guard_log, print_plain, progress
+from .shared.command_parser import Subparsers, between, needs_trl
+from .shared.live_output import build_console, guard_log, print_plain, progress
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
 from ..errors import ArgumentError
+from ..plain_text import format_value
 
 PREFIX = "nanguard_"
 TRUTHS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -232,7 +233,7 @@ class Setting:
         """Raises an [`ArgumentError`] if a value is not allowed. `spelling` is the name of the setting as the user wrote it."""
         if not self._allows(value):
             hint = HINTS.get(value, "") if isinstance(value, str) else ""
-            raise ArgumentError(f"{spelling} must be {self._expectation()}, got {value!r}.{hint}")
+            raise ArgumentError(f"{spelling} must be {self._expectation()}, got {format_value(value)}.{hint}")
 
     def _allows(self, value: object) -> bool:
         if value is None:

@@ -90,7 +90,7 @@ def test_ctrl_c(monkeypatch, capsys):
 def test_help_imports_nothing_heavy():
     code = (
         "import sys\nfrom hf_nanguard.cli.main import main\n"
-        "for command in ('demo', 'run', 'verify'):\n"
+        "for command in ('demo', 'run', 'doctor'):\n"
         "    try: main([command, '--help'])\n    except SystemExit: pass\n"
         "print('heavy:', [name for name in ('torch', 'transformers', 'trl', 'datasets', 'rich') if name in sys.modules])"
     )

@@ -9,6 +9,7 @@ import pytest
 
 from hf_nanguard import ArgumentError, NanGuardError
 from hf_nanguard.core.settings import SETTINGS, Policy, check_settings
+from hf_nanguard.plain_text import format_value
 from hf_nanguard.testing import INF, NAN
 
 BAD = {
@@ -51,7 +52,7 @@ def test_a_bad_value_is_refused_with_name_value_and_way_out(name, value):
         Policy(**{name: value})
     message = str(caught.value)
     assert message.startswith(name)
-    assert repr(value) in message
+    assert format_value(value) in message
     way_out = (
         ", ".join(SETTINGS[name].choices)
         or "number above 0|integer of at least|True or False|names separated by commas"

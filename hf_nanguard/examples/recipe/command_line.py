@@ -18,10 +18,11 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from ...errors import ArgumentError
-from ...plain_text import printable
+from ...plain_text import format_value, printable
+from ...yaml_file import read_yaml
 from ..compare import Outcome
 from ..output_folder import make_folder
-from .presets import list_presets, read_preset, read_yaml
+from .presets import list_presets, read_preset
 
 # Training arguments of recipes on the plain `Trainer`.
 COMMON = {
@@ -76,10 +77,7 @@ class RecipeParser(HfArgumentParser):
             self.error(self._format_unknown(unknown[0]))
         path = given.config
         config = {} if path is None else read_yaml(path)
-        variables = config.pop("env", {})
-        if not isinstance(variables, dict):
-            raise ArgumentError(f"{path}: env must contain names and values, got {variables!r}.")
-        os.environ.update({str(name): str(value) for name, value in variables.items()})
+        _set_variables(config.pop("env", {}), f"{path}: env")
         self.set_layer(config, f"--config {path}")
         return self.parse_args(list(words)), config
 
@@ -94,7 +92,7 @@ class RecipeParser(HfArgumentParser):
             try:
                 layer[name] = _convert(value, actions[name], hints.get(name, Any))
             except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
-                raise ArgumentError(f"{source}: {name} cannot be {value!r} ({_format(error)}).") from error
+                raise ArgumentError(f"{source}: {name} cannot be {format_value(value)} ({_format(error)}).") from error
         self.set_defaults(**layer)
 
     def parse_all(self, words: Sequence[str]) -> list[Any]:
@@ -116,6 +114,16 @@ class RecipeParser(HfArgumentParser):
         near = difflib.get_close_matches(word.lstrip("-").replace("-", "_"), known, 1)
         dashes = "--" if spelled.startswith("-") else ""
         return f"{word} is no argument of {self.prog}" + (f", did you mean {dashes}{near[0]}?" if near else "")
+
+
+def _set_variables(variables: object, source: str) -> None:
+    if not isinstance(variables, dict):
+        raise ArgumentError(f"{source} must contain names and values, got {format_value(variables)}.")
+    for name, value in variables.items():
+        try:
+            os.environ[str(name)] = str(value)
+        except (ValueError, OSError) as error:  # a name with "=", a zero byte, a text that cannot be encoded
+            raise ArgumentError(f"{source} cannot set {format_value(name)} ({_format(error)}).") from error
 
 
 def _format(error: BaseException) -> str:

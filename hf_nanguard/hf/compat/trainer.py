@@ -17,6 +17,7 @@ from .accelerate import local_collectives
 from .trainer_protocol import HostTrainer
 
 ITEMS = "num_items_in_batch"
+FIRST_STEP = "_initial_global_step"  # since transformers 5.19
 ONE_NORM = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU,
             DistributedType.MULTI_NPU, DistributedType.MULTI_MLU, DistributedType.MULTI_HPU)  # fmt: skip
 
@@ -40,7 +41,8 @@ def clips_in_one_piece(trainer: HostTrainer, model: torch.nn.Module) -> bool:
     files = {clip.__code__.co_filename for clip in clips}  # a patch may borrow a name, but not the file of its code
     hosts = {sys.modules["accelerate.accelerator"].__file__, sys.modules["torch.nn.utils.clip_grad"].__file__}
     is_hosts = own[0] is Trainer and not replaced and files == hosts
-    return is_hosts and one_norm and not trainer._has_mixed_mesh_grads(model)
+    mixes_meshes = getattr(trainer, "_has_mixed_mesh_grads", None)  # since transformers 5.17
+    return is_hosts and one_norm and not (mixes_meshes is not None and mixes_meshes(model))
 
 
 def metric_lists(trainer: HostTrainer) -> dict[str, list]:
@@ -76,15 +78,27 @@ def forget_step(trainer: HostTrainer) -> None:
     Can go together with `running_loss`.
     """
     trainer._globalstep_last_logged += 1
-    trainer._initial_global_step += 1
+    if FIRST_STEP in vars(trainer):
+        trainer._initial_global_step += 1
 
 
-def counts_no_step(trainer: HostTrainer) -> bool:
+def counts_no_step(trainer: HostTrainer, num_skipped: int) -> bool:
     """Returns whether no step is left in the mean loss of the run, which the Trainer then calls 0.
 
     Can go together with `forget_step`.
     """
-    return trainer.state.global_step <= trainer._initial_global_step
+    return trainer.state.global_step <= vars(trainer).get(FIRST_STEP, num_skipped)
+
+
+def leave_out_of_mean(trainer: HostTrainer, num_skipped: int) -> None:
+    """Takes skipped steps out of the mean loss of a run that ends, for which older Trainers divide by `global_step`.
+
+    Can go when transformers 5.19 is the lowest version.
+    """
+    num_kept = trainer.state.global_step - num_skipped
+    if FIRST_STEP not in vars(trainer) and num_skipped and num_kept > 0:
+        trainer._total_loss_scalar *= trainer.state.global_step / num_kept
+        trainer._tr_loss *= trainer.state.global_step / num_kept
 
 
 def loss_shifts_labels(trainer: HostTrainer) -> bool:

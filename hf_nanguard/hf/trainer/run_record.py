@@ -1,34 +1,39 @@
 """What a run leaves behind: events and metrics in `<output_dir>/nanguard/`, the guard's state in checkpoints."""
 
-import json
-import logging
 from pathlib import Path
 
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ...core.autopsy.examiner import FOLDER as BUNDLES
 from ...core.event import JsonObject, strict
+from ...core.monitors.base import load_whole
 from ...core.step.guard import Guard
 from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
+from ...report.state_file import read_state, report_unusable, write_state
+from ...safe_files import remove_drafts
 from ..compat.trainer_protocol import HostTrainer
-
-logger = logging.getLogger("hf_nanguard")
 
 STATE_FILE = "nanguard_state.json"
 
 
 def save_guard(guard: Guard, folder: Path) -> None:
     """Writes the guard's state beside the trainer's, in a checkpoint that is there."""
-    if folder.is_dir():
-        (folder / STATE_FILE).write_text(json.dumps(guard.state_dict(), allow_nan=False), encoding="utf-8")
+    write_state(folder / STATE_FILE, guard.state_dict())
 
 
 def load_guard(guard: Guard, folder: Path) -> bool:
-    """Restores the guard's state from a checkpoint; returns whether there was one. A broken one is told and left out."""
-    file = folder / STATE_FILE
-    if not file.is_file():
+    """Restores the guard's state from a checkpoint, on all ranks or on none, because they decide by it together.
+
+    Returns whether it was restored. One that cannot be used is logged, and nothing of it is loaded. Every rank must call it.
+    """
+    state = read_state(folder / STATE_FILE)
+    if guard.ranks.any(state is None) or state is None:
         return False
     try:
-        guard.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
-    except (KeyError, TypeError, ValueError) as error:
-        logger.warning("hf_nanguard: %s was not readable (%r), so counts and statistics start anew.", file, error)
+        load_whole(guard, state)
+    except ValueError as error:  # written by another version
+        report_unusable(folder / STATE_FILE, error)
+        return False
     return True
 
 
@@ -49,10 +54,15 @@ class RunRecord:
 
     def begin_run(self) -> None:
         """Follows `output_dir`, which a script may set after it has built the trainer; lines of another `train()` get
-        another id."""
-        self.directory = Path(str(self.trainer.args.output_dir)) / GUARD_FOLDER
+        another id. What an earlier run was writing when it was killed is removed."""
+        output = Path(str(self.trainer.args.output_dir))
+        self.directory = output / GUARD_FOLDER
         self.events = JsonlWriter(events_path(self.directory, self.rank))
-        self.metrics = JsonlWriter(self.directory / "metrics.jsonl", self.events.run)
+        self.metrics = JsonlWriter(self.directory / "metrics.jsonl", self.events.run, private=False)
+        if self.rank == 0:
+            remove_drafts(self.directory / BUNDLES)
+            for checkpoint in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+                remove_drafts(checkpoint, "nanguard_*")
 
     def write_event(self, event: JsonObject) -> None:
         """Appends an event to the file of this rank."""

@@ -3,7 +3,7 @@
 import json
 import platform
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ def gather_content(
     given = facts.get("versions")
     document = {
         "schema": SCHEMA,
-        "time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "time": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "step": step,
         "micro_step": suspect.micro.index,
         "verdict": verdict.as_dict(),

@@ -18,6 +18,7 @@ OWN = {
     "--config": ("FILE", "YAML file with any of the arguments, one per line"),
     "--compare": (None, "plant a failure, run stock and guarded, and print both outcomes"),
     "--json": (None, "print the result as one JSON object, and everything else on standard error"),
+    "--allow_pickle": (None, "also load weights that are pickles, which can run any code; only for models you trust"),
     "--help_all": (None, "list all flags, including those of TRL, and exit"),
 }
 COMMON = {
@@ -77,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Runs the recipe and returns its exit code."""
     recipe = load_recipe(arguments.command, arguments.command)
     if "--help_all" in arguments.words:
-        from ..examples.recipe.recipe_parser import build_parser
+        from ...examples.recipe.recipe_parser import build_parser
 
         build_parser(recipe.KIND).print_help()
         return 0

@@ -8,8 +8,8 @@ import argparse
 import difflib
 from collections.abc import Mapping
 
-from ..core.settings import PREFIX, SETTINGS, Setting, check_settings
-from ..errors import ArgumentError
+from ...core.settings import PREFIX, SETTINGS, Setting, check_settings
+from ...errors import ArgumentError
 
 VARIABLE_PREFIX = PREFIX.upper()
 CONFIG_VARIABLE = f"{VARIABLE_PREFIX}CONFIG"
@@ -31,7 +31,7 @@ def gather(flags: Mapping[str, object], environment: Mapping[str, str], config: 
     `flags` is the parsed command line; other names in it are ignored. `config` is a YAML file, by default the one that
     `NANGUARD_CONFIG` names.
     """
-    from ..examples.recipe.presets import read_yaml
+    from ...yaml_file import read_yaml
 
     source = CONFIG_VARIABLE if config is None else "--config"
     config = environment.get(CONFIG_VARIABLE) if config is None else config

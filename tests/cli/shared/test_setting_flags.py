@@ -9,7 +9,7 @@ import pytest
 
 from hf_nanguard import ArgumentError, GuardArguments
 from hf_nanguard.cli.main import main
-from hf_nanguard.cli.setting_flags import add_flags, as_environment, gather
+from hf_nanguard.cli.shared.setting_flags import add_flags, as_environment, gather
 
 
 def test_every_setting_has_a_flag_with_its_choices_and_default():
@@ -24,7 +24,7 @@ def test_every_setting_has_a_flag_with_its_choices_and_default():
 
 def test_reading_them_imports_nothing_heavy():
     code = (
-        "import sys\nfrom hf_nanguard.cli.setting_flags import gather\ngather({}, {'NANGUARD_MODE': 'observe'})\n"
+        "import sys\nfrom hf_nanguard.cli.shared.setting_flags import gather\ngather({}, {'NANGUARD_MODE': 'observe'})\n"
         "print([name for name in ('torch', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -84,6 +84,13 @@ def test_settings_pass_through_the_environment_as_they_are():
         ),
         ({"nanguard_logits_min_prob": "2"}, {}, ["--nanguard_logits_min_prob", "2.0", "at most 1"]),
         ({}, {"NANGUARD_LOGITS_MIN_PROB": "2"}, ["environment variable NANGUARD_LOGITS_MIN_PROB", "2.0", "at most 1"]),
+        ({}, {"NANGUARD_LOSS_FLOOR": "1e999"}, ["environment variable NANGUARD_LOSS_FLOOR", "inf", "a finite number"]),
+        ({}, {"NANGUARD_MIN_TEMPERATURE": "nan"}, ["environment variable NANGUARD_MIN_TEMPERATURE", "nan", "finite"]),
+        (
+            {},
+            {"NANGUARD_MAX_BAD_STEPS": "9" * 5000},
+            ["environment variable NANGUARD_MAX_BAD_STEPS", "999...", "integer"],
+        ),
         ({}, {"NANGUARD_RATIO_BOUND": "41"}, ["environment variable NANGUARD_RATIO_BOUND", "41.0", "at most 40"]),
         ({}, {"NANGUARD_ON_SPIEK": "skip"}, ["NANGUARD_ON_SPIEK", "Did you mean NANGUARD_ON_SPIKE?"]),
         ({"nanguard_skip_grad_norm": "2"}, {"NANGUARD_MODE": "observe"}, ["nanguard_skip_grad_norm", "nanguard_mode"]),

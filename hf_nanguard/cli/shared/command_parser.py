@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TypeAlias
 
-from ..errors import ArgumentError
+from ...errors import ArgumentError
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -34,7 +34,7 @@ def needs_trl(command: str) -> Iterator[None]:
 
 def load_recipe(command: str, name: str) -> SimpleNamespace:
     """Returns what the script `recipes/<name>.py` defines; recipes are beside the presets."""
-    from ..examples.recipe.presets import find_configs
+    from ...examples.recipe.presets import find_configs
 
     with needs_trl(command):
         return SimpleNamespace(**runpy.run_path(str(find_configs().parent / "recipes" / f"{name}.py")))
