@@ -5,6 +5,7 @@ trainer.
 """
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -72,10 +73,7 @@ def taken_over(run: Run, folder: Any, guard: GuardArguments) -> Any:
 
 
 WAYS = ((attached, "halt"), (as_class, "drop_samples"), (by_callback, "repair"), (taken_over, "drop"))
-NOT_COMPARED = (
-    "nanguard/", "train_runtime", "train_samples_per", "train_steps_per", "eval_runtime", "eval_samples_per", "eval_steps_per",
-    "init_mem", "train_mem", "before_init_mem", "eval_mem", "train_tokens_per", "num_input_tokens_per",
-)  # fmt: skip
+NOT_COMPARED = re.compile(r"nanguard/|.*(_runtime|_per_second|_mem_.*)$")  # ours; time and memory
 
 
 class Table:
@@ -108,7 +106,7 @@ def train(trainer: Any, run: Run) -> tuple[dict[str, torch.Tensor], list[dict[st
     run.train(trainer)
     history = trainer.state.log_history
     tensors = {k: torch.where(v.isnan(), 7, v) for k, v in tensors_of(trainer).items()}  # NaN is not equal to itself
-    return tensors, [{k: v for k, v in row.items() if not k.startswith(NOT_COMPARED)} for row in history]
+    return tensors, [{k: v for k, v in row.items() if not NOT_COMPARED.match(k)} for row in history]
 
 
 def check_as_stock(make: Callable[[], Run], folder: Path) -> None:

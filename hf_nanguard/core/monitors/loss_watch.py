@@ -19,10 +19,17 @@ class LossWatch:
 
     def __init__(self, journal: Journal):
         self.journal = journal
+        self.is_signed = False
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Forgets the losses of another run; whether they change their sign is a property of the loss."""
         self.spikes = SpikeDetector(ratio=2.8, tail=3.0)
         self.divergence = DivergenceDetector()
-        self.is_signed = False
         self.num_seen = 0
+        was_signed, self.is_signed = self.is_signed, False
+        if was_signed:
+            self.expect_sign_changes()
 
     @property
     def is_open(self) -> bool:

@@ -132,9 +132,16 @@ class Guard:
         """The gradient norm before clipping of the step that was settled last."""
         return self.settlement.last_norm
 
-    def write_bundles_to(self, folder: Path) -> None:
-        """Makes autopsies write their bundles to another folder."""
-        self.redo.examiner.write_to(folder)
+    def begin_run(self, folder: Path | None = None) -> None:
+        """Begins another run: counts, statistics and budgets start anew; a resume restores those of its checkpoint.
+
+        Args:
+            folder (`Path`, *optional*):
+                Where bundles of autopsies go from now on; without it none is written.
+        """
+        for part in (self.counter, self.norms, self.loss_watch, self.escalation, self.journal, self.settlement):
+            part.begin_run()
+        self.redo.examiner.begin_run(folder)
 
     # ---- the hand-written loop ----
 
