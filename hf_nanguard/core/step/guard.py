@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ArgumentError, NonFiniteError
+from ...plain_text import show
 from ..autopsy.examiner import Examiner
 from ..event import Failure, JsonObject
 from ..journal import EventSink, Journal
@@ -394,7 +395,8 @@ class Guard:
                 Whether an exact zero loss with zero gradients deserves an event; in RL equal rewards make it normal.
         """
         self.recovery.note(step, group)
-        return self.settlement.settle(group, runner, step, norm, zero_is_news)
+        outcome = self.settlement.settle(group, runner, step, norm, zero_is_news)
+        return outcome if outcome.halt is None else replace(outcome, halt=show(outcome.halt, self.policy.bundle_text))
 
     # ---- state ----
 

@@ -86,9 +86,7 @@ class Halting:
         if last_good != folder or not ranks.any(folder.is_dir()):
             try:
                 trainer._save_checkpoint(model, None)
-            except (
-                Exception
-            ) as error:  # each of the host's writers has its own for a full disk; the reason to halt is told
+            except Exception as error:  # each of the host's writers has its own for a full disk
                 return f" The last good state could not be saved ({format_error(error)}).{last}"
         return f" {self._describe_state()} is in {folder}."
 

@@ -22,6 +22,7 @@ from ...core.rerun.runner import same_on_all_ranks
 from ...core.step.guard import Guard
 from ...core.step.step_reading import StepOutcome
 from ...core.vocabulary import Action, Signal
+from ...doctor.start_check import report_start
 from ...errors import LossMissingError
 from ..compat import accelerate as compat_accelerate
 from ..compat import trainer as compat
@@ -156,6 +157,8 @@ class TrainerGuard:
         if self.on and self.guard.ranks.rank == 0:
             self._log_limits()
             self._report_removed_rows()
+        if self.on:
+            report_start(self.trainer, self.policy.doctor, self.guard.ranks)
         try:
             yield
         finally:
@@ -254,6 +257,12 @@ class TrainerGuard:
         return compat_accelerate.replaced_method(self.trainer, "training_step", wrap)
 
     def _log_limits(self) -> None:
+        if self.policy.precision == "auto" and not isinstance(self.trainer.args, GuardArguments):
+            logger.warning(
+                "hf_nanguard: nanguard_precision='auto' has no effect here because the trainer was built with %s. Set it in a "
+                "guarded config, e.g. GuardedTrainingArguments.",
+                type(self.trainer.args).__name__,
+            )
         if self.deepspeed:
             logger.warning(
                 "hf_nanguard: DeepSpeed steps its engine inside the backward. Bad labels and inputs are filled before "
