@@ -148,11 +148,11 @@ class TrainerGuard:
             return
         self.recorder.begin_run()
         self.record.begin_run()
-        self.guard.write_bundles_to(self.record.directory)
+        self.guard.begin_run(self.record.directory)
+        self.no_signal.begin_run()
         self._abandons_step = self._has_reported_update = False
         self._num_left_out = 0
         self.custody.begin_run()
-        self.guard.begin_run()
         self._creates_optimizer = self.trainer.optimizer is None
         if self.on and self.guard.ranks.rank == 0:
             self._log_limits()
