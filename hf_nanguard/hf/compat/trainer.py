@@ -3,15 +3,11 @@
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
 from transformers import Trainer
-from transformers import trainer as trainer_module
-from transformers.trainer_utils import sort_checkpoints
 
 from .accelerate import local_collectives
 from .trainer_protocol import HostTrainer
@@ -192,29 +188,3 @@ def base_rates(trainer: HostTrainer) -> set[float]:
     Can go when a resumed Trainer keeps the learning rate of its arguments, or says that it does not.
     """
     return set(getattr(trainer.lr_scheduler, "base_lrs", ()))
-
-
-@contextmanager
-def keeping_checkpoint(folder: Path) -> Iterator[None]:
-    """Makes the host's rotation of checkpoints keep one more inside the block.
-
-    Can go when `rotate_checkpoints` takes several checkpoints to protect.
-    """
-
-    def rotate(output_dir: str, save_total_limit: int | None = None, best_model_checkpoint: str | None = None,
-               use_mtime: bool = False, **kwargs: Any) -> None:  # fmt: skip
-        if not save_total_limit or save_total_limit < 0:
-            return
-        found = [Path(each) for each in sort_checkpoints(output_dir, use_mtime=use_mtime, **kwargs)]
-        others = [each for each in found if each.absolute() != folder.absolute()]
-        best = None if best_model_checkpoint is None else Path(best_model_checkpoint)
-        old = [each for each in others[:-1] if each != best]
-        for each in old[: max(len(others) - save_total_limit, 0)]:
-            rmtree(each, ignore_errors=True)
-
-    original: Any = trainer_module.rotate_checkpoints
-    trainer_module.rotate_checkpoints = rotate  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        trainer_module.rotate_checkpoints = original

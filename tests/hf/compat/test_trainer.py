@@ -13,7 +13,6 @@ from datasets import Dataset
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig, Trainer, TrainerCallback
-from transformers import trainer as trainer_module
 from transformers.generation.continuous_batching.requests import create_warmup_future_states
 
 from hf_nanguard.hf.compat import accelerate as compat_accelerate
@@ -735,16 +734,3 @@ def test_the_rates_that_a_schedule_scales(trainer):
     assert compat.base_rates(trainer) == {trainer.args.learning_rate}
     trainer.lr_scheduler = None
     assert compat.base_rates(trainer) == set()
-
-
-@pytest.mark.parametrize("limit", [None, 1, 2])
-def test_a_checkpoint_is_kept_beyond_the_limit_of_the_host(trainer, tmp_path, limit):
-    steps = range(10, 60, 10)
-    for step in steps:
-        (tmp_path / f"checkpoint-{step}").mkdir()
-    rotate = vars(trainer_module)["rotate_checkpoints"]
-    with compat.keeping_checkpoint(tmp_path / "checkpoint-20"):
-        trainer_module.rotate_checkpoints(output_dir=str(tmp_path), save_total_limit=limit)
-    assert trainer_module.rotate_checkpoints is rotate
-    kept = sorted(int(folder.name.split("-")[1]) for folder in tmp_path.iterdir())
-    assert kept == (list(steps) if limit is None else sorted({20, *steps[-limit:]}))
