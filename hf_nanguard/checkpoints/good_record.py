@@ -55,7 +55,7 @@ def read_good(run: Path) -> GoodRecord | None:
     except (ValueError, KeyError, TypeError):
         return None
     is_valid = isinstance(record.step, int) and isinstance(record.path, str) and isinstance(record.accepted, list)
-    return record if is_valid else None
+    return record if is_valid and all(isinstance(name, str) for name in record.accepted) else None
 
 
 def digest_folder(folder: Path) -> str:

@@ -57,9 +57,8 @@ class CheckpointGuardCallback(TrainerCallback):
         trainer = find_trainer()
         if trainer is None or isinstance(trainer, GuardedTrainerMixin):
             return
-        saved = SavedCheckpoints(
-            cast(HostTrainer, trainer), make_journal(trainer), True, Baseline(host.model).find_nonfinite
-        )
+        host = cast(HostTrainer, trainer)
+        saved = SavedCheckpoints(host, make_journal(trainer), True, Baseline(host.model).find_nonfinite)
         self._run.enter_context(replaced_method(trainer, "_save_checkpoint", partial(_keep, saved, trainer)))
         self._run.enter_context(replaced_method(trainer, "_load_best_model", partial(_load_good, saved)))
 

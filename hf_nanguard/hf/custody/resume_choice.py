@@ -1,6 +1,5 @@
 """Which checkpoint a run resumes from: the newest that is good and complete, not the one with the highest number."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ from ...core.journal import Journal
 from ...core.vocabulary import Action, Signal
 from ...errors import ArgumentError
 from ..compat.trainer_protocol import HostTrainer
-
-logger = logging.getLogger("hf_nanguard")
 
 
 def choose_resume(asked: Any, trainer: HostTrainer, journal: Journal, acts: bool) -> Any:
@@ -35,8 +32,6 @@ def choose_resume(asked: Any, trainer: HostTrainer, journal: Journal, acts: bool
         raise ArgumentError(message)
     action = Action.REFUSED if acts and path is not None and path != str(asked) else Action.OBSERVED
     journal.write_once(Event(0, Signal.CHECKPOINT_NONFINITE, action, message))
-    if journal.ranks.rank == 0:
-        logger.warning("hf_nanguard: %s", message)
     return path if acts and path is not None else asked
 
 

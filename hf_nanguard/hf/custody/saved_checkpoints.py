@@ -16,7 +16,7 @@ from pathlib import Path
 from transformers import TrainerState
 
 from ...checkpoints.bad_checkpoint import mark_incomplete, quarantine
-from ...checkpoints.good_record import GoodRecord, digest_folder, write_good
+from ...checkpoints.good_record import GoodRecord, digest_folder, read_good, write_good
 from ...checkpoints.scan import scan_checkpoint
 from ...checkpoints.scan_result import NONFINITE
 from ...core.event import Culprit, Event, JsonValue
@@ -123,7 +123,9 @@ class SavedCheckpoints:
             name: value for row in rows for name, value in row.items() if name.endswith("loss")
         }
         try:
-            record = GoodRecord(state.global_step, folder.name, digest_folder(folder), metric or None, self._accepted)
+            before = read_good(folder.parent)  # what it accepts was not found again
+            accepted = sorted({*self._accepted, *(before.accepted if before is not None else ())})
+            record = GoodRecord(state.global_step, folder.name, digest_folder(folder), metric or None, accepted)
             write_good(folder.parent, record)
         except OSError as error:
             logger.warning("hf_nanguard: good.json was not written (%s).", first_line(error))
@@ -132,15 +134,14 @@ class SavedCheckpoints:
         """Reports a bad checkpoint and moves it away, so that it is never the newest or the best."""
         moved = self._move(folder) if self.acts else None
         done = "was saved although it is not good" if moved is None else f"was moved to {moved} because it is not good"
-        message = f"checkpoint {folder} {done}: {reason}"
+        hint = "" if self.last_good is None else f" The last good checkpoint is {self.last_good}."
+        message = f"checkpoint {folder} {done}: {reason}.{hint}"
         step, action = self.trainer.state.global_step, Action.REFUSED if self.acts else Action.OBSERVED
         good = None if self.last_good is None else str(self.last_good)
         values: dict[str, JsonValue] = {"folder": str(folder), "moved_to": moved, "last_good": good}
         self.journal.write_once(
             Event(step, Signal.CHECKPOINT_NONFINITE, action, message, None, 0, values, Culprit(phase="parameter"))
         )
-        hint = "" if self.last_good is None else f" The last good checkpoint is {self.last_good}."
-        logger.error("hf_nanguard: %s.%s", message, hint)
         if self.acts and self.trainer.state.best_global_step == step:
             state = self.trainer.state
             state.best_metric, state.best_global_step, state.best_model_checkpoint = self._best
