@@ -1,7 +1,10 @@
 """Numerical safety for Hugging Face training: a bad step leaves no trace."""
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from .plain_text import make_record_printable
 
 if TYPE_CHECKING:
     from .bundle_replay.rebuild import replay as replay
@@ -16,6 +19,8 @@ if TYPE_CHECKING:
     from .core.settings import Policy as Policy
     from .core.step.guard import Guard as Guard
     from .doctor.config_check import check_config as check_config
+    from .doctor.dataset_check import check_dataset as check_dataset
+    from .doctor.laws.prove import prove as prove
     from .errors import ArgumentError as ArgumentError
     from .errors import LossMissingError as LossMissingError
     from .errors import NanGuardError as NanGuardError
@@ -40,6 +45,8 @@ if TYPE_CHECKING:
     from .verification.measured_run import verify as verify
 
 __version__ = "0.1.0"
+
+logging.getLogger(__name__).addFilter(make_record_printable)
 
 # Loaded on first use, so that the core needs no transformers and the Trainer no trl.
 _HOMES = {
@@ -67,7 +74,9 @@ _HOMES = {
     "GuardedGRPOConfig": "hf.guarded_grpo",
     "GuardedGRPOTrainer": "hf.guarded_grpo",
     "check_config": "doctor.config_check",
+    "check_dataset": "doctor.dataset_check",
     "verify": "verification.measured_run",
+    "prove": "doctor.laws.prove",
     "replay": "bundle_replay.rebuild",
     "scan_checkpoint": "checkpoints.scan",
     "NumericalStabilityLogitsProcessor": "hf.generation.logits_processors",

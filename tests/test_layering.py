@@ -41,7 +41,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
         "core core.rerun core.optimizer core.autopsy core.autopsy.evidence core.monitors",
     ),
     "checkpoints": ("scan and custody of what is on disk, without transformers", "core"),
-    "report": ("the files of a run", "core"),
+    "report": ("the files of a run, and the console on which they are shown", "core"),
     "testing": ("public: the fault injector, the counter of host reads and operations", "core core.rerun"),
     "hf.compat": ("every private name of the hosts, each with the condition under which it can go", "core"),
     "hf.data": ("batches on the CPU, before a device", "core core.rerun hf.compat"),
@@ -62,19 +62,42 @@ FOLDERS: dict[str, tuple[str, str]] = {
         "callbacks for any trainer, one a file",
         "hf.custody core core.rerun core.monitors core.step report hf hf.compat hf.data hf.monitors hf.trainer",
     ),
+    "integrations": (
+        "the guard inside other training frameworks, one file each; nothing of them is imported at the head",
+        "core hf hf.callbacks hf.trainer",
+    ),
     "takeover": (
         "`nanguard run`: every Trainer that a script builds becomes guarded",
-        "core report hf hf.compat hf.trainer hf.rl",
+        "core report hf hf.compat hf.trainer hf.rl takeover.startup",
     ),
-    "takeover.startup": ("what a child process imports when it starts", "takeover"),
+    "takeover.startup": (
+        "what a guarded process imports when it starts: nothing of ours, until transformers comes",
+        "",
+    ),
     "bundle_replay": (
         "model and loss of a bundle built again, without trust",
         "core core.rerun core.autopsy core.autopsy.evidence core.autopsy.bundle hf hf.compat hf.trainer",
     ),
     "doctor.rules": ("rules over plain facts, and what they find", "core"),
+    "doctor.facts": (
+        "facts about a run from its trainer, its arguments or a file",
+        "core hf.compat doctor.rules",
+    ),
+    "doctor.data": (
+        "a sample of the training data, through the trainer's own collator, and checks of it",
+        "core core.rerun hf.compat hf.data doctor.facts doctor.rules",
+    ),
     "doctor": (
-        "facts of a trainer or a file judged by rules, and its data by checks",
-        "core core.rerun report hf.compat hf.data doctor.rules",
+        "what is checked before a run: configuration, data, and both at the start of every run",
+        "core report hf.compat doctor.facts doctor.data doctor.rules",
+    ),
+    "doctor.trial": (
+        "a trainer lent out for trial runs that leave no trace in it",
+        "core core.rerun hf.compat hf.trainer hf.generation doctor.rules",
+    ),
+    "doctor.laws": (
+        "relations that must hold for a trainer, tried on it: `prove`",
+        "core core.rerun hf.compat doctor.rules doctor.trial",
     ),
     "verification": (
         "a few measured steps of somebody's configuration, and a grade",
@@ -82,7 +105,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
     ),
     "doctor.command": (
         "the stages of `nanguard doctor` and what they print",
-        "core report hf.compat doctor doctor.rules verification",
+        "core report hf.compat hf.data doctor doctor.facts doctor.data doctor.rules verification",
     ),
     "examples.tasks": ("models, data and rewards made in code", ""),
     "examples": (
@@ -94,18 +117,18 @@ FOLDERS: dict[str, tuple[str, str]] = {
         "what the recipes share: command line, run, end",
         "core report hf hf.trainer examples examples.tasks examples.demo",
     ),
-    "cli.shared": ("what the commands share: parsers, settings as flags, output", "core examples.recipe"),
+    "cli.shared": ("what the commands share: parsers, settings as flags, output", "core report examples.recipe"),
     "cli": (
         "one command a file, nothing heavy at the head",
         "cli.shared checkpoints core core.autopsy core.autopsy.evidence core.autopsy.bundle report hf.trainer takeover "
-        "bundle_replay verification doctor doctor.command "
+        "takeover.startup bundle_replay verification doctor.facts doctor.command "
         "examples examples.demo examples.recipe",
     ),
 }
 EVERYWHERE = {"errors", "plain_text", "safe_files", "yaml_file", "__version__"}
 HOSTS = {"transformers", "accelerate", "trl", "peft", "datasets"}
-HOST_FOLDERS = ("hf", "takeover", "bundle_replay", "verification", "doctor", "examples", "testing")
-TRL_FILES = ("hf/guarded_sft.py", "hf/guarded_grpo.py", "hf/compat/online_trainer.py", "doctor/host_configs.py")
+HOST_FOLDERS = ("hf", "integrations", "takeover", "bundle_replay", "verification", "doctor", "examples", "testing")
+TRL_FILES = ("hf/guarded_sft.py", "hf/guarded_grpo.py", "hf/compat/online_trainer.py", "doctor/facts/host_configs.py")
 COMMANDS = {path.stem for path in (PACKAGE / "cli").glob("*.py")}  # a command may have the name of what it runs
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

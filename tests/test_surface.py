@@ -41,7 +41,7 @@ NAMES = words("""ActivationMonitorCallback ArgumentError CheckpointGuardCallback
 GradientMonitorCallback Guard GuardArguments GuardedGRPOConfig GuardedGRPOTrainer
 GuardedSFTConfig GuardedSFTTrainer GuardedTrainer GuardedTrainerMixin GuardedTrainingArguments LossMissingError
 NanGuardCallback NanGuardError NonFiniteError NumericalStabilityLogitsProcessor Policy
-SafeTemperatureLogitsWarper attach check_config guard_generation guarded replay scan_checkpoint verify
+SafeTemperatureLogitsWarper attach check_config check_dataset guard_generation guarded prove replay scan_checkpoint verify
 bounded_loss clamp_weight distillation_loss dtype_eps masked_cross_entropy normalized_mse soft_cap""")
 
 ARGUMENTS = {
@@ -53,12 +53,19 @@ ARGUMENTS = {
     "nanguard_skip_grad_norm": (float | None, None),
     "nanguard_on_spike": (str, "observe"),
     "nanguard_max_bad_steps": (int, 10),
+    "nanguard_max_rewinds": (int, 3),
+    "nanguard_rewind_lr_factor": (float, 1.0),
+    "nanguard_snapshot_steps": (int | None, None),
+    "nanguard_on_param_nonfinite": (str, "rewind"),
+    "nanguard_on_bad_start": (str, "halt"),
     "nanguard_on_halt": (str, "raise"),
     "nanguard_autopsy": (bool, True),
     "nanguard_max_autopsies": (int, 5),
     "nanguard_autopsy_seconds": (float, 60.0),
+    "nanguard_bundle": (bool, True),
     "nanguard_bundle_weights": (str, "none"),
     "nanguard_bundle_text": (bool, True),
+    "nanguard_push_to_hub": (bool, False),
     "nanguard_logits_mode": (str, "repair"),
     "nanguard_logits_clip_value": (float, 30.0),
     "nanguard_logits_min_prob": (float, 1e-8),
@@ -118,7 +125,9 @@ SIGNATURES = [
     (attach, "(trainer, guard=None)"),
     (guarded, "(trainer_class)"),
     (hf_nanguard.check_config, "(*configurations, task=None, skip=())"),
+    (hf_nanguard.check_dataset, "(trainer, sample=2000, skip=(), report=None)"),
     (hf_nanguard.verify, "(trainer, steps=20, output_dir=None, report=None, memory_limit=None)"),
+    (hf_nanguard.prove, "(trainer, only=None, skip=(), progress=None)"),
     (replay, "(path, checkpoint=None, factory=None, remedies=False)"),
     (hf_nanguard.scan_checkpoint, "(path, deep=False, as_dtype=None)"),
 ]

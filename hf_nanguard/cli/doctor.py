@@ -24,15 +24,16 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..doctor.command.stages import Builder
-    from ..doctor.config_file import ConfigFile
+    from ..doctor.facts.config_file import ConfigFile
 
 RECIPES = ("sft", "grpo")
 HELP = ("-h", "--help")
 
 EPILOG = """stages, from cheap to expensive:
   rules  settings, precision and resources judged by rules, in seconds
+  data   a sample of the training data, through the trainer's own preparation and collator
   steps  a few steps with the guard, measured: best, acceptable or failed
-  --only and --skip take names of stages, separated by commas; --skip also names of rules and topics (precision,
+  --only and --skip take names of stages, separated by commas; --skip also names of rules, checks and topics (precision,
   hyperparameters, resources). Stages after rules need a trainer: they build that of `nanguard sft` or `nanguard grpo`
   from the file and the flags, or yours with --trainer. Nothing is written to the output_dir of the file.
 
@@ -43,6 +44,7 @@ files:
 examples:
   nanguard doctor my.yaml
   nanguard doctor my.yaml accelerate.yaml --only rules
+  nanguard doctor my.yaml --only data --full --show 3
   nanguard doctor my.yaml --skip steps --json | jq .findings
   nanguard doctor --trainer my_module:build --steps 40
   nanguard doctor --task grpo --preset balanced --model_name_or_path my-model --dataset_name my-prompts \\
@@ -53,7 +55,7 @@ exit codes: 0 if nothing above a note was found, 1 if something was, 2 for bad a
 # Our own flags and whether each takes a value; all others are those of a recipe.
 FLAGS = {
     "--only": True, "--skip": True, "--trainer": True, "--task": True, "--steps": True, "--memory_limit": True,
-    "--memory-limit": True, "--output_dir": True, "--output-dir": True, "--config": True, "--json": False,
+    "--memory-limit": True, "--sample": True, "--show": True, "--full": False, "--output_dir": True, "--output-dir": True, "--config": True, "--json": False,
 }  # fmt: skip
 
 
@@ -82,6 +84,17 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--task", help="kind of training, if the file does not say it (sft, grpo, dpo, kto, reward, rloo)"
+    )
+    parser.add_argument(
+        "--sample", type=between(1, 10**9), default=2000, metavar="N", help="rows to check (default: %(default)s)"
+    )
+    parser.add_argument("--full", action="store_true", help="check all rows")
+    parser.add_argument(
+        "--show",
+        type=between(0, 1000),
+        default=0,
+        metavar="N",
+        help="print N rows, with the tokens that are learned marked",
     )
     parser.add_argument("--json", action="store_true", help="print only the result, as JSON")
     parser.add_argument(
@@ -139,7 +152,10 @@ def run(arguments: argparse.Namespace) -> int:
         from ..examples.compare import quiet_hosts
         from ..examples.recipe.run_and_save import stdout_aside
 
-    options = Options(arguments.only, arguments.skip, arguments.steps, arguments.memory_limit)
+    options = Options(
+        arguments.only, arguments.skip, None if arguments.full else arguments.sample, arguments.show, arguments.steps,
+        arguments.memory_limit,
+    )  # fmt: skip
     files = read_files(arguments)
     console = build_console(stderr=arguments.json)
     with _open_folder(arguments.output_dir) as folder:
@@ -156,8 +172,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def read_files(arguments: argparse.Namespace) -> list[ConfigFile]:
     """Returns what the files say, with the flags of a recipe above them."""
-    from ..doctor.config_file import read_config
-    from ..doctor.host_configs import TASKS
+    from ..doctor.facts.config_file import read_config
+    from ..doctor.facts.host_configs import TASKS
 
     if arguments.task is not None and arguments.task not in TASKS:
         raise ArgumentError(f"--task must be one of {', '.join(TASKS)}, got {arguments.task!r}.")

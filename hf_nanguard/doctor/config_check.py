@@ -10,15 +10,15 @@ from transformers import Trainer, TrainingArguments
 from ..core.event import strict
 from ..errors import ArgumentError
 from ..hf.compat.trainer_protocol import HostTrainer
-from .argument_facts import find_argument_facts
-from .config_file import ConfigFile, read_arguments, read_config
-from .device_facts import find_accelerator_facts, find_device_facts
-from .host_configs import TASKS, find_config_class
-from .rules.config_facts import Facts
+from .facts.argument_facts import find_argument_facts
+from .facts.config_file import ConfigFile, read_arguments, read_config
+from .facts.device_facts import find_accelerator_facts, find_device_facts
+from .facts.host_configs import TASKS, find_config_class
+from .facts.trainer_inspection import find_trainer_facts
 from .rules.finding import Examination, Finding, Severity
 from .rules.precision_sources import Source, find_sources
 from .rules.rule_set import judge
-from .trainer_inspection import find_trainer_facts
+from .rules.run_facts import Facts
 
 NO_DEVICE: Mapping[str, Any] = dict.fromkeys(("device_type", "bf16_support", "device_memory", "disk_free"))
 

@@ -39,7 +39,7 @@ def test_the_embedded_task(temporary, capsys):
     assert main(["doctor", "--steps", "6", "--use_cpu"]) == 0
     output = capsys.readouterr().out
     assert "\x1b" not in output
-    assert re.search(r"^verdict: sound \(1 note\)$", output, flags=re.MULTILINE)
+    assert re.search(r"^verdict: sound \(2 notes\)$", output, flags=re.MULTILINE)
     shown = [
         line
         for line in output.splitlines()
@@ -235,6 +235,31 @@ def test_a_trainer_of_ones_own(tmp_path, capsys, monkeypatch):
     result = json.loads(capsys.readouterr().out)
     assert {"clipping"} <= {found["rule"] for found in result["findings"]}  # a note: the model is not a pretrained one
     assert {source["name"]: source["verdict"] for source in result["precision"]}["model weights"] == "aligned"
+
+
+def test_rows_are_shown_with_what_is_learned(tmp_path, capsys):
+    rows = [{"prompt": f"{i}+1=", "completion": f"{i + 1}"} for i in range(8)]
+    model, data = save_model(tmp_path / "model"), save_rows(tmp_path / "data", rows)
+    words = [
+        "--model_name_or_path",
+        model,
+        "--dataset_name",
+        data,
+        "--use_cpu",
+        "--only",
+        "data",
+        "--show",
+        "2",
+        "--sample",
+        "4",
+    ]
+    assert main(["doctor", *words]) == 0
+    output = capsys.readouterr().out
+    assert re.findall(r"^row (\d)\n  (.*)>>>(.*)<<<$", output, flags=re.MULTILINE) == [
+        ("0", "0+1=", "1<eos>"),
+        ("2", "2+1=", "3<eos>"),
+    ]
+    assert re.search(r"^data  \S+ s  sound, 4 of 8 rows checked$", output, flags=re.MULTILINE)
 
 
 def test_hostile_text_of_a_file_is_printed_without_its_control_characters(tmp_path, capsys):

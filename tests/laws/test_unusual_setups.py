@@ -971,7 +971,7 @@ def test_an_unusual_setup_trains_as_stock_does(make, tmp_path):
 @pytest.mark.parametrize("fault", ["a bad batch", "nan in the parameter", "inf in another parameter"])
 def test_a_parameter_with_inf_by_design_hides_no_fault(fault, tmp_path):
     run = Run(Transitions(), arguments={**SAVING, "gradient_accumulation_steps": 1, "max_steps": 4})
-    trainer = attached(run, tmp_path, GuardArguments(nanguard_on_halt="stop"))
+    trainer = attached(run, tmp_path, GuardArguments(nanguard_on_halt="stop", nanguard_max_rewinds=0))
     place = {"nan in the parameter": ("transitions", "nan"), "inf in another parameter": ("head.bias", "inf")}.get(
         fault
     )

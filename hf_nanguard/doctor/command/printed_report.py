@@ -6,6 +6,7 @@ from rich.text import Text
 
 from ...plain_text import printable
 from ...verification.grade import Verification
+from ..dataset_check import DATA_CHECKS
 from ..rules.finding import Examination, Finding, Severity
 from ..rules.precision_sources import Source
 from ..rules.rule_set import RULES
@@ -20,7 +21,7 @@ STYLES = {
     "failed": "bold red",
 }
 INDENT = 9
-ABOUT = {rule.name: rule.about for rule in RULES}
+ABOUT = {**{rule.name: rule.about for rule in RULES}, **{check.name: check.about for check in DATA_CHECKS}}
 
 
 def print_stage(console: Console, stage: Stage) -> None:
@@ -33,6 +34,8 @@ def print_stage(console: Console, stage: Stage) -> None:
         if found
         else "sound"
     )
+    if "num_checked" in stage.details:
+        outcome += f", {stage.details['num_checked']} of {stage.details['num_rows'] or 'a stream of'} rows checked"
     style = "yellow" if stage.problem or found else "green"
     console.print(
         Text.assemble((f"{stage.name}", "bold"), f"  {stage.seconds:.1f} s  ", (printable(outcome), style)),

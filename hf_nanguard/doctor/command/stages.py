@@ -1,5 +1,6 @@
 """The stages of `nanguard doctor`, run in their order and printed as they end."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +12,15 @@ from transformers import Trainer
 from ...errors import ArgumentError
 from ...hf.compat.trainer_protocol import HostTrainer
 from ..config_check import judge_files
-from ..config_file import ConfigFile
+from ..data.sampled_rows import Report, take_sample
+from ..dataset_check import DATA_CHECKS, SAMPLE, judge_sample
+from ..facts.config_file import ConfigFile
+from ..facts.trainer_inspection import find_trainer_facts
 from ..rules.rule_set import RULES, TOPICS
-from ..trainer_inspection import find_trainer_facts
 from .checkup import STAGES, Checkup, Stage, run_stage
 from .measured_steps import measure_steps
 from .printed_report import print_grade, print_stage
+from .shown_rows import print_rows
 
 # Takes a title and a number of steps; returns what is called with the steps done, a text, and whether they are the last.
 Progress = Callable[[str, int], Callable[[int, str, bool], None]]
@@ -29,12 +33,18 @@ class Options:
 
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
+    num_rows: int | None = SAMPLE  # to check; None for all
+    num_shown: int = 0  # rows to print
     num_steps: int = 20
     memory_limit: int | None = None
 
     def __post_init__(self) -> None:
         _check_names("--only", self.only, STAGES)
-        _check_names("--skip", self.skip, (*STAGES, *TOPICS, *(rule.name for rule in RULES)))
+        _check_names(
+            "--skip",
+            self.skip,
+            (*STAGES, *TOPICS, *(rule.name for rule in RULES), *(check.name for check in DATA_CHECKS)),
+        )
         if not self.stages:
             raise ArgumentError("--only and --skip must leave a stage to run, got none.")
 
@@ -111,6 +121,15 @@ def _judge_trainer(
 def _run_later(
     name: str, trainer: Trainer, options: Options, folder: Path, console: Console, progress: Progress
 ) -> Stage:
+    def check_data(stage: Stage) -> None:
+        if trainer.train_dataset is None:
+            raise ArgumentError("the trainer has no training data.")
+        sample = take_sample(cast(HostTrainer, trainer), options.num_rows, slow_progress(progress, "rows"))
+        found = judge_sample(sample, options.skip)
+        stage.examination = found.examination
+        stage.details |= {"num_rows": found.num_rows, "num_checked": found.num_checked, "bad_rows": found.bad_rows}
+        print_rows(console, sample, options.num_shown)
+
     def measure(stage: Stage) -> None:
         report = progress("measured steps", options.num_steps)
         found = measure_steps(
@@ -119,4 +138,18 @@ def _run_later(
         )  # fmt: skip
         print_grade(console, found)
 
-    return run_stage(name, {"steps": measure}[name])
+    return run_stage(name, {"data": check_data, "steps": measure}[name])
+
+
+def slow_progress(progress: Progress, title: str, after: float = 2.0) -> Report:
+    """Returns what reports progress once something has taken longer than two seconds."""
+    begin = time.monotonic()
+    bars: list[Callable[[int, str, bool], None]] = []
+
+    def report(done: int, total: int) -> None:
+        if not bars and time.monotonic() - begin > after:
+            bars.append(progress(title, total))
+        if bars:
+            bars[0](done, "", done == total)
+
+    return report

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 
 from ...core.vocabulary import StrEnum
-from .config_facts import Facts
+from .run_facts import Facts
 
 DOCS = "docs/doctor.md"
 

@@ -3,8 +3,8 @@
 import math
 import re
 
-from .config_facts import Facts
 from .finding import Finding, Rule, error, note, warning
+from .run_facts import Facts
 
 # Highest learning rates of an Adam optimizer that are in use for pretrained models, by kind of training.
 RATES = {

@@ -1,7 +1,7 @@
 """Rules about how model, adapter, tokenizer and collator fit together."""
 
-from .config_facts import Facts
 from .finding import Finding, Rule, error, note, warning
+from .run_facts import Facts
 
 LEARNED_POSITIONS = (
     "gpt2",

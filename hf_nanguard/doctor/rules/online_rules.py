@@ -1,7 +1,7 @@
 """Rules about reinforcement learning and preference losses: sampling, groups, KL."""
 
-from .config_facts import Facts
 from .finding import Finding, Rule, error, note, warning
+from .run_facts import Facts
 
 
 def check_temperature(facts: Facts) -> Finding | None:

@@ -2,9 +2,9 @@
 
 import math
 
-from .config_facts import Facts
 from .finding import Finding, Rule, error, note, warning
 from .precision_sources import find_sources
+from .run_facts import Facts
 
 # Their activations exceed 65504, because they were trained in bfloat16 or float32 only.
 OVERFLOWING = (

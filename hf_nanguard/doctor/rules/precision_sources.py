@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .config_facts import Facts
+from .run_facts import Facts
 
 ALIGNED = "aligned"
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}

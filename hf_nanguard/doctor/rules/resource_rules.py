@@ -1,7 +1,7 @@
 """Rules about memory and disk."""
 
-from .config_facts import Facts
 from .finding import Finding, Rule, error, warning
+from .run_facts import Facts
 
 GIB = 2**30
 

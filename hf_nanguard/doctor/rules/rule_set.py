@@ -2,13 +2,13 @@
 
 from collections.abc import Collection
 
-from .config_facts import Facts
 from .finding import Examination, Rule
 from .hyperparameter_rules import OPTIMIZER_RULES
 from .model_rules import MODEL_RULES
 from .online_rules import ONLINE_RULES
 from .precision_rules import PRECISION_RULES
 from .resource_rules import RESOURCE_RULES
+from .run_facts import Facts
 
 RULES: tuple[Rule, ...] = (*PRECISION_RULES, *OPTIMIZER_RULES, *ONLINE_RULES, *MODEL_RULES, *RESOURCE_RULES)
 TOPICS = tuple(dict.fromkeys(rule.topic for rule in RULES))

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
 from .accelerate import local_collectives
 from .trainer_protocol import HostTrainer
@@ -188,3 +189,27 @@ def base_rates(trainer: HostTrainer) -> set[float]:
     Can go when a resumed Trainer keeps the learning rate of its arguments, or says that it does not.
     """
     return set(getattr(trainer.lr_scheduler, "base_lrs", ()))
+
+
+def replace_callbacks(trainer: Trainer, callbacks: list[TrainerCallback]) -> None:
+    """Gives a trainer other callbacks, and no others: none that report, save or print.
+
+    Can go when the Trainer can be told to run without its callbacks.
+    """
+    trainer.callback_handler = CallbackHandler(callbacks, trainer.model, trainer.processing_class, None, None)
+
+
+def prepare_inputs(trainer: HostTrainer, batch: Any) -> Any:
+    """Returns a batch as a trainer gives it to its loss: on the device.
+
+    Can go when the Trainer has a public method for it.
+    """
+    return trainer._prepare_inputs(batch)
+
+
+def set_batch_size(trainer: HostTrainer, size: int) -> None:
+    """Sets the number of rows in a micro-batch of a trainer that is already built.
+
+    Can go when the Trainer reads it from its arguments when it makes its dataloader.
+    """
+    trainer.args.per_device_train_batch_size = trainer._train_batch_size = size

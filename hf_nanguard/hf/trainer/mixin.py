@@ -20,6 +20,7 @@ One `train()`, in the order in which transformers calls us (`guard` is `self.nan
                     log()                   the guard's metrics join the row
                     evaluate()              a non-finite loss is an event and never "best"
                     _save_checkpoint()      refused if weights or optimizer state are not finite; read back, then good
+                        _push_from_checkpoint()     without the guard's folder, as is push_to_hub()
         _load_best_model()                  not if its files are bad
         _finalize_training()                a run without one good step has no mean loss
 
@@ -238,6 +239,16 @@ class GuardedTrainerMixin(Stealth, _Host):
         if self.nanguard.on and not self.nanguard.custody.may_write(str(output_dir or self.args.output_dir)):
             return
         super().save_model(output_dir, _internal_call)
+
+    @entered_once
+    def push_to_hub(self, *args, **kwargs):
+        with self.nanguard.record.kept_local():
+            return super().push_to_hub(*args, **kwargs)
+
+    @entered_once
+    def _push_from_checkpoint(self, checkpoint_folder):
+        with self.nanguard.record.kept_local():
+            return super()._push_from_checkpoint(checkpoint_folder)
 
     @entered_once
     def _save_checkpoint(self, model, trial):

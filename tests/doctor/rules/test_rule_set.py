@@ -9,9 +9,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import DataCollatorForLanguageModeling, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from hf_nanguard.doctor.config_check import ConfigReport, check_config
-from hf_nanguard.doctor.rules.config_facts import Facts
 from hf_nanguard.doctor.rules.finding import DOCS
 from hf_nanguard.doctor.rules.rule_set import RULES, TOPICS, judge
+from hf_nanguard.doctor.rules.run_facts import Facts
 
 from ...models import CHAT_TEMPLATE, tiny_llama, tiny_t5, tiny_tokenizer, token_dataset
 from ...trainers import build

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from ..yaml_file import read_regular_file
+from ...yaml_file import read_regular_file
 
 MAX_BYTES = 64 * 2**20
 

@@ -6,9 +6,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ..errors import ArgumentError
-from ..plain_text import printable
-from ..yaml_file import read_yaml
+from ...errors import ArgumentError
+from ...plain_text import printable
+from ...yaml_file import read_yaml
+from ..rules.finding import Examination, Finding, Severity
+from ..rules.run_facts import Facts, read_facts
 from .argument_facts import (
     find_argument_facts,
     find_deepspeed_precision,
@@ -20,8 +22,6 @@ from .argument_facts import (
 from .host_configs import RENAMED, find_task, find_unknown, read_defaults
 from .json_files import read_json
 from .model_files import find_model_facts, read_model_config
-from .rules.config_facts import Facts, read_facts
-from .rules.finding import Examination, Finding, Severity
 
 ACCELERATE = ("compute_environment", "distributed_type", "mixed_precision", "num_machines", "main_training_function")
 AXOLOTL = ("base_model", "micro_batch_size", "sequence_len")

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from .rules.config_facts import Facts
+from ..rules.run_facts import Facts
 
 
 def find_accelerator_facts() -> Facts:

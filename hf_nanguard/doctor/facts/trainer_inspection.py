@@ -10,10 +10,10 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers import DataCollatorForLanguageModeling, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..hf.compat.trainer_protocol import HostTrainer
+from ...hf.compat.trainer_protocol import HostTrainer
+from ..rules.run_facts import Facts
 from .argument_facts import find_argument_facts, find_deepspeed_precision
 from .device_facts import find_device_facts
-from .rules.config_facts import Facts
 
 # By the name of the class or of one of its bases, which may be guarded or the user's own.
 TASK_NAMES = {

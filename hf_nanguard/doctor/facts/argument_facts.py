@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError
+from ...errors import ArgumentError
+from ..rules.run_facts import Facts
 from .json_files import read_json
-from .rules.config_facts import Facts
 
 TRUTHS = {"true": True, "false": False, "yes": True, "no": False, "1": True, "0": False}
 

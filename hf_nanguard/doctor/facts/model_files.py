@@ -6,9 +6,9 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
+from ..rules.run_facts import Facts
 from .argument_facts import read_dtype
 from .json_files import read_json
-from .rules.config_facts import Facts
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 

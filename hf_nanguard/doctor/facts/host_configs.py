@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from ..core.settings import PREFIX, SETTINGS
+from ...core.settings import PREFIX, SETTINGS
 
 TASKS = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "trainer")
 # Fields that occur in one kind of training only, by which a file without a name of its own is recognised. The first match wins.
