@@ -51,7 +51,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
     "hf.trainer": (
         "the guard of one trainer, in the order of a step",
         "hf.custody core core.rerun core.autopsy core.autopsy.evidence core.monitors core.step report hf.compat hf.data hf.generation "
-        "hf.monitors",
+        "hf.monitors doctor doctor.facts",
     ),
     "hf.rl": (
         "completions, rewards and log-ratios of online trainers",
