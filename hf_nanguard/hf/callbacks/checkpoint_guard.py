@@ -15,8 +15,7 @@ from ...core.ranks import Ranks
 from ...core.state_tensors import is_plain
 from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
 from ..compat.accelerate import replaced_method
-from ..compat.checkpoint_rotation import checkpoint_folder
-from ..compat.trainer import find_trainer
+from ..compat.trainer import checkpoint_folder, find_trainer
 from ..compat.trainer_protocol import HostTrainer
 from ..custody.resume_choice import choose_resume
 from ..custody.saved_checkpoints import SavedCheckpoints

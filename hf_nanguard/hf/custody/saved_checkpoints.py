@@ -23,7 +23,7 @@ from ...core.event import Culprit, Event, JsonValue
 from ...core.journal import Journal
 from ...core.vocabulary import Action, Signal
 from ...plain_text import first_line
-from ..compat.checkpoint_rotation import deferred_rotation, rotate
+from ..compat.trainer import deferred_rotation, rotate
 from ..compat.trainer_protocol import HostTrainer
 
 logger = logging.getLogger("hf_nanguard")
