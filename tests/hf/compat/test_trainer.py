@@ -13,6 +13,7 @@ from datasets import Dataset
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig, Trainer, TrainerCallback
+from transformers import trainer as trainer_module
 from transformers.generation.continuous_batching.requests import create_warmup_future_states
 
 from hf_nanguard.hf.compat import accelerate as compat_accelerate
