@@ -105,7 +105,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
     ),
     "doctor.command": (
         "the stages of `nanguard doctor` and what they print",
-        "core report hf.compat hf.data doctor doctor.facts doctor.data doctor.rules verification",
+        "core report hf.compat hf.data doctor doctor.facts doctor.data doctor.rules doctor.laws doctor.trial verification",
     ),
     "examples.tasks": ("models, data and rewards made in code", ""),
     "examples": (
