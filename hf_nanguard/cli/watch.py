@@ -147,6 +147,7 @@ def build_view(watched: WatchedRun) -> RenderableType:
     values.add_row(*(format_value(watched.row[name]) for name in shown))
     events = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for mark in watched.marks:
-        events.add_row(str(mark.step), Text(mark.action, style="yellow"), mark.signal, mark.message)
+        message = Text(mark.message, no_wrap=True, overflow="ellipsis")
+        events.add_row(str(mark.step), Text(mark.action, style="yellow"), mark.signal, message)
     title = Text(f"{watched.num_events} events" if watched.num_events else "no events", style="dim")
     return Group(head, values if shown else Text("nothing logged yet"), title, events)

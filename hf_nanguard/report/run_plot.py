@@ -47,6 +47,7 @@ def draw_run(curves: RunCurves, path: Path) -> None:
     panels = figure.subplots(len(shown), 1, sharex=True, squeeze=False)[:, 0]
     for panel, name in zip(panels, shown, strict=True):
         _draw_curve(panel, *curves.series(name), TITLES[name])
+    figure.align_ylabels(panels)
     _draw_marks(figure, panels, curves)
     panels[-1].set_xlabel("step")
     figure.suptitle(printable(curves.folder.resolve().name, 80), x=0.01, ha="left", fontsize=11, parse_math=False)
