@@ -135,7 +135,7 @@ def bundle(workplace) -> Path:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_command_runs_as_it_is_written(command, workplace, request):
-    if "replay" in command:
+    if "replay" in command or " runs/mine" in command:
         request.getfixturevalue("bundle")
     # TRL's own script refuses its default of bfloat16 where there is no accelerator
     done = run(f"{command} --use_cpu true" if " trl " in command else command, workplace)
