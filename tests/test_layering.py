@@ -50,7 +50,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
     "hf.trainer": (
         "the guard of one trainer, in the order of a step",
         "core core.rerun core.autopsy core.autopsy.evidence core.monitors core.step report hf.compat hf.data hf.generation "
-        "hf.monitors",
+        "hf.monitors doctor doctor.facts",
     ),
     "hf.rl": (
         "completions, rewards and log-ratios of online trainers",
@@ -104,7 +104,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
     ),
     "doctor.command": (
         "the stages of `nanguard doctor` and what they print",
-        "core report hf.compat hf.data doctor doctor.facts doctor.data doctor.rules verification",
+        "core report hf.compat hf.data doctor doctor.facts doctor.data doctor.rules doctor.laws doctor.trial verification",
     ),
     "examples.tasks": ("models, data and rewards made in code", ""),
     "examples": (

@@ -45,6 +45,8 @@ bounded_loss clamp_weight distillation_loss dtype_eps masked_cross_entropy norma
 
 ARGUMENTS = {
     "nanguard_mode": (str, "act"),
+    "nanguard_doctor": (str, "warn"),
+    "nanguard_precision": (str, "keep"),
     "nanguard_on_nonfinite": (str, "drop"),
     "nanguard_loss_floor": (float, 1e-6),
     "nanguard_on_loss_error": (str, "raise"),

@@ -45,6 +45,18 @@ class Policy:
         "`act` corrects bad steps, `observe` only records events and leaves the run unchanged, `off` disables the guard.",
         ("act", "observe", "off"),
     )
+    doctor: str = setting(
+        "warn",
+        "Check settings and a few rows of the data at the start of a run: `warn` logs everything above a note, `strict` raises "
+        "ArgumentError instead of starting, `off` checks nothing.",
+        ("warn", "strict", "off"),
+    )
+    precision: str = setting(
+        "keep",
+        "`keep` trains in the precision of `bf16` and `fp16`. `auto`, in a guarded config, sets them to what is safe on this device: "
+        "bfloat16, else float16 with a loss scaler, else float32.",
+        ("keep", "auto"),
+    )
     on_nonfinite: str = setting(
         "drop",
         "What to do if the loss or the gradients contain NaN or inf. `drop` repeats the accumulation group without the bad "

@@ -22,6 +22,7 @@ from ...core.rerun.runner import same_on_all_ranks
 from ...core.step.guard import Guard
 from ...core.step.step_reading import StepOutcome
 from ...core.vocabulary import Action, Signal
+from ...doctor.start_check import report_start
 from ...errors import LossMissingError
 from ..compat import accelerate as compat_accelerate
 from ..compat import trainer as compat
@@ -147,15 +148,17 @@ class TrainerGuard:
             return
         self.recorder.begin_run()
         self.record.begin_run()
-        self.guard.write_bundles_to(self.record.directory)
+        self.guard.begin_run(self.record.directory)
+        self.no_signal.begin_run()
         self._abandons_step = self._has_reported_update = False
         self._num_left_out = 0
         self.custody.begin_run()
-        self.guard.begin_run()
         self._creates_optimizer = self.trainer.optimizer is None
         if self.on and self.guard.ranks.rank == 0:
             self._log_limits()
             self._report_removed_rows()
+        if self.on:
+            report_start(self.trainer, self.policy.doctor, self.guard.ranks)
         try:
             yield
         finally:
@@ -254,6 +257,12 @@ class TrainerGuard:
         return compat_accelerate.replaced_method(self.trainer, "training_step", wrap)
 
     def _log_limits(self) -> None:
+        if self.policy.precision == "auto" and not isinstance(self.trainer.args, GuardArguments):
+            logger.warning(
+                "hf_nanguard: nanguard_precision='auto' has no effect here because the trainer was built with %s. Set it in a "
+                "guarded config, e.g. GuardedTrainingArguments.",
+                type(self.trainer.args).__name__,
+            )
         if self.deepspeed:
             logger.warning(
                 "hf_nanguard: DeepSpeed steps its engine inside the backward. Bad labels and inputs are filled before "
