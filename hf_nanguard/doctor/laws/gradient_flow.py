@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from ...hf.compat.accelerate import bare_optimizer
-from ..trial.borrowed_trainer import find_models
-from ..trial.law_result import ERROR, NOTE, WARNING, Law, LawResult, NotApplicable, broken, held
+from ..rules.finding import Severity
+from ..trial.borrowed_trainer import borrowed, find_models
+from ..trial.law_result import ERROR, HELD, NOTE, WARNING, Law, LawResult, NotApplicable, broken, held
 from ..trial.trial_bench import TrialBench
 
 STEPS = 3  # the first update of a LoRA moves only one of its two matrices
@@ -42,23 +43,33 @@ def check_gradients(bench: TrialBench) -> LawResult:
     parameters = bench.trainable()
     if not parameters:
         return broken(ERROR, "No parameter is trainable: requires_grad is False for all of them.")
+    with borrowed(bench.trainer):
+        return _check_steps(bench, parameters)
+
+
+def _check_steps(bench: TrialBench, parameters: dict[str, nn.Parameter]) -> LawResult:
     called: set[str] = set()
     before = {name: p.detach().clone() for name, p in parameters.items()}
     frozen = _find_frozen(bench)
     with _called_modules(bench.bare, called):
         reached = _take_steps(bench)
     without = [name for name in parameters if name not in reached]
-    if not without:
-        return _check_movement(bench, before, frozen)
-    adapters = [name for name in without if any(part in name for part in ADAPTERS) and ".experts." not in name]
-    used = [name for name in without if name.rpartition(".")[0] in called and ".experts." not in name]
-    severity = ERROR if adapters or used else NOTE
-    first = (adapters or used or without)[0]
-    why = "its module runs, but nothing flows back" if first in used else "its module is not called in the loss"
-    count = len(adapters or used or without)
+    routed = [name for name in without if ".experts." not in name]  # not every expert has a token in a few rows
+    adapters = [name for name in routed if any(part in name for part in ADAPTERS)]
+    used = [name for name in routed if name.rpartition(".")[0] in called]
+    if adapters or used:
+        return _describe_missing(ERROR, adapters or used, len(parameters), bool(used))
+    result = _check_movement(bench, {name: before[name] for name in reached if name in before}, frozen)
+    if without and result.status == HELD:
+        return _describe_missing(NOTE, without, len(parameters), False)
+    return result
+
+
+def _describe_missing(severity: Severity, names: list[str], total: int, runs: bool) -> LawResult:
+    why = "its module runs, but nothing flows back" if runs else "its module is not called in the loss"
     return broken(
-        severity, f"{count} of {len(parameters)} trainable parameters get no gradient, first {first}: {why}.",
-        count=count, parameters=(adapters or used or without)[:20], total=len(parameters),
+        severity, f"{len(names)} of {total} trainable parameters get no gradient, first {names[0]}: {why}.",
+        count=len(names), parameters=names[:20], total=total,
     )  # fmt: skip
 
 
@@ -123,5 +134,5 @@ def _check_movement(bench: TrialBench, before: dict[str, Tensor], frozen: dict[s
 
 
 LAWS = (
-    Law("gradients", "every trainable parameter gets a gradient and moves, nothing frozen does", check_gradients, writes=True),
+    Law("gradients", "every trainable parameter gets a gradient and moves, nothing frozen does", check_gradients),
 )  # fmt: skip

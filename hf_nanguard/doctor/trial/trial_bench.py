@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.rerun.kept_attributes import untouched
 from ...hf.compat.accelerate import replaced_method
 from ...hf.compat.online_trainer import is_online
 from ...hf.compat.trainer import prepare_inputs, set_accumulation_steps
-from .borrowed_trainer import find_models
+from .borrowed_trainer import find_models, list_parts
 from .law_result import NotApplicable
 from .quiet_forward import without_randomness
 from .sampled_completions import Sampled, sample_completions
@@ -118,7 +119,7 @@ class TrialBench:
         if not self.is_online:
             raise NotApplicable("it does not sample completions")
         torch.manual_seed(0)
-        with self.steady():
+        with untouched(self.trainer), self.steady():
             return sample_completions(self.trainer, self.all_rows)
 
     # ---- runs ----
@@ -168,11 +169,17 @@ class TrialBench:
     def steady(self, active: bool = True) -> Iterator[None]:
         """Turns off dropout and other random parts of the models inside the block, and auxiliary losses, which are no sums
         over samples."""
+        models = find_models(self.trainer).values() if active else ()
+        owners = [self.trainer, *(part for model in models for part in list_parts(model))]
+        with without_randomness(owners if active else []):
+            yield
+
+    @contextmanager
+    def untouched_modules(self) -> Iterator[None]:
+        """Leaves settings and hooks of the model's modules as they were before the block; weights are not looked at."""
         with ExitStack() as stack:
-            for model in find_models(self.trainer).values() if active else ():
-                stack.enter_context(without_randomness(model))
-            if active:
-                stack.enter_context(without_randomness(self.trainer, recurse=False))
+            for part in list_parts(self.bare):
+                stack.enter_context(untouched(part, by_reference=()))
             yield
 
     @cached_property

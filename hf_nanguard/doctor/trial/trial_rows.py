@@ -67,7 +67,7 @@ def shorten(row: Any, limit: int) -> Any:
     if not isinstance(row, Mapping) or any(_is_nested(value) for value in row.values()):
         return row
     documents = find_documents(row)
-    if len(documents) > 1:
+    if len(documents) > 1 or LENGTHS in row:
         return _shorten_packed(row, documents[:MAX_DOCUMENTS], limit)
     return {name: _tail(value, limit) for name, value in row.items()}
 
