@@ -20,13 +20,14 @@ def check_checkpointing(bench: TrialBench) -> LawResult:
     asked = dict(args.gradient_checkpointing_kwargs or {"use_reentrant": False})
     options = {name: value for name, value in asked.items() if name not in ("every_n_layers", "offload")}
     with bench.untouched_modules():
-        if not args.gradient_checkpointing:
+        if args.gradient_checkpointing:
+            model.gradient_checkpointing_disable()
+        else:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
             if _is_frozen_at_inputs(bench):
                 model.enable_input_require_grads()
-        with_it = bench.run()
-        model.gradient_checkpointing_disable()
-        without = bench.run()
+        other = bench.run()
+    without, with_it = (other, bench.usual) if args.gradient_checkpointing else (bench.usual, other)
     severity = ERROR if args.gradient_checkpointing else NOTE
     return _judge(bench, without, with_it, "with gradient checkpointing", severity)
 
@@ -46,7 +47,7 @@ def check_attention(bench: TrialBench) -> LawResult:
         raise NotApplicable("its model has no choice of attention implementations")
     is_eager = set(now.values()) == {"eager"}
     other = "sdpa" if is_eager else "eager"
-    used = bench.run()
+    used = bench.usual
     with bench.untouched_modules():
         try:
             model.set_attn_implementation(other)

@@ -183,10 +183,14 @@ class TrialBench:
             yield
 
     @cached_property
+    def usual(self) -> Run:
+        """The trial batch, run as the trainer would."""
+        return self.run()
+
+    @cached_property
     def noise(self) -> float:
         """How far two runs of the same batch differ, relatively, from kernels or from random parts that stay on."""
-        first, second = self.run(seed=0), self.run(seed=1)
-        return compare(first, second)[0]
+        return compare(self.usual, self.run(seed=1))[0]
 
     def need_steady(self) -> None:
         """Raises if two equal runs differ so much that nothing can be concluded from a difference."""
