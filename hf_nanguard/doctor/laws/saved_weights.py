@@ -155,14 +155,14 @@ def _load(bench: TrialBench, model: Any, folder: Path) -> Any:
 
 
 def _compare_weights(model: nn.Module, loaded: nn.Module) -> tuple[str, str] | None:
-    """Returns the first weight that is another one after loading, and by how much. A frozen adapter, e.g. the reference of a
-    preference loss, need not be there."""
+    """Returns the first weight that is another one after loading, and by how much. Of a model with adapters only the trained
+    ones are saved."""
     after = dict(loaded.state_dict())
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, tensor in model.state_dict().items():
-        other = after.get(name)
-        if other is None and name not in trained and hasattr(model, "peft_config"):
+        if name not in trained and hasattr(model, "peft_config"):
             continue
+        other = after.get(name)
         if other is None or other.shape != tensor.shape:
             return name, "being absent" if other is None else f"its shape {tuple(other.shape)}"
         if not torch.equal(tensor, other.to(tensor.device, tensor.dtype)):
@@ -171,12 +171,8 @@ def _compare_weights(model: nn.Module, loaded: nn.Module) -> tuple[str, str] | N
 
 
 def _compare_logits(bench: TrialBench, loaded: nn.Module, inputs: Inputs, expected: Tensor) -> float:
-    names = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "pixel_values", "decoder_input_ids")
-    plain = {n: v for n, v in inputs.items() if n in names or (n == "labels" and bench.is_seq2seq)}
-    before = bench.bare.training
     with torch.no_grad(), bench.trainer.accelerator.autocast():
-        output = find_output(loaded.eval()(**plain))
-    bench.bare.train(before)
+        output = find_output(loaded.eval()(**bench.without_loss(inputs)))
     if output.shape != expected.shape:
         return float("inf")
     return measure_move(expected, output, torch.ones(output.shape[:-1], dtype=torch.bool, device=output.device))

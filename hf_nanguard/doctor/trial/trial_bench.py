@@ -23,7 +23,7 @@ from .trial_rows import MASKED, choose_rows, read_rows, shorten, vary_labels, va
 NUM_ROWS = 4
 WORK = 4e9  # parameters times tokens of a row: a run of four rows takes about a second on two cores
 SHORTEST, LONGEST = 24, 256
-LOSS_ONLY = ("labels", "shift_labels", "fused_lm_head", "num_items_in_batch", "logits_to_keep")
+LABELS, FUSED = ("labels", "shift_labels"), ("fused_lm_head", "num_items_in_batch", "logits_to_keep")
 Batch = Any
 Inputs = dict[str, Any]
 
@@ -218,11 +218,14 @@ class TrialBench:
     def forward(self, inputs: Inputs, training: bool = False) -> Tensor:
         """Returns the model's output for inputs of [`find_inputs`]: logits, or what it has in their place."""
         self.model.train(training)
-        plain = {name: value for name, value in inputs.items() if name not in LOSS_ONLY}
-        if self.is_seq2seq and "labels" in inputs:  # the decoder's inputs are made of them
-            plain["labels"] = inputs["labels"]
         with torch.no_grad(), self.steady(), self.trainer.compute_loss_context_manager():
-            return find_output(self.model(**plain))
+            return find_output(self.model(**self.without_loss(inputs)))
+
+    def without_loss(self, inputs: Inputs) -> Inputs:
+        """Returns the inputs without those that only concern the loss. Other models than causal ones may need labels: a decoder
+        makes its inputs of them."""
+        names = (*FUSED, *LABELS) if self.is_causal and "input_ids" in inputs else FUSED
+        return {name: value for name, value in inputs.items() if name not in names}
 
     @cached_property
     def is_causal(self) -> bool:
