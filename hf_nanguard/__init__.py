@@ -1,7 +1,10 @@
 """Numerical safety for Hugging Face training: a bad step leaves no trace."""
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from .plain_text import make_record_printable
 
 if TYPE_CHECKING:
     from .bundle_replay.rebuild import replay as replay
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from .errors import NanGuardError as NanGuardError
     from .errors import NonFiniteError as NonFiniteError
     from .hf.callbacks import ActivationMonitorCallback as ActivationMonitorCallback
+    from .hf.callbacks import CheckpointGuardCallback as CheckpointGuardCallback
     from .hf.callbacks import GradientMonitorCallback as GradientMonitorCallback
     from .hf.callbacks import NanGuardCallback as NanGuardCallback
     from .hf.generation.guard_generation import guard_generation as guard_generation
@@ -41,6 +45,8 @@ if TYPE_CHECKING:
     from .verification.measured_run import verify as verify
 
 __version__ = "0.1.0"
+
+logging.getLogger(__name__).addFilter(make_record_printable)
 
 # Loaded on first use, so that the core needs no transformers and the Trainer no trl.
 _HOMES = {
@@ -77,6 +83,7 @@ _HOMES = {
     "SafeTemperatureLogitsWarper": "hf.generation.logits_processors",
     "guard_generation": "hf.generation.guard_generation",
     "NanGuardCallback": "hf.callbacks",
+    "CheckpointGuardCallback": "hf.callbacks",
     "GradientMonitorCallback": "hf.callbacks",
     "ActivationMonitorCallback": "hf.callbacks",
 }

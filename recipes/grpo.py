@@ -28,7 +28,6 @@ from hf_nanguard.examples.recipe.run_and_save import build, compare, print_resul
 from hf_nanguard.examples.recipe.safe_weights import require_safetensors
 from hf_nanguard.examples.recipe.user_data import load_data, load_model
 from hf_nanguard.examples.tasks import sums
-from hf_nanguard.plain_text import printable
 
 NUM_ROWS = 512
 COMMON = {"output_dir": "runs/grpo", "dataloader_pin_memory": False, "gradient_checkpointing": False}
@@ -77,7 +76,7 @@ def import_reward(name: str) -> Callable[..., list]:
     except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
         raise ArgumentError(
             f"--reward_funcs must be {', '.join(NAMED)} or a module.function that can be imported from {here}, got "
-            f"{name!r} ({printable(str(error))})."
+            f"{name!r} ({error})."
         ) from error
 
 

@@ -41,16 +41,17 @@ FOLDERS: dict[str, tuple[str, str]] = {
         "core core.rerun core.optimizer core.autopsy core.autopsy.evidence core.monitors",
     ),
     "checkpoints": ("scan and custody of what is on disk, without transformers", "core"),
-    "report": ("the files of a run", "core"),
+    "report": ("the files of a run, and the console on which they are shown", "core"),
     "testing": ("public: the fault injector, the counter of host reads and operations", "core core.rerun"),
     "hf.compat": ("every private name of the hosts, each with the condition under which it can go", "core"),
     "hf.data": ("batches on the CPU, before a device", "core core.rerun hf.compat"),
     "hf.generation": ("scores and sampling", "core hf.compat"),
     "hf.monitors": ("monitors that know transformers", "core core.monitors core.step hf.compat"),
+    "hf.custody": ("the checkpoints that a trainer saves and resumes from", "core checkpoints hf.compat"),
     "hf.trainer": (
         "the guard of one trainer, in the order of a step",
-        "core core.rerun core.autopsy core.autopsy.evidence core.monitors core.step report hf.compat hf.data hf.generation "
-        "hf.monitors",
+        "hf.custody core core.rerun core.autopsy core.autopsy.evidence core.monitors core.step report hf.compat hf.data hf.generation "
+        "hf.monitors doctor doctor.facts",
     ),
     "hf.rl": (
         "completions, rewards and log-ratios of online trainers",
@@ -59,13 +60,20 @@ FOLDERS: dict[str, tuple[str, str]] = {
     "hf": ("the guarded classes, and how any trainer becomes guarded", "core hf.compat hf.trainer hf.rl"),
     "hf.callbacks": (
         "callbacks for any trainer, one a file",
-        "core core.rerun core.monitors core.step report hf hf.compat hf.data hf.monitors hf.trainer",
+        "hf.custody core core.rerun core.monitors core.step report hf hf.compat hf.data hf.monitors hf.trainer",
+    ),
+    "integrations": (
+        "the guard inside other training frameworks, one file each; nothing of them is imported at the head",
+        "core hf hf.callbacks hf.trainer",
     ),
     "takeover": (
         "`nanguard run`: every Trainer that a script builds becomes guarded",
-        "core report hf hf.compat hf.trainer hf.rl",
+        "core report hf hf.compat hf.trainer hf.rl takeover.startup",
     ),
-    "takeover.startup": ("what a child process imports when it starts", "takeover"),
+    "takeover.startup": (
+        "what a guarded process imports when it starts: nothing of ours, until transformers comes",
+        "",
+    ),
     "bundle_replay": (
         "model and loss of a bundle built again, without trust",
         "core core.rerun core.autopsy core.autopsy.evidence core.autopsy.bundle hf hf.compat hf.trainer",
@@ -97,7 +105,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
     ),
     "doctor.command": (
         "the stages of `nanguard doctor` and what they print",
-        "core report hf.compat hf.data doctor doctor.facts doctor.data doctor.rules verification",
+        "core report hf.compat hf.data doctor doctor.facts doctor.data doctor.rules doctor.laws doctor.trial verification",
     ),
     "examples.tasks": ("models, data and rewards made in code", ""),
     "examples": (
@@ -109,17 +117,17 @@ FOLDERS: dict[str, tuple[str, str]] = {
         "what the recipes share: command line, run, end",
         "core report hf hf.trainer examples examples.tasks examples.demo",
     ),
-    "cli.shared": ("what the commands share: parsers, settings as flags, output", "core examples.recipe"),
+    "cli.shared": ("what the commands share: parsers, settings as flags, output", "core report examples.recipe"),
     "cli": (
         "one command a file, nothing heavy at the head",
         "cli.shared checkpoints core core.autopsy core.autopsy.evidence core.autopsy.bundle report hf.trainer takeover "
-        "bundle_replay verification doctor.facts doctor.command "
+        "takeover.startup bundle_replay verification doctor.facts doctor.command "
         "examples examples.demo examples.recipe",
     ),
 }
 EVERYWHERE = {"errors", "plain_text", "safe_files", "yaml_file", "__version__"}
 HOSTS = {"transformers", "accelerate", "trl", "peft", "datasets"}
-HOST_FOLDERS = ("hf", "takeover", "bundle_replay", "verification", "doctor", "examples", "testing")
+HOST_FOLDERS = ("hf", "integrations", "takeover", "bundle_replay", "verification", "doctor", "examples", "testing")
 TRL_FILES = ("hf/guarded_sft.py", "hf/guarded_grpo.py", "hf/compat/online_trainer.py", "doctor/facts/host_configs.py")
 COMMANDS = {path.stem for path in (PACKAGE / "cli").glob("*.py")}  # a command may have the name of what it runs
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")

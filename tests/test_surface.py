@@ -37,7 +37,8 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
-NAMES = words("""ActivationMonitorCallback ArgumentError GradientMonitorCallback Guard GuardArguments GuardedGRPOConfig GuardedGRPOTrainer
+NAMES = words("""ActivationMonitorCallback ArgumentError CheckpointGuardCallback
+GradientMonitorCallback Guard GuardArguments GuardedGRPOConfig GuardedGRPOTrainer
 GuardedSFTConfig GuardedSFTTrainer GuardedTrainer GuardedTrainerMixin GuardedTrainingArguments LossMissingError
 NanGuardCallback NanGuardError NonFiniteError NumericalStabilityLogitsProcessor Policy
 SafeTemperatureLogitsWarper attach check_config check_dataset guard_generation guarded prove replay scan_checkpoint verify
@@ -45,6 +46,8 @@ bounded_loss clamp_weight distillation_loss dtype_eps masked_cross_entropy norma
 
 ARGUMENTS = {
     "nanguard_mode": (str, "act"),
+    "nanguard_doctor": (str, "warn"),
+    "nanguard_precision": (str, "keep"),
     "nanguard_on_nonfinite": (str, "drop"),
     "nanguard_loss_floor": (float, 1e-6),
     "nanguard_on_loss_error": (str, "raise"),
@@ -52,12 +55,19 @@ ARGUMENTS = {
     "nanguard_skip_grad_norm": (float | None, None),
     "nanguard_on_spike": (str, "observe"),
     "nanguard_max_bad_steps": (int, 10),
+    "nanguard_max_rewinds": (int, 3),
+    "nanguard_rewind_lr_factor": (float, 1.0),
+    "nanguard_snapshot_steps": (int | None, None),
+    "nanguard_on_param_nonfinite": (str, "rewind"),
+    "nanguard_on_bad_start": (str, "halt"),
     "nanguard_on_halt": (str, "raise"),
     "nanguard_autopsy": (bool, True),
     "nanguard_max_autopsies": (int, 5),
     "nanguard_autopsy_seconds": (float, 60.0),
+    "nanguard_bundle": (bool, True),
     "nanguard_bundle_weights": (str, "none"),
     "nanguard_bundle_text": (bool, True),
+    "nanguard_push_to_hub": (bool, False),
     "nanguard_logits_mode": (str, "repair"),
     "nanguard_logits_clip_value": (float, 30.0),
     "nanguard_logits_min_prob": (float, 1e-8),

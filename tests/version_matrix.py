@@ -53,8 +53,8 @@ class VersionSet:
     trainers: str = "Trainer, SFT, DPO, GRPO and the others of TRL"
     deselect: str = ""
 
-    def install(self) -> Path:
-        """Builds the environment unless it is there; returns its interpreter."""
+    def install(self, without: str = "") -> Path:
+        """Builds the environment unless it is there, and uninstalls what must not be in it; returns its interpreter."""
         folder = ENVIRONMENTS / self.name
         interpreter, stamp = folder / "bin" / "python", folder / ".installed"
         if not stamp.is_file():
@@ -63,8 +63,11 @@ class VersionSet:
             torch = next(pin for pin in self.pins.split() if pin.startswith("torch=="))
             subprocess.run([*pip, torch], check=True)
             subprocess.run([*pip, *self.pins.split(), *TOOLS], check=True)
-            subprocess.run([*pip, "--no-deps", "-e", str(ROOT)], check=True)
+            subprocess.run([*pip, "-e", str(ROOT)], check=True)  # changes nothing, because the pins are in our ranges
             subprocess.run([str(interpreter), "-m", "pip", "check"], check=True)
+            subprocess.run(
+                [str(interpreter), "-m", "pip", "uninstall", "-q", "-y", *without.split()], check=bool(without)
+            )
             stamp.touch()
         return interpreter
 

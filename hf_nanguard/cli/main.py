@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from ..errors import ArgumentError
+from ..plain_text import printable
 from . import completion, demo, doctor, grpo, replay, run, scan, sft
 from .shared import recipe_command
 
@@ -73,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return arguments.run(arguments)
     except ArgumentError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the other ranks of a launcher have the same error
-            print(f"nanguard: {error}", file=sys.stderr)
+            print(f"nanguard: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
         consequence = str(stop) or "all files written so far are complete"

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
-from ..plain_text import printable
+from ..plain_text import REDACTED, printable
 from .shared.command_parser import Subparsers, between
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def run_here(arguments: argparse.Namespace) -> int:
         try:
             bundle, verdict = examine(arguments, say)
         except ArgumentError as error:  # its message may contain text of the bundle
-            raise ArgumentError(" ".join(printable(str(error)).split())) from error
+            raise ArgumentError(" ".join(str(error).split())) from error
     differences = compare(bundle, verdict)
     if arguments.json:
         print(json.dumps(as_json(bundle, verdict, differences), allow_nan=False))
@@ -171,7 +171,7 @@ def compare(bundle: Bundle, verdict: Verdict) -> list[str]:
     pairs = [(name, recorded.get(name), found[name]) for name in ORIGIN if not (of_update and name == "phase")]
     if not of_update:
         pairs.append(("cause", bundle.verdict.get("cause"), str(verdict.cause)))
-    return [f"{name} was {was!r}, is {value!r}" for name, was, value in pairs if was != value]
+    return [f"{name} was {was!r}, is {value!r}" for name, was, value in pairs if was not in (value, REDACTED)]
 
 
 def compare_versions(bundle: Bundle) -> list[str]:

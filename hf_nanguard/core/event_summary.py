@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from ..plain_text import printable
 from .event import JsonObject
 from .vocabulary import Action
 
@@ -71,10 +72,11 @@ class EventSummary:
         remedies = sorted(set().union(*(kind.remedies for kind in alike)))
         return text + (f" The examined batch was finite with {' or '.join(remedies)}." if remedies else "")
 
-    def format_end(self, path: object) -> str | None:
+    def format_end(self, path: object, note: str | None = None) -> str | None:
         """Returns the block that is logged at the end of a run whose events are in `path`; `None` without events."""
-        lines = self.format()
-        return "\n  ".join(["---- hf_nanguard: events of this run ----", *lines, f"more in {path}"]) if lines else None
+        lines = self.format() + ([] if note is None else [note])
+        block = ["---- hf_nanguard: events of this run ----", *lines, f"more in {path}"]
+        return "\n  ".join(map(printable, block)) if lines else None
 
     def format(self) -> list[str]:
         """Returns a few lines, the most frequent kinds first; none without events."""

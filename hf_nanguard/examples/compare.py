@@ -12,7 +12,6 @@ from typing import Any
 import datasets
 from accelerate import PartialState
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from torch import nn
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
@@ -22,9 +21,11 @@ from ..core.finite import find_nonfinite
 from ..errors import NonFiniteError
 from ..plain_text import format_error
 from ..report.run_files import GUARD_FOLDER, Tail, count_events, events_path, format_counts
+from ..report.terminal_console import build_console, print_line
 
 # How a run ends whose numbers are not finite; any other error is a mistake in the recipe and is raised.
 FAILURES = (ArithmeticError, IndexError, RuntimeError, ValueError)
+MAX_ROWS = 8
 
 Figures = dict[str, float | str]  # measurements of a run by name
 EventRow = dict[str, Any]  # a line of events.jsonl
@@ -110,8 +111,9 @@ def compare_runs(
     `compare` is false, only the guarded run is made, in `args.output_dir` itself and with all its output. The guarded run
     is the last of the outcomes.
     """
-    console = Console(quiet=not PartialState().is_main_process)
-    console.print(f"{escape(planted)}\n", highlight=False, soft_wrap=True)
+    console = build_console(quiet=not PartialState().is_main_process)
+    print_line(console, planted)
+    console.print()
     outcomes = []
     if not compare:
         outcomes.append(watch_run("guarded", build_trainer(args, True), measure))
@@ -120,7 +122,7 @@ def compare_runs(
             for name in ("stock", "guarded"):
                 run_args = copy.copy(args)
                 run_args.output_dir = str(Path(str(args.output_dir)) / name)
-                console.print(f"{name} run ...", highlight=False)
+                console.print(f"{name} run ...")
                 trainer = build_trainer(run_args, name == "guarded")
                 for callback in (PrinterCallback, ProgressCallback):
                     trainer.remove_callback(callback)
@@ -163,10 +165,17 @@ def format_event(event: EventRow) -> str:
     parts = [
         f"step {event['step']}: {event['signal']}, {event['action']}",
         event["cause"],
-        *(f"{name.replace('_', ' ')} {culprit[name]}" for name in names if culprit.get(name)),
+        *(f"{name.replace('_', ' ')} {_shorten_list(culprit[name])}" for name in names if culprit.get(name)),
         f"would have helped: {', '.join(works)}" if works else None,
     ]
     return "; ".join(part for part in parts if part)
+
+
+def _shorten_list(value: object) -> object:
+    """Returns the ends of a long list as text; a rewind leaves out the rows of many batches."""
+    if not isinstance(value, list) or len(value) <= MAX_ROWS:
+        return value
+    return f"{value[0]} ... {value[-1]} ({len(value)})"
 
 
 def find_first(events: Sequence[EventRow]) -> EventRow:
@@ -193,18 +202,18 @@ def print_comparison(outcomes: Sequence[Outcome], console: Console) -> None:
     topics = list(dict.fromkeys(topic for answer in answers for topic in answer))
     console.print()
     if console.is_terminal:
-        table = Table("", *(escape(outcome.name) for outcome in outcomes), show_lines=True)
+        table = Table("", *(outcome.name for outcome in outcomes), show_lines=True)
         for topic in topics:
-            table.add_row(escape(topic), *(escape(answer.get(topic, "-")) for answer in answers))
+            table.add_row(topic, *(answer.get(topic, "-") for answer in answers))
         console.print(table)
     else:
         width = max(map(len, topics))
         for outcome, answer in zip(outcomes, answers, strict=True):
-            lines = [outcome.name, *(f"  {topic:<{width}}  {text}" for topic, text in answer.items())]
-            console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+            for line in (outcome.name, *(f"  {topic:<{width}}  {text}" for topic, text in answer.items())):
+                print_line(console, line)
     for outcome in outcomes:
         for kind, path in find_evidence(outcome).items():
-            console.print(f"{kind} of the {outcome.name} run: {path}", markup=False, highlight=False, soft_wrap=True)
+            print_line(console, f"{kind} of the {outcome.name} run: {path}")
 
 
 def measure_rewards(trainer: Trainer, prefix: str = "") -> Figures:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-WIDTH = 100  # of output that is not a terminal
 TITLE = 26
 PLAIN_LINES = 3  # progress lines per run in such output
 
@@ -19,16 +18,17 @@ Report = Callable[[int, str, bool], None]
 
 
 def build_console(stderr: bool = False) -> Console:
-    """Returns a console as wide as the terminal, or of a fixed width if there is none."""
-    from rich.console import Console
+    """Returns a console on which nothing can steer the terminal."""
+    from ...report.terminal_console import build_console
 
-    console = Console(stderr=stderr)
-    return console if console.is_terminal else Console(width=WIDTH, stderr=stderr)
+    return build_console(stderr=stderr)
 
 
 def print_plain(console: Console, text: str) -> None:
-    """Prints a line as it is: no markup, no colors, no line breaks added."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    """Prints a text as one line, however long and whatever is in it."""
+    from ...report.terminal_console import print_line
+
+    print_line(console, text)
 
 
 @contextmanager
@@ -57,10 +57,10 @@ def progress(console: Console) -> Iterator[Callable[[str, int], Report]]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = (
-        TextColumn(f"{{task.description:<{TITLE}}}"),
+        TextColumn(f"{{task.description:<{TITLE}}}", markup=False),
         BarColumn(bar_width=30),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[text]}"),
+        TextColumn("{task.fields[text]}", markup=False),
     )
     with Progress(*columns, console=console) as bars:
 
@@ -74,6 +74,6 @@ def progress(console: Console) -> Iterator[Callable[[str, int], Report]]:
 def _report_lines(console: Console, title: str, total: int) -> Report:
     def report(step: int, text: str, is_last: bool) -> None:
         if step % max(round(total / PLAIN_LINES), 1) == 0 or step == total or is_last:
-            console.print(f"{title:<{TITLE}} step {step:>4}/{total}  {text}", highlight=False, markup=False)
+            console.print(f"{title:<{TITLE}} step {step:>4}/{total}  {text}")
 
     return report

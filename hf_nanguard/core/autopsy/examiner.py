@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...plain_text import format_error
+from ...plain_text import quote_error
 from ..event import Event, Remedy
 from ..journal import Journal
 from ..optimizer.bad_update import examine_update, try_update_remedies
@@ -81,14 +81,15 @@ class Budget:
 def examine(suspect: SuspectBatch, budget: Budget, remedies: bool = True) -> Verdict:
     """Examines a bad micro-batch and, if `remedies` is true, tries remedies."""
     origin = budget.find_origin(suspect)
-    return budget.conclude(suspect, Verdict(None)) if origin is None else explain(suspect, origin, budget, remedies)
+    found = budget.conclude(suspect, Verdict(None)) if origin is None else explain(suspect, origin, budget, remedies)
+    return found.shown()
 
 
-def explain(suspect: SuspectBatch, origin: Origin, budget: Budget, remedies: bool = True, text: bool = True) -> Verdict:
-    """Examines a bad micro-batch whose origin is known; `text` says whether to decode the samples to blame."""
+def explain(suspect: SuspectBatch, origin: Origin, budget: Budget, remedies: bool = True) -> Verdict:
+    """Examines a bad micro-batch whose origin is known."""
     budget.enter("looking for the samples that cause it")
     blame = find_blame(suspect, origin, budget.allowed)
-    blame = replace(blame, texts=read_texts(suspect, blame) if text else {})
+    blame = replace(blame, texts=read_texts(suspect, blame))
     budget.enter("checking whether it is reproducible")
     reproducible = (not suspect.run().healthy) if budget.allowed() else None
     origin, tried = trace_update(suspect, origin)
@@ -128,16 +129,15 @@ class Examiner:
     def __init__(self, policy: Policy, journal: Journal, folder: Path | None = None):
         self.policy = policy
         self.journal = journal
+        self.begin_run(folder)
+
+    def begin_run(self, folder: Path | None) -> None:
+        """Begins another run, with all the autopsies that it may have and a folder for their bundles."""
         self.folder = folder
         self.known: dict[tuple, Verdict] = {}
         self.spared: set[str] = set()
         self.num_traces = 0
         self.logged_finite: set[bool] = set()  # the outcomes of a finite trace that were logged
-
-    def write_to(self, folder: Path) -> None:
-        """Writes bundles there from now on. Verdicts that name a bundle of another folder are forgotten."""
-        if folder != self.folder:
-            self.folder, self.known = folder, {}
 
     @property
     def due(self) -> bool:
@@ -156,7 +156,7 @@ class Examiner:
         try:
             verdict = self._examine(SuspectBatch(runner, micro, weight), step)
         except Exception as error:  # any code of the user's may run in a replay; an explanation must not cost the run
-            self._emit_failure(step, micro, format_error(error))
+            self._emit_failure(step, micro, quote_error(error))
             return None
         if verdict.spares_others and verdict.origin is not None and verdict.origin.parameter is not None:
             self.spared.add(verdict.origin.parameter)
@@ -177,7 +177,7 @@ class Examiner:
             verdict = replace(verdict, blame=find_blame(suspect, origin, lambda: False))
             verdict = budget.conclude(suspect, verdict)
         else:
-            verdict = explain(suspect, origin, budget, text=self.policy.bundle_text)
+            verdict = explain(suspect, origin, budget)
             verdict = self._write_bundle(suspect, verdict, step)
         if known is None and not full:
             self.known[origin.signature] = verdict
@@ -199,10 +199,10 @@ class Examiner:
         """Logs the verdict, with a bundle path that can be opened from the working directory."""
         if verdict.bundle is not None and self.folder is not None:
             verdict = replace(verdict, bundle=str(self.folder / verdict.bundle))
-        logger.warning(format_verdict(verdict, step, micro.index))
+        self.journal.log(format_verdict(verdict.shown(self.policy.bundle_text), step, micro.index))
 
     def _write_bundle(self, suspect: SuspectBatch, verdict: Verdict, step: int) -> Verdict:
-        if self.folder is None:
+        if self.folder is None or not self.policy.bundle:
             return verdict
         try:
             path = write_bundle(
@@ -214,7 +214,7 @@ class Examiner:
                 text=self.policy.bundle_text,
             )
         except Exception as error:  # a full disk, or anything in the inputs that cannot be written
-            self._emit_failure(step, suspect.micro, f"no bundle was written: {format_error(error)}")
+            self._emit_failure(step, suspect.micro, f"no bundle was written: {quote_error(error)}")
             return verdict
         return replace(verdict, bundle=path.relative_to(self.folder).as_posix())
 

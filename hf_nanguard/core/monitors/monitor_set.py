@@ -11,8 +11,8 @@ from typing import TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from ...plain_text import format_error
-from ..event import Event, JsonObject
+from ...plain_text import quote_error
+from ..event import Event, Failure, JsonObject
 from ..journal import Journal
 from ..settings import Policy
 from ..vocabulary import Action, Signal
@@ -87,17 +87,26 @@ class MonitorSet:
         if (step := self.step) is not None:
             self._each(lambda monitor: monitor.before_update(step))
 
-    def after_update(self) -> str | None:
-        """Runs after the optimizer has stepped, once a step and on every rank; returns a reason to halt."""
+    def after_update(self) -> Failure | None:
+        """Runs after the optimizer has stepped, once a step and on every rank; returns why the run cannot continue."""
         step = self.step
         if not self.awaits_update or step is None:
             return None
         self.awaits_update = False
         return next(filter(None, self._each(lambda monitor: monitor.after_update(step))), None)
 
-    def check_before_save(self, step: int) -> str | None:
+    def check_before_save(self, step: int) -> Failure | None:
         """Checks what is about to be saved, on every rank; returns a reason not to save it."""
         return next(filter(None, self._each(lambda monitor: monitor.check_before_save(step))), None)
+
+    def check_start(self, step: int, halts: bool) -> Failure | None:
+        """Checks the state before the first step of a run, on every rank; returns why it cannot begin."""
+        return next(filter(None, self._each(lambda monitor: monitor.check_start(step, halts))), None)
+
+    @property
+    def has_bad_start(self) -> bool:
+        """Whether something was bad before the first step and is ignored."""
+        return any(monitor.ignored for monitor in self.monitors)
 
     def find_accepted(self) -> frozenset[str]:
         """Returns the parameters and buffers that were not finite before the first update, by design."""
@@ -142,6 +151,5 @@ class MonitorSet:
     def _remove(self, monitor: Monitor, error: Exception) -> None:
         self.monitors = tuple(other for other in self.monitors if other is not monitor)
         monitor.close()
-        message = f"{type(monitor).__name__} failed and was turned off: {format_error(error)}"
-        logger.warning("hf_nanguard: %s", message, exc_info=error)
-        self.journal.write(Event(self.step or 0, Signal.GUARD_FAILED, Action.OBSERVED, message))
+        message = f"{type(monitor).__name__} failed and was turned off: {quote_error(error)}"
+        self.journal.write(Event(self.step or 0, Signal.GUARD_FAILED, Action.OBSERVED, message), error)

@@ -127,7 +127,7 @@ def _set_variables(variables: object, source: str) -> None:
 
 
 def _format(error: BaseException) -> str:
-    return printable(str(error)).strip().rstrip(".") or type(error).__name__
+    return str(error).strip().rstrip(".") or type(error).__name__
 
 
 def _end(sentence: str) -> str:
@@ -181,6 +181,11 @@ def check_output(args: TrainingArguments) -> None:
         )
 
 
+def keep_rate(given: argparse.Namespace) -> Sequence[str]:
+    """Returns what a preset must not change for a model that is built in code: it starts from random weights."""
+    return ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+
+
 def parse_arguments(
     types: Sequence[type],
     argv: Sequence[str] | None,
@@ -216,7 +221,7 @@ def exit_code(run: Callable[[Sequence[str] | None], list[Outcome]], argv: Sequen
         return 0 if run(argv)[-1].is_sound else 1
     except ArgumentError as error:
         if is_local_first():
-            print(error, file=sys.stderr)
+            print(printable(str(error)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from ...core.rerun.micro_batch import BatchAction, Finding
+from ...core.rerun.nested_inputs import quote_name
 from ...core.vocabulary import Cause, Signal
-from ...plain_text import format_error
+from ...plain_text import quote_error
 from .batch_limits import IGNORED_LABEL, Limits
 from .learning_signal import NoSignal, find_no_signal
 from .numpy_view import is_viewable, view
@@ -65,7 +66,7 @@ class BatchCheck:
         try:
             return self._check(batch, None if examples is None else len(examples))
         except Exception as error:  # a batch may contain anything; the run must go on as it would without the check
-            return batch, BatchNote(failure=format_error(error))
+            return batch, BatchNote(failure=quote_error(error))
 
     def _check(self, batch: Batch, num_samples: int | None) -> tuple[Batch, BatchNote]:
         checked = copy(batch)  # the collator may keep its batch
@@ -178,7 +179,7 @@ def check_finite(name: str, value: Tensor, action: BatchAction) -> tuple[Finding
     samples, tokens = _where(bad)
     kind = "NaN" if np.isnan(array).any() else "inf"
     action = BatchAction.SUSPECT if action is BatchAction.DROP else action
-    message = f"{name} holds {kind} in {int(bad.sum())} entries of samples {list(samples[:8])}"
+    message = f"{quote_name(name)} holds {kind} in {int(bad.sum())} entries of samples {list(samples[:8])}"
     return Finding(Signal.INPUT_NONFINITE, message, action, Cause.INPUT_NONFINITE, "input", samples, tokens), bad
 
 

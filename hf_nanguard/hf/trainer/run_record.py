@@ -1,5 +1,6 @@
 """What a run leaves behind: events and metrics in `<output_dir>/nanguard/`, the guard's state in checkpoints."""
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -7,10 +8,13 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ...core.autopsy.examiner import FOLDER as BUNDLES
 from ...core.event import JsonObject, strict
 from ...core.monitors.base import load_whole
+from ...core.settings import Policy
 from ...core.step.guard import Guard
+from ...plain_text import REDACTED
 from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
 from ...report.state_file import read_state, report_unusable, write_state
 from ...safe_files import remove_drafts
+from ..compat.hub_uploads import uploads_without
 from ..compat.trainer_protocol import HostTrainer
 
 STATE_FILE = "nanguard_state.json"
@@ -45,11 +49,15 @@ class RunRecord:
             The guarded trainer.
         rank (`int`):
             This rank.
+        policy (`Policy`, *optional*, defaults to the defaults):
+            Says whether rows may contain text, which a callback or `compute_metrics` of the user's may log, and whether the
+            files may be uploaded.
     """
 
-    def __init__(self, trainer: HostTrainer, rank: int):
+    def __init__(self, trainer: HostTrainer, rank: int, policy: Policy | None = None):
         self.trainer = trainer
         self.rank = rank
+        self.policy = policy or Policy()
         self.begin_run()
 
     def begin_run(self) -> None:
@@ -68,7 +76,16 @@ class RunRecord:
         """Appends an event to the file of this rank."""
         self.events(event)
 
+    def kept_local(self) -> AbstractContextManager[None]:
+        """Returns a context in which the trainer uploads its folder to the Hub without ours, unless the policy says otherwise."""
+        return nullcontext() if self.policy.push_to_hub else uploads_without(GUARD_FOLDER)
+
     def write_row(self) -> None:
         """Appends the newest log row to `metrics.jsonl`."""
         if self.trainer.is_world_process_zero() and self.trainer.state.log_history:
-            self.metrics(strict(dict(self.trainer.state.log_history[-1])))
+            row = {name: self._show(value) for name, value in self.trainer.state.log_history[-1].items()}
+            self.metrics(strict(row))
+
+    def _show(self, value: object) -> object:
+        is_number = value is None or isinstance(value, (bool, int, float)) or getattr(value, "ndim", None) == 0
+        return value if is_number or self.policy.bundle_text else REDACTED

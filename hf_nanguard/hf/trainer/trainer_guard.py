@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,9 +22,12 @@ from ...core.rerun.runner import same_on_all_ranks
 from ...core.step.guard import Guard
 from ...core.step.step_reading import StepOutcome
 from ...core.vocabulary import Action, Signal
+from ...doctor.start_check import report_start
 from ...errors import LossMissingError
 from ..compat import accelerate as compat_accelerate
 from ..compat import trainer as compat
+from ..compat.logged_state import LogSums
+from ..compat.online_trainer import GenerationBuffer, is_between_generations
 from ..compat.own_loss import has_own_batches
 from ..compat.trainer_protocol import HostTrainer
 from ..compat.unguardable_class import find_own_loop
@@ -92,7 +96,7 @@ class TrainerGuard:
             self.policy = replace(self.policy, mode="observe", skip_grad_norm=None)
         self.acts = self.policy.acts
         ranks = Ranks(trainer.args.device)
-        self.record = RunRecord(trainer, ranks.rank)
+        self.record = RunRecord(trainer, ranks.rank, self.policy)
         self.guard = Guard(policy=self.policy, ranks=ranks, on_event=self.record.write_event)
         self.recorder = StepRecorder(trainer, self.guard)
         self.evaluation = Evaluation(trainer, self.guard)
@@ -144,16 +148,17 @@ class TrainerGuard:
             return
         self.recorder.begin_run()
         self.record.begin_run()
-        self.guard.write_bundles_to(self.record.directory)
+        self.guard.begin_run(self.record.directory)
+        self.no_signal.begin_run()
         self._abandons_step = self._has_reported_update = False
         self._num_left_out = 0
         self.custody.begin_run()
-        self.guard.escalation.begin_run()
-        self.guard.journal.begin_run()
         self._creates_optimizer = self.trainer.optimizer is None
         if self.on and self.guard.ranks.rank == 0:
             self._log_limits()
             self._report_removed_rows()
+        if self.on:
+            report_start(self.trainer, self.policy.doctor, self.guard.ranks)
         try:
             yield
         finally:
@@ -209,7 +214,7 @@ class TrainerGuard:
         self.join_run()  # if the train() that is running is not ours: it began before the guard, or was replaced
         if resumed is not None:
             load_guard(self.guard, Path(resumed))
-            self.custody.note_saved(Path(resumed))
+            self.custody.saved.note_good(Path(resumed))
             self._check_resumed_rate()
         dispatched = compat_accelerate.dispatches_batches(self.trainer)  # by rank 0: then rows are not known
         followed, check = (None, None) if dispatched else (dataloader, self._batch_check())
@@ -252,6 +257,12 @@ class TrainerGuard:
         return compat_accelerate.replaced_method(self.trainer, "training_step", wrap)
 
     def _log_limits(self) -> None:
+        if self.policy.precision == "auto" and not isinstance(self.trainer.args, GuardArguments):
+            logger.warning(
+                "hf_nanguard: nanguard_precision='auto' has no effect here because the trainer was built with %s. Set it in a "
+                "guarded config, e.g. GuardedTrainingArguments.",
+                type(self.trainer.args).__name__,
+            )
         if self.deepspeed:
             logger.warning(
                 "hf_nanguard: DeepSpeed steps its engine inside the backward. Bad labels and inputs are filled before "
@@ -266,7 +277,7 @@ class TrainerGuard:
 
     def _log_summary(self) -> None:
         """Ends a run that had events with what they were and where they are."""
-        text = self.guard.journal.summary.format_end(self.record.events.path)
+        text = self.guard.journal.summary.format_end(self.record.events.path, self.guard.recovery.format_end())
         if text is not None and self.guard.ranks.rank == 0:
             logger.warning(text)
 
@@ -349,6 +360,7 @@ class TrainerGuard:
         if not self.recorder.is_open:  # the trainer has a get_batch_samples, or a loop, of its own
             self.begin_group([])
         if not self.recorder.has_micro_batches:
+            self._begin_snapshot(runner)
             runner.begin_group()
             self.recorder.begin_step(LossWeight(self.trainer.current_gradient_accumulation_steps, num_items))
             self.guard.monitor_set.begin_step(self.trainer.state.global_step)
@@ -357,11 +369,25 @@ class TrainerGuard:
             self._hidden_filter.enter_context(compat.log_filter(self.trainer, False))
         return loss
 
+    def _begin_snapshot(self, runner: TrainerRunner) -> None:
+        """Checks the state of the run before its first step, and takes a snapshot before a step if one is due."""
+        trainer, guard, step = self.trainer, self.guard, self.trainer.state.global_step
+        if self.deepspeed:
+            return
+
+        def watch() -> None:
+            guard.watch_state(runner, trainer.lr_scheduler, (LogSums(trainer), GenerationBuffer(trainer)))
+
+        failure = guard.begin_step(step, runner, watch, is_between_generations(trainer))
+        if failure is not None and not self.halting.recover(runner.model, failure, step):
+            self._abandons_step = True
+
     def _runner_for(self, model: nn.Module) -> TrainerRunner:
         """Returns the runner of this model; a new model or optimizer gets a new runner and new monitors."""
         trainer = self.trainer
         if self.runner is None or self.runner.model is not model or self._optimizer is not trainer.optimizer:
             self._optimizer = trainer.optimizer
+            self.guard.recovery.forget()
             self.runner = TrainerRunner(trainer, model, self.guard.ranks, self.recorder)
             bare = trainer.accelerator.unwrap_model(model)
             watched = None if self.deepspeed else trainer.optimizer
@@ -413,8 +439,11 @@ class TrainerGuard:
         self._finish_step(record, outcome)
         if outcome.halt is not None:
             self.halting.halt(model, outcome.halt)
+        elif outcome.failure is not None:
+            repeats = partial(self.guard.redo.repeats, record.group, runner)
+            self.halting.recover(model, outcome.failure, trainer.state.global_step + 1, repeats)
         elif outcome.stepped:
-            self.guard.monitor_set.before_update()
+            self.guard.begin_update(outcome)
         return norm
 
     def _observe_signal(self, record: StepRecord) -> None:
@@ -429,7 +458,7 @@ class TrainerGuard:
 
     def _finish_step(self, record: StepRecord, outcome: StepOutcome) -> None:
         """Leaves trainer and recorder ready for what was decided: the optimizer steps, or it does not."""
-        if not outcome.stepped:
+        if not outcome.stepped or outcome.failure is not None:
             self._skip_optimizer()
         elif outcome.redone is None:
             self.recorder.loss_errors.keep_replacement(record.group.micro_batches[0].payload)
@@ -517,9 +546,9 @@ class TrainerGuard:
 
     def after_update(self) -> None:
         """Runs the monitors on what the optimizer did, before anything is logged, evaluated or saved."""
-        reason = self.guard.monitor_set.after_update()
-        if reason is not None and self.runner is not None:
-            self.halting.halt(self.runner.model, reason)
+        failure = self.guard.monitor_set.after_update()
+        if failure is not None and self.runner is not None:
+            self.halting.recover(self.runner.model, failure, self.trainer.state.global_step)
 
     def after_epoch(self) -> None:
         """Keeps a non-finite loss out of the log when an epoch ends inside a group, which no step decides."""

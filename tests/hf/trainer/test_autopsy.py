@@ -10,6 +10,9 @@ from datasets import Dataset
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_nanguard import GuardArguments, NanGuardCallback, NonFiniteError, guarded
+from hf_nanguard.core.autopsy.evidence.verdict import Blame, Verdict, format_verdict
+from hf_nanguard.core.autopsy.trace.origin import Origin
+from hf_nanguard.core.vocabulary import Cause
 from hf_nanguard.hf.trainer.trainer_runner import decode_sample
 from hf_nanguard.testing import Fault, plant
 
@@ -108,7 +111,7 @@ def test_the_text_of_the_row_is_shown_unless_it_must_not(tmp_path):
     trainer.train()
     event = the_event(trainer)
     _check(event)
-    assert event["values"]["autopsy"]["texts"] == {}
+    assert set(event["values"]["autopsy"]["texts"].values()) == {"[redacted]"}
     written = [
         path.read_text() for path in (tmp_path / "hidden").rglob("*") if path.suffix in (".json", ".jsonl", ".md")
     ]
@@ -144,7 +147,10 @@ def test_no_trace_of_the_autopsy(kind, tmp_path):
 def test_a_row_of_the_embedding_that_nobody_initialised(accumulation, tmp_path):
     """It costs the batch that needs it, not the run, as long as nobody looks at the weights themselves."""
     steps = 24 // accumulation
-    extra = {"train_dataset": bad_dataset("plain"), "guard": GuardArguments(nanguard_weight_check_steps=0)}
+    extra = {
+        "train_dataset": bad_dataset("plain"),
+        "guard": GuardArguments(nanguard_weight_check_steps=0, nanguard_on_bad_start="observe"),
+    }
     trainer = build(
         "plain", tmp_path, extra=extra, max_steps=steps,
         gradient_accumulation_steps=accumulation,
@@ -152,7 +158,8 @@ def test_a_row_of_the_embedding_that_nobody_initialised(accumulation, tmp_path):
     with torch.no_grad():
         trainer.model.get_input_embeddings().weight[MARK] = float("nan")
     trainer.train()
-    event = the_event(trainer)
+    start, event = events_of(trainer)
+    assert (start["step"], start["action"], start["values"]["rows"]) == (0, "observed", [MARK])
     culprit = event["culprit"]
     assert (culprit["phase"], culprit["parameter"]) == ("parameter", "model.embed_tokens.weight")
     assert (culprit["op"], culprit["module"]) == ("aten.embedding.default", "model.embed_tokens")
@@ -220,11 +227,8 @@ def test_text_is_printable_and_cut():
     long = decode_sample(tokenizer, {"input_ids": torch.full((1, 500), 10)}, 0)
     assert len(long) < 200
 
-    class Wild:
-        def decode(self, ids, skip_special_tokens):
-            return "a\x1b[31mb\nc"
-
-    assert decode_sample(Wild(), {"input_ids": ids}, 0) == "a [31mb c"
+    blame = Blame("samples", [0], texts={0: "a\x1b[31mb\nc"})
+    assert "[0] a [31mb c\n" in format_verdict(Verdict(Origin("forward", "nan", Cause.LOG_OF_ZERO), blame), 1, 0)
 
 
 def test_events_are_strict_json(tmp_path):
@@ -273,7 +277,8 @@ def test_a_policy_ratio_and_a_kl_term_are_told_apart(field, cause, tmp_path):
 @pytest.mark.parametrize("kind", ["plain", "sft", "dpo"])
 def test_a_moment_that_ruined_a_weight(kind, tmp_path):
     """Loss and gradients are finite in the step that does it; the next one finds the weight, and what made it so."""
-    trainer = build(kind, tmp_path, max_steps=5)
+    extra = {"guard": GuardArguments(nanguard_max_rewinds=0)}
+    trainer = build(kind, tmp_path, extra=extra, max_steps=5)
     plant(trainer, Fault("moment", step=2, parameter=NAME))
     with pytest.raises(NonFiniteError, match="exp_avg"):
         trainer.train()
@@ -285,7 +290,10 @@ def test_a_moment_that_ruined_a_weight(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["plain", "sft"])
 def test_an_eps_that_is_zero_in_float16(kind, tmp_path):
-    trainer = build(kind, tmp_path, dtype=torch.float16, optim="adamw_torch", max_steps=5, weight_decay=0.0)
+    extra = {"guard": GuardArguments(nanguard_max_rewinds=0)}
+    trainer = build(
+        kind, tmp_path, dtype=torch.float16, optim="adamw_torch", max_steps=5, weight_decay=0.0, extra=extra
+    )
     with pytest.raises(NonFiniteError, match="eps"):
         trainer.train()
     halted = events_of(trainer)[-1]
@@ -349,7 +357,8 @@ def test_a_bad_weight_ends_the_run_also_when_there_was_no_time_to_test_samples(t
 
 
 def test_a_row_that_few_samples_need_does_not_end_the_run_when_no_more_is_examined(tmp_path):
-    guard = GuardArguments(nanguard_max_autopsies=1, nanguard_max_bad_steps=100, nanguard_weight_check_steps=0)
+    guard = GuardArguments(nanguard_max_autopsies=1, nanguard_max_bad_steps=100, nanguard_weight_check_steps=0,
+                           nanguard_on_bad_start="observe")  # fmt: skip
     trainer = _sick(tmp_path, guard, every=12, per_device_train_batch_size=4, max_steps=36)
     trainer.train()
     assert trainer.state.global_step == 36

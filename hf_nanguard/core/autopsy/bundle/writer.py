@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -30,12 +29,12 @@ def write_bundle(
 
     If the folder, e.g. `autopsy/step-42`, exists, `step-42-2` is used, and so on. `facts` are what a replay needs to rebuild
     model and loss, as JSON values without training data; `"versions"` among them are added to those recorded here. A
-    parameter that the verdict names is saved whatever `weights` are asked for. Token ids are saved also without `text`.
+    parameter that the verdict names is saved whatever `weights` are asked for. Without `text` nothing readable of the data is saved;
+    token ids are.
     Weights beyond `max_bytes` are left out; of inputs beyond it only the culprit samples are saved, if known and not too large.
     """
     SETTINGS["bundle_weights"].check(weights, "weights")
-    if not text:
-        verdict = replace(verdict, blame=replace(verdict.blame, texts={}))
+    verdict = verdict.shown(text)
     facts, files = gather_content(suspect, verdict, facts, _find_step(folder.name), weights, text, max_bytes)
     document, readme = _encode(facts), format_readme(verdict, facts, list(files.get("weights.safetensors", ())), text)
     make_folder(folder.parent, private=True)
