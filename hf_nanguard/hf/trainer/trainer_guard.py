@@ -215,7 +215,7 @@ class TrainerGuard:
         self.join_run()  # if the train() that is running is not ours: it began before the guard, or was replaced
         if resumed is not None:
             load_guard(self.guard, Path(resumed))
-            self.custody.note_saved(Path(resumed))
+            self.custody.saved.note_good(Path(resumed))
             self._check_resumed_rate()
         dispatched = compat_accelerate.dispatches_batches(self.trainer)  # by rank 0: then rows are not known
         followed, check = (None, None) if dispatched else (dataloader, self._batch_check())
