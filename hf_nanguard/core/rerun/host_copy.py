@@ -40,8 +40,8 @@ def local_part(tensor: Tensor) -> Tensor:
 def copy_tensor(tensor: Tensor, reused: HostCopy | None = None) -> HostCopy:
     """Copies a tensor to the host, into the memory of a copy that is no longer needed if that has the same shape and dtype."""
     part = local_part(tensor.detach())
-    if part.device.type == "cpu":
-        return HostCopy(part.clone(), part.device)
+    if type(part) is not Tensor or part.layout is not torch.strided:  # e.g. a quantised moment
+        return HostCopy(part.to("cpu", copy=True), part.device)
     target = None if reused is None else reused.value
     if target is None or target.shape != part.shape or target.dtype != part.dtype:
         target = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.device.type == "cuda")
