@@ -52,9 +52,9 @@ def tensors_of(trainer: Any) -> dict[str, torch.Tensor]:
     model = trainer.accelerator.unwrap_model(trainer.model)
     found = {f"model.{name}": value for name, value in model.state_dict().items()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for parameter, state in trainer.optimizer.state.items():
+    for number, (parameter, state) in enumerate(trainer.optimizer.state.items()):
         for key, value in state.items():
-            found[f"optimizer.{names[id(parameter)]}.{key}"] = torch.as_tensor(value)
+            found[f"optimizer.{names.get(id(parameter), number)}.{key}"] = torch.as_tensor(value)
     found["rng"] = torch.get_rng_state()
     return {name: value.detach().clone() for name, value in found.items()}
 

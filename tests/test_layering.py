@@ -47,10 +47,11 @@ FOLDERS: dict[str, tuple[str, str]] = {
     "hf.data": ("batches on the CPU, before a device", "core core.rerun hf.compat"),
     "hf.generation": ("scores and sampling", "core hf.compat"),
     "hf.monitors": ("monitors that know transformers", "core core.monitors core.step hf.compat"),
+    "hf.custody": ("the checkpoints that a trainer saves and resumes from", "core checkpoints hf.compat"),
     "hf.trainer": (
         "the guard of one trainer, in the order of a step",
-        "core core.rerun core.autopsy core.autopsy.evidence core.monitors core.step report hf.compat hf.data hf.generation "
-        "hf.monitors",
+        "hf.custody core core.rerun core.autopsy core.autopsy.evidence core.monitors core.step report hf.compat hf.data hf.generation "
+        "hf.monitors doctor doctor.facts",
     ),
     "hf.rl": (
         "completions, rewards and log-ratios of online trainers",
@@ -59,7 +60,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
     "hf": ("the guarded classes, and how any trainer becomes guarded", "core hf.compat hf.trainer hf.rl"),
     "hf.callbacks": (
         "callbacks for any trainer, one a file",
-        "core core.rerun core.monitors core.step report hf hf.compat hf.data hf.monitors hf.trainer",
+        "hf.custody core core.rerun core.monitors core.step report hf hf.compat hf.data hf.monitors hf.trainer",
     ),
     "integrations": (
         "the guard inside other training frameworks, one file each; nothing of them is imported at the head",
@@ -67,9 +68,12 @@ FOLDERS: dict[str, tuple[str, str]] = {
     ),
     "takeover": (
         "`nanguard run`: every Trainer that a script builds becomes guarded",
-        "core report hf hf.compat hf.trainer hf.rl",
+        "core checkpoints report hf hf.compat hf.trainer hf.rl takeover.startup",
     ),
-    "takeover.startup": ("what a child process imports when it starts", "takeover"),
+    "takeover.startup": (
+        "what a guarded process imports when it starts: nothing of ours, until transformers comes",
+        "",
+    ),
     "bundle_replay": (
         "model and loss of a bundle built again, without trust",
         "core core.rerun core.autopsy core.autopsy.evidence core.autopsy.bundle hf hf.compat hf.trainer",
@@ -101,7 +105,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
     ),
     "doctor.command": (
         "the stages of `nanguard doctor` and what they print",
-        "core report hf.compat hf.data doctor doctor.facts doctor.data doctor.rules verification",
+        "core report hf.compat hf.data doctor doctor.facts doctor.data doctor.rules doctor.laws doctor.trial verification",
     ),
     "examples.tasks": ("models, data and rewards made in code", ""),
     "examples": (
@@ -117,7 +121,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
     "cli": (
         "one command a file, nothing heavy at the head",
         "cli.shared checkpoints core core.autopsy core.autopsy.evidence core.autopsy.bundle report hf.trainer takeover "
-        "bundle_replay verification doctor.facts doctor.command "
+        "takeover.startup bundle_replay verification doctor.facts doctor.command "
         "examples examples.demo examples.recipe",
     ),
 }

@@ -37,7 +37,8 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
-NAMES = words("""ActivationMonitorCallback ArgumentError GradientMonitorCallback Guard GuardArguments GuardedGRPOConfig GuardedGRPOTrainer
+NAMES = words("""ActivationMonitorCallback ArgumentError CheckpointGuardCallback
+GradientMonitorCallback Guard GuardArguments GuardedGRPOConfig GuardedGRPOTrainer
 GuardedSFTConfig GuardedSFTTrainer GuardedTrainer GuardedTrainerMixin GuardedTrainingArguments LossMissingError
 NanGuardCallback NanGuardError NonFiniteError NumericalStabilityLogitsProcessor Policy
 SafeTemperatureLogitsWarper attach check_config check_dataset guard_generation guarded prove replay scan_checkpoint verify
@@ -45,6 +46,8 @@ bounded_loss clamp_weight distillation_loss dtype_eps masked_cross_entropy norma
 
 ARGUMENTS = {
     "nanguard_mode": (str, "act"),
+    "nanguard_doctor": (str, "warn"),
+    "nanguard_precision": (str, "keep"),
     "nanguard_on_nonfinite": (str, "drop"),
     "nanguard_loss_floor": (float, 1e-6),
     "nanguard_on_loss_error": (str, "raise"),
@@ -82,7 +85,7 @@ ARGUMENTS = {
 SIGNALS = words("""labels_masked label_out_of_range input_nonfinite input_out_of_range loss_nonfinite loss_zero loss_missing
 loss_error prediction_nonfinite eval_nonfinite grad_nonfinite grad_spike loss_spike loss_diverged activation_nonfinite
 activation_headroom entropy_collapse param_nonfinite optimizer_nonfinite reward_nonfinite advantage_nonfinite
-ratio_overflow logits_nonfinite checkpoint_nonfinite update_stalled no_learning_signal guard_failed""")
+ratio_overflow logits_nonfinite checkpoint_nonfinite update_stalled no_learning_signal run_restarted guard_failed""")
 
 ACTIONS = words("observed repaired dropped skipped clipped rewound halted refused")
 

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import ArgumentError
-from ..report.run_files import GUARD_FOLDER, events_path
+from ..report.run_files import GUARD_FOLDER, events_path, new_run_id
 from .shared.command_parser import Subparsers, between, load_recipe, needs_trl
 from .shared.live_output import build_console, guard_log, print_plain, progress
 
@@ -32,8 +31,9 @@ HELP = ("-h", "--help")
 EPILOG = """stages, from cheap to expensive:
   rules  settings, precision and resources judged by rules, in seconds
   data   a sample of the training data, through the trainer's own preparation and collator
+  laws   relations that must hold for your model, data, loss and kernels (docs/laws.md)
   steps  a few steps with the guard, measured: best, acceptable or failed
-  --only and --skip take names of stages, separated by commas; --skip also names of rules, checks and topics (precision,
+  --only and --skip take names of stages, separated by commas; --skip also names of rules, checks, laws and topics (precision,
   hyperparameters, resources). Stages after rules need a trainer: they build that of `nanguard sft` or `nanguard grpo`
   from the file and the flags, or yours with --trainer. Nothing is written to the output_dir of the file.
 
@@ -47,6 +47,7 @@ examples:
   nanguard doctor my.yaml --only data --full --show 3
   nanguard doctor my.yaml --skip steps --json | jq .findings
   nanguard doctor --trainer my_module:build --steps 40
+  nanguard doctor --env
   nanguard doctor --task grpo --preset balanced --model_name_or_path my-model --dataset_name my-prompts \\
       --reward_funcs my_module.score
 
@@ -55,7 +56,7 @@ exit codes: 0 if nothing above a note was found, 1 if something was, 2 for bad a
 # Our own flags and whether each takes a value; all others are those of a recipe.
 FLAGS = {
     "--only": True, "--skip": True, "--trainer": True, "--task": True, "--steps": True, "--memory_limit": True,
-    "--memory-limit": True, "--sample": True, "--show": True, "--full": False, "--output_dir": True, "--output-dir": True, "--config": True, "--json": False,
+    "--memory-limit": True, "--sample": True, "--show": True, "--full": False, "--env": False, "--output_dir": True, "--output-dir": True, "--config": True, "--json": False,
 }  # fmt: skip
 
 
@@ -96,6 +97,9 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="N",
         help="print N rows, with the tokens that are learned marked",
     )
+    parser.add_argument(
+        "--env", action="store_true", help="print versions, devices, dtypes and active parts of the guard, and exit"
+    )
     parser.add_argument("--json", action="store_true", help="print only the result, as JSON")
     parser.add_argument(
         "--steps", type=between(2, 100_000), default=20, metavar="N", help="measured steps (default: %(default)s)"
@@ -104,7 +108,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--memory_limit", "--memory-limit", type=_gigabytes, metavar="GB", help="an error if the memory peak is higher"
     )
     parser.add_argument("--output_dir", "--output-dir", metavar="FOLDER",
-                        help="folder for events and autopsies (default: a temporary folder, kept if there are events)")  # fmt: skip
+                        help="folder for events and autopsies (default: a new folder here, kept if there are events)")  # fmt: skip
     parser.set_defaults(run=run)
 
 
@@ -142,6 +146,8 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the stages and returns the exit code."""
+    if arguments.env:
+        return show_environment(arguments.json)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ArgumentError(
             f"nanguard doctor must run in one process, got WORLD_SIZE={os.environ['WORLD_SIZE']}. Start it without a launcher."
@@ -168,6 +174,19 @@ def run(arguments: argparse.Namespace) -> int:
         print_precision(console, checkup.precision)
         print_end(console, checkup)
     return checkup.exit_code
+
+
+def show_environment(as_json: bool) -> int:
+    """Prints what this machine and its packages allow."""
+    with needs_trl("doctor --env"):
+        from ..doctor.command.environment import find_environment, print_environment
+
+    found = find_environment()
+    if as_json:
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        print_environment(build_console(), found)
+    return 0
 
 
 def read_files(arguments: argparse.Namespace) -> list[ConfigFile]:
@@ -234,13 +253,13 @@ def build_recipe(task: str, words: Sequence[str], folder: Path, console: Console
 
 @contextmanager
 def _open_folder(given: str | None) -> Iterator[Path]:
-    """Yields the given folder, or a temporary one that is kept if it contains events."""
+    """Yields the given folder, or a new one in the current folder, which is removed if it contains no events."""
     from ..examples.output_folder import make_folder
 
     if given is not None:
         yield make_folder("--output_dir", given)
         return
-    folder = Path(tempfile.mkdtemp(prefix="nanguard-doctor-"))
+    folder = make_folder("--output_dir", f"nanguard-doctor-{new_run_id()}")
     try:
         yield folder
     finally:

@@ -45,6 +45,18 @@ class Policy:
         "`act` corrects bad steps, `observe` only records events and leaves the run unchanged, `off` disables the guard.",
         ("act", "observe", "off"),
     )
+    doctor: str = setting(
+        "warn",
+        "Check settings and a few rows of the data at the start of a run: `warn` logs everything above a note, `strict` raises "
+        "ArgumentError instead of starting, `off` checks nothing.",
+        ("warn", "strict", "off"),
+    )
+    precision: str = setting(
+        "keep",
+        "`keep` trains in the precision of `bf16` and `fp16`. `auto`, in a guarded config, sets them to what is safe on this device: "
+        "bfloat16, else float16 with a loss scaler, else float32.",
+        ("keep", "auto"),
+    )
     on_nonfinite: str = setting(
         "drop",
         "What to do if the loss or the gradients contain NaN or inf. `drop` repeats the accumulation group without the bad "
@@ -208,7 +220,11 @@ class Policy:
         "they are checked only before a checkpoint is saved.",
         at_least=0,
     )
-    full_metrics: bool = setting(False, "Log the metrics of every module, not only those of the worst one.")
+    full_metrics: bool = setting(
+        False,
+        "Log every metric in every row, also those of each module. Otherwise a row shows the counters that are not zero, and "
+        "`metrics.jsonl` has the others.",
+    )
 
     def __post_init__(self):
         check_settings(vars(self))

@@ -14,6 +14,8 @@ from hf_nanguard.testing import INF, NAN
 
 BAD = {
     "mode": ["on", "", None, True, 1],
+    "doctor": ["on", "raise", None, True],
+    "precision": ["bf16", "off", None],
     "on_nonfinite": ["ignore", "clip", None],
     "on_loss_error": ["skip", None],
     "on_bad_input": ["observe", None],
@@ -81,7 +83,7 @@ def test_the_documented_choices_and_defaults():
     assert SETTINGS["mode"].choices == ("act", "observe", "off")
     assert SETTINGS["on_nonfinite"].choices == ("drop", "skip", "repair", "floor", "halt")
     assert dataclasses.asdict(Policy()) == {
-        "mode": "act", "on_nonfinite": "drop", "on_loss_error": "raise", "on_bad_input": "drop", "on_spike": "observe",
+        "mode": "act", "doctor": "warn", "precision": "keep", "on_nonfinite": "drop", "on_loss_error": "raise", "on_bad_input": "drop", "on_spike": "observe",
         "on_halt": "raise", "skip_grad_norm": None, "loss_floor": 1e-6, "max_bad_steps": 10,
         "max_rewinds": 3, "rewind_lr_factor": 1.0, "snapshot_steps": None, "on_param_nonfinite": "rewind", "on_bad_start": "halt",
         "autopsy": True, "max_autopsies": 5, "autopsy_seconds": 60.0, "bundle": True, "bundle_weights": "none",

@@ -7,12 +7,30 @@ from ..event import JsonObject
 from ..rerun.micro_batch import MicroBatch
 
 RECENT = 100
+QUIET = {
+    "nanguard/success_rate": 1.0,
+    "nanguard/success_rate_recent": 1.0,
+}  # values that say nothing; 0 for other metrics
+
+
+def find_news(metrics: dict[str, float]) -> dict[str, float]:
+    """Returns the metrics that a log row should show: counters once they are not zero, rates once something was lost, and the
+    terms that the user has named."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if value != QUIET.get(name, 0) or name.startswith("nanguard/term/")
+    }
 
 
 class Counter:
-    """Cumulative counts; they survive a checkpoint."""
+    """Cumulative counts of one run; they survive a checkpoint."""
 
     def __init__(self) -> None:
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Counts from zero."""
         self.seen = 0
         self.dropped = 0
         self.skipped_steps = 0

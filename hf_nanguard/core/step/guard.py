@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ArgumentError, NonFiniteError
+from ...plain_text import show
 from ..autopsy.examiner import Examiner
 from ..event import Failure, JsonObject
 from ..journal import EventSink, Journal
@@ -158,10 +159,6 @@ class Guard:
         """The gradient norm before clipping of the step that was settled last."""
         return self.settlement.last_norm
 
-    def write_bundles_to(self, folder: Path) -> None:
-        """Makes autopsies write their bundles to another folder."""
-        self.redo.examiner.write_to(folder)
-
     # ---- the hand-written loop ----
 
     def step(self, loss_fn: Callable[[Batch], Tensor], batches: Iterable[Batch]) -> StepOutcome:
@@ -218,11 +215,17 @@ class Guard:
             raise NonFiniteError(outcome.halt)
         return outcome
 
-    def begin_run(self) -> None:
-        """Begins a run with its full budget of bad steps and rewinds, also if it resumes another."""
-        self.escalation.begin_run()
+    def begin_run(self, folder: Path | None = None) -> None:
+        """Begins a run: budgets, counts and statistics start anew; a resume restores the latter two from its checkpoint.
+
+        Args:
+            folder (`Path`, *optional*):
+                Where bundles of autopsies go from now on; without it none is written.
+        """
+        for part in (self.counter, self.norms, self.loss_watch, self.escalation, self.journal, self.settlement):
+            part.begin_run()
         self.recovery.begin_run()
-        self.journal.begin_run()
+        self.redo.examiner.begin_run(folder)
         self.has_begun = False
 
     def begin_step(
@@ -394,7 +397,8 @@ class Guard:
                 Whether an exact zero loss with zero gradients deserves an event; in RL equal rewards make it normal.
         """
         self.recovery.note(step, group)
-        return self.settlement.settle(group, runner, step, norm, zero_is_news)
+        outcome = self.settlement.settle(group, runner, step, norm, zero_is_news)
+        return outcome if outcome.halt is None else replace(outcome, halt=show(outcome.halt, self.policy.bundle_text))
 
     # ---- state ----
 

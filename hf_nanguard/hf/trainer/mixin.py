@@ -2,7 +2,7 @@
 
 One `train()`, in the order in which transformers calls us (`guard` is `self.nanguard`, a `TrainerGuard`):
 
-    train()
+    train()                                 custody.choose_resume: the newest good checkpoint
         for each epoch:
             _run_epoch()                    guard.epoch: batches are checked where they are collated, and which rows each
                                             is made of is recorded
@@ -19,8 +19,9 @@ One `train()`, in the order in which transformers calls us (`guard` is `self.nan
                 _maybe_log_save_evaluate()  guard.end_step, after_update (monitors), after_epoch
                     log()                   the guard's metrics join the row
                     evaluate()              a non-finite loss is an event and never "best"
-                    _save_checkpoint()      refused if weights or optimizer state are not finite
+                    _save_checkpoint()      refused if weights or optimizer state are not finite; read back, then good
                         _push_from_checkpoint()     without the guard's folder, as is push_to_hub()
+        _load_best_model()                  not if its files are bad
         _finalize_training()                a run without one good step has no mean loss
 
 A micro-batch that runs again (redo, autopsy) comes through `training_step` too, and passes through to the host.
@@ -49,6 +50,7 @@ else:
     _Host = object
 
 logger = logging.getLogger("hf_nanguard")
+RESUME = "resume_from_checkpoint"
 SETTINGS = Parameter("guard", Parameter.KEYWORD_ONLY, default=None, annotation=GuardArguments | None)
 
 
@@ -60,7 +62,7 @@ class GuardedTrainerMixin(Stealth, _Host):
             The guard's settings. Without it they are taken from the training arguments if these are guarded ones, and
             are the defaults otherwise. All other arguments are the host's.
 
-    Metrics that are added to every row of training losses:
+    Metrics of a row of training losses. The log shows `grad_norm_max`, named terms and what is not zero; `metrics.jsonl` has all:
 
     | metric | meaning |
     |---|---|
@@ -117,6 +119,10 @@ class GuardedTrainerMixin(Stealth, _Host):
             detach(self)
             return self.train(*args, **kwargs)
         with self.nanguard.training(), self.nanguard.checked_updates():
+            if args:
+                args = (self.nanguard.custody.choose_resume(args[0]), *args[1:])
+            elif kwargs.get(RESUME) is not None:
+                kwargs[RESUME] = self.nanguard.custody.choose_resume(kwargs[RESUME])
             return super().train(*args, **kwargs)
 
     @entered_once
@@ -248,9 +254,13 @@ class GuardedTrainerMixin(Stealth, _Host):
     def _save_checkpoint(self, model, trial):
         if not self.nanguard.halting.may_save(model):
             return
-        with self.nanguard.custody.keeping_checkpoint():
-            super()._save_checkpoint(model, trial)
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        self.nanguard.custody.note_saved(folder)
-        if self.nanguard.on and self.args.should_save:
-            save_guard(self.nanguard.guard, folder)
+        with self.nanguard.custody.saving(folder):
+            super()._save_checkpoint(model, trial)
+            if self.nanguard.on and self.args.should_save:
+                save_guard(self.nanguard.guard, folder)
+
+    @entered_once
+    def _load_best_model(self):
+        if self.nanguard.custody.may_load_best():
+            super()._load_best_model()

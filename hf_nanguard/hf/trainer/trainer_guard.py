@@ -19,9 +19,11 @@ from ...core.finite import local, read_host
 from ...core.ranks import Ranks
 from ...core.rerun.micro_batch import AccumulationGroup
 from ...core.rerun.runner import same_on_all_ranks
+from ...core.step.counters import find_news
 from ...core.step.guard import Guard
 from ...core.step.step_reading import StepOutcome
 from ...core.vocabulary import Action, Signal
+from ...doctor.start_check import report_start
 from ...errors import LossMissingError
 from ..compat import accelerate as compat_accelerate
 from ..compat import trainer as compat
@@ -147,15 +149,17 @@ class TrainerGuard:
             return
         self.recorder.begin_run()
         self.record.begin_run()
-        self.guard.write_bundles_to(self.record.directory)
+        self.guard.begin_run(self.record.directory)
+        self.no_signal.begin_run()
         self._abandons_step = self._has_reported_update = False
         self._num_left_out = 0
         self.custody.begin_run()
-        self.guard.begin_run()
         self._creates_optimizer = self.trainer.optimizer is None
         if self.on and self.guard.ranks.rank == 0:
             self._log_limits()
             self._report_removed_rows()
+        if self.on:
+            report_start(self.trainer, self.policy.doctor, self.guard.ranks)
         try:
             yield
         finally:
@@ -211,7 +215,7 @@ class TrainerGuard:
         self.join_run()  # if the train() that is running is not ours: it began before the guard, or was replaced
         if resumed is not None:
             load_guard(self.guard, Path(resumed))
-            self.custody.note_saved(Path(resumed))
+            self.custody.saved.note_good(Path(resumed))
             self._check_resumed_rate()
         dispatched = compat_accelerate.dispatches_batches(self.trainer)  # by rank 0: then rows are not known
         followed, check = (None, None) if dispatched else (dataloader, self._batch_check())
@@ -254,6 +258,12 @@ class TrainerGuard:
         return compat_accelerate.replaced_method(self.trainer, "training_step", wrap)
 
     def _log_limits(self) -> None:
+        if self.policy.precision == "auto" and not isinstance(self.trainer.args, GuardArguments):
+            logger.warning(
+                "hf_nanguard: nanguard_precision='auto' has no effect here because the trainer was built with %s. Set it in a "
+                "guarded config, e.g. GuardedTrainingArguments.",
+                type(self.trainer.args).__name__,
+            )
         if self.deepspeed:
             logger.warning(
                 "hf_nanguard: DeepSpeed steps its engine inside the backward. Bad labels and inputs are filled before "
@@ -550,9 +560,12 @@ class TrainerGuard:
     # ---- losses, log, halt ----
 
     def log_metrics(self) -> dict[str, float]:
-        """Returns what the guard adds to a row of training losses."""
+        """Returns what the guard adds to a row of training losses; what is not news goes to `metrics.jsonl` only."""
         online = {} if self.online is None else self.online.take_metrics()
-        return {**self.guard.counter.as_metrics(), **online, **self.guard.monitor_set.metrics()}
+        counted = {**self.guard.counter.as_metrics(), **online}
+        metrics = {**counted, **self.guard.monitor_set.metrics()}
+        self.record.keep_metrics(metrics)
+        return metrics if self.policy.full_metrics else find_news(counted)
 
     def end_if(self, reason: str | None) -> None:
         """Ends the run if there is a reason to, decided on every rank alike."""

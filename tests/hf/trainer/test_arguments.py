@@ -45,6 +45,8 @@ FIELDS = [field.name for field in dataclasses.fields(GuardArguments)]
 # One value for every field that is not its default, as it is written on a command line and as it arrives.
 GIVEN = {
     "nanguard_mode": ("off", "off"),
+    "nanguard_doctor": ("strict", "strict"),
+    "nanguard_precision": ("auto", "auto"),
     "nanguard_on_nonfinite": ("repair", "repair"),
     "nanguard_loss_floor": ("1e-3", 1e-3),
     "nanguard_on_loss_error": ("drop", "drop"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from hf_nanguard import GuardArguments, NonFiniteError
 from hf_nanguard.report.run_files import read_events, read_jsonl
@@ -206,3 +207,22 @@ def test_weights_that_are_infinite_by_design_are_saved(tmp_path):
     assert (tmp_path / "before" / "model.safetensors").is_file()
     assert (tmp_path / "after" / "model.safetensors").is_file()
     assert events_of(trainer) == []
+
+
+def test_a_halt_does_not_call_a_diverged_state_good(tmp_path):
+    guard = GuardArguments(nanguard_max_bad_steps=3)
+    trainer = build("plain", tmp_path, gradient_accumulation_steps=1, max_steps=9, extra={"guard": guard})
+    watch = trainer.nanguard.guard.loss_watch
+
+    class Diverged(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            for step in range(30):
+                watch.observe(-30 + step, 2.0 if step < 3 else 900.0, 50.0)
+
+    trainer.add_callback(Diverged())
+    plant(trainer, *(Fault("gradient", step, parameter=LAYER) for step in range(2, 6)))
+    with pytest.raises(
+        NonFiniteError, match=r"A finite state, but not a good one: its loss has diverged since step"
+    ) as error:
+        trainer.train()
+    assert "The last good state" not in str(error.value)
