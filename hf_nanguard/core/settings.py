@@ -205,8 +205,8 @@ class Policy:
     activation_modules: str | None = setting(
         None,
         "Which modules to measure: name patterns separated by commas (`*.mlp.down_proj,lm_head`). The blocks, the embedding "
-        "and the head by default. A module is measured where it is called: TRL may use the weight of the head without calling "
-        "it, and a pattern none of whose modules runs is reported.",
+        "and the head by default. A module is measured where it is called, the head also where TRL uses its weight without "
+        "calling it. A pattern none of whose modules runs is reported.",
     )
     attention_steps: int = setting(
         0,
