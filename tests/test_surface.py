@@ -134,7 +134,7 @@ SIGNATURES = [
     (hf_nanguard.scan_checkpoint, "(path, deep=False, as_dtype=None)"),
 ]
 
-COMMANDS = ["doctor", "run", "sft", "grpo", "demo", "replay", "scan", "completion"]
+COMMANDS = ["doctor", "run", "sft", "grpo", "demo", "watch", "report", "replay", "scan", "completion"]
 
 
 def bare_signature(function) -> str:
