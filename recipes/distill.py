@@ -9,8 +9,8 @@ code; nothing is downloaded. Planted failures:
     teacher_row  a word of one text has a NaN embedding in the teacher, as if its row had never been initialized
     eps          the optimizer has the usual eps of 1e-8, which is 0 in float16
 
-With eps, an update with finite loss and gradients makes weights NaN. The guard cannot prevent that; it halts and names the
-cause. The recipe's default is a fused AdamW, which computes in float32, with an eps of 1e-4.
+With eps, an update with finite loss and gradients makes weights NaN. The guard names the cause, goes back to the state from
+before and continues with a larger eps. The recipe's default is a fused AdamW, which computes in float32, with an eps of 1e-4.
 
     python recipes/distill.py
     python recipes/distill.py --plant eps
@@ -236,7 +236,7 @@ class DistillationTrainer(Trainer):
         """Prints the validation perplexity, with the last logged loss and its terms."""
         last: dict[str, float] = next((row for row in reversed(self.state.log_history) if "loss" in row), {})
         terms = [f"{name}={last[key]:.4f}" for name in ("kd", "ce") if (key := f"nanguard/term/{name}") in last]
-        rate = f" ({', '.join(terms)}) success_rate={last['nanguard/success_rate']:.0%}" if terms else ""
+        rate = f" ({', '.join(terms)}) success_rate={last.get('nanguard/success_rate', 1.0):.0%}" if terms else ""
         mark = ", best so far" if score < self.best_perplexity else ""
         self.best_perplexity = score if mark else self.best_perplexity
         loss = f"loss={last.get('loss', math.nan):.4f}{rate}"

@@ -19,6 +19,7 @@ from ...core.finite import local, read_host
 from ...core.ranks import Ranks
 from ...core.rerun.micro_batch import AccumulationGroup
 from ...core.rerun.runner import same_on_all_ranks
+from ...core.step.counters import find_news
 from ...core.step.guard import Guard
 from ...core.step.step_reading import StepOutcome
 from ...core.vocabulary import Action, Signal
@@ -158,7 +159,7 @@ class TrainerGuard:
             self._log_limits()
             self._report_removed_rows()
         if self.on:
-            report_start(self.trainer, self.policy.doctor, self.guard.ranks)
+            report_start(self.trainer, self.policy.doctor, self.guard.ranks, self.policy.bundle_text)
         try:
             yield
         finally:
@@ -559,9 +560,12 @@ class TrainerGuard:
     # ---- losses, log, halt ----
 
     def log_metrics(self) -> dict[str, float]:
-        """Returns what the guard adds to a row of training losses."""
+        """Returns what the guard adds to a row of training losses; what is not news goes to `metrics.jsonl` only."""
         online = {} if self.online is None else self.online.take_metrics()
-        return {**self.guard.counter.as_metrics(), **online, **self.guard.monitor_set.metrics()}
+        counted = {**self.guard.counter.as_metrics(), **online}
+        metrics = {**counted, **self.guard.monitor_set.metrics()}
+        self.record.keep_metrics(metrics)
+        return metrics if self.policy.full_metrics else find_news(counted)
 
     def end_if(self, reason: str | None) -> None:
         """Ends the run if there is a reason to, decided on every rank alike."""
