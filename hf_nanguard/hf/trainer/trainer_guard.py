@@ -159,7 +159,7 @@ class TrainerGuard:
             self._log_limits()
             self._report_removed_rows()
         if self.on:
-            report_start(self.trainer, self.policy.doctor, self.guard.ranks)
+            report_start(self.trainer, self.policy.doctor, self.guard.ranks, self.policy.bundle_text)
         try:
             yield
         finally:
