@@ -4,12 +4,13 @@ Thresholds were set on Llama, BERT, GPT-2 and a small regression (AdamW, SGD, Li
 Mixtral, ViT, wav2vec2, a CNN, an LSTM, Qwen3 and Whisper with the same optimizers and four schedules were judged: of 80 with the
 right rate or a third of it none was reported; of the 12 whose last losses were over 1.5 times the first all were; 17 more, all with
 1000 times the rate, were reported while they were above their start or their best, and came back later. Last, the campaign of
-`make slow` below, 960 runs with other optimizers: 0 of 384 with the right rate or a third of it were reported, and all that had 40
-losses above 3 times the first were; of those above twice, one was not. Synthetic healthy losses (100 of each of 22 kinds): no
+`make slow` below, 960 runs with other optimizers: 0 of 384 with the right rate or a third of it were reported; of those that had 40
+losses above twice the first, all but one were. Synthetic healthy losses (100 of each of 22 kinds): no
 false alarm in 20 kinds, 1 % of squares of four normal numbers and 5 % of squares of one, whose first may be any factor too low.
 A random walk of the loss, away from where it began, is reported.
 """
 
+import itertools
 import math
 
 import pytest
@@ -115,15 +116,17 @@ def train(name, optimizer, factor, schedule):
 
 
 def check(name, optimizer, factor, schedule):
-    """Checks a run against what its losses show; returns whether it has diverged: forty losses in a row, but for eight, are
-    above three times the first. A cross-entropy of an untrained model is not low by chance; a policy loss says nothing."""
+    """Checks that a run with a right rate is silent; returns whether a run has diverged, and whether that was reported.
+
+    It has if forty losses in a row, but for eight, are above twice the first. A cross-entropy of an untrained model is not low
+    by chance; a policy loss says nothing.
+    """
     losses, told = train(name, optimizer, factor, schedule)
     if factor <= 1:
         assert told == []
     parts = [sorted(losses[first : first + 40]) for first in range(len(losses) - 40)]
-    has_diverged = name != "policy" and any(part[8] > 3 * losses[0] for part in parts)
-    assert "loss_diverged" in told or not has_diverged
-    return has_diverged
+    has_diverged = name != "policy" and any(part[8] > 2 * losses[0] for part in parts)
+    return has_diverged, "loss_diverged" in told
 
 
 @pytest.mark.parametrize("name", ["convolution", "recurrent", "policy", "gemma3"])
@@ -134,13 +137,24 @@ def test_healthy_runs_are_silent(name, optimizer):
 
 def test_a_rate_far_too_high_is_reported():
     """That a run has diverged is read from its losses, not assumed."""
-    assert any(check(name, "adagrad", 1000.0, "constant") for name in ("gemma3", "qwen2", "convolution"))
+    runs = [check(name, "adagrad", 1000.0, "constant") for name in ("gemma3", "qwen2", "convolution")]
+    assert [reported for diverged, reported in runs if diverged].count(True) >= 1
+    assert (True, False) not in runs
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("name", ["convolution", "recurrent", "policy", *sorted(BY_NAME)])
-def test_every_rate_is_judged_by_its_losses(name, optimizer, schedule):
-    for factor in (0.3, 1.0, 10.0, 100.0, 1000.0):
-        check(name, optimizer, factor, schedule)
+def test_every_rate_is_judged_by_its_losses(optimizer):
+    """No right rate is reported, and of the runs that have diverged at most one in fifty is missed: the rule looks at quantiles,
+    so that a loss that keeps coming back near its start counts as noise."""
+    names = ("convolution", "recurrent", "policy", *sorted(BY_NAME))
+    cases = itertools.product(names, (0.3, 1.0, 10.0, 100.0, 1000.0), SCHEDULES)
+    diverged = [
+        reported
+        for name, factor, schedule in cases
+        for has, reported in [check(name, optimizer, factor, schedule)]
+        if has
+    ]
+    assert diverged
+    assert diverged.count(False) <= len(diverged) / 50
