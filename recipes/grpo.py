@@ -147,7 +147,7 @@ def main(words: Sequence[str]) -> int:
             if result["figures"]:
                 text = ", ".join(f"{name} {value:.3f}" for name, value in result["figures"].items())
                 trainer.accelerator.print(f"mean reward: {text}")
-            trainer.end()
+            trainer.accelerator.end_training()  # ranks that leave a group open may be aborted at their exit
     return 0 if result["is_sound"] else 1
 
 

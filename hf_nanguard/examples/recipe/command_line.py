@@ -15,6 +15,7 @@ from types import NoneType, UnionType
 from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
 import torch
+import torch.distributed as dist
 from transformers import HfArgumentParser, TrainingArguments
 
 from ...errors import ArgumentError
@@ -226,3 +227,6 @@ def exit_code(run: Callable[[Sequence[str] | None], list[Outcome]], argv: Sequen
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)
         return 130
+    finally:
+        if dist.is_initialized():  # torch may abort a rank that leaves its group open
+            dist.destroy_process_group()
