@@ -209,6 +209,11 @@ class WeightMonitor(Monitor):
             return None
         return f"Training was halted at step {step}: {message}.{_format_advice(_read_remedies(found))}"
 
+    def fail_exchange(self, stage: str, step: int) -> None:
+        """Fails the check that the other ranks make now."""
+        if stage == "check_before_save" or (stage == "after_update" and self.is_due(step)):
+            self.ranks.fail()
+
     def _find(self) -> StateFinding | None:
         """Checks this rank; what was not finite before the first update is accepted."""
         finding = check_state(self.model, self.optimizer)

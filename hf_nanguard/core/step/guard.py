@@ -25,6 +25,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from ...boundary import Boundary, Failure
 from ...errors import ArgumentError, NonFiniteError
 from ..autopsy.examiner import Examiner
 from ..event import JsonObject
@@ -70,6 +71,8 @@ class Guard:
             Called with every event as a dictionary of the public schema, e.g. a `report.run_files.JsonlWriter`.
         folder (`str` or `Path`, *optional*):
             Where bundles of autopsies go; without it none is written.
+        find_step (`Callable`, *optional*):
+            Returns the number of the step under way, for events; by default calls of [`Guard.step`] are counted.
 
     Example:
 
@@ -92,6 +95,7 @@ class Guard:
         ranks: Ranks | None = None,
         on_event: EventSink | None = None,
         folder: str | Path | None = None,
+        find_step: Callable[[], int] | None = None,
     ):
         self.policy = policy or Policy()
         self.runner = None if model is None or optimizer is None else LoopRunner(model, optimizer, scaler)
@@ -100,7 +104,10 @@ class Guard:
         self.escalation = Escalation(self.policy.max_bad_steps)
         self.norms = SpikeDetector()
         self.counter = Counter()
-        self.journal = Journal(self.ranks, on_event)
+        self.boundary = Boundary(self._report_failure, self.ranks)
+        self.journal = Journal(self.ranks, on_event, self.boundary)
+        self.steps_done = 0
+        self.find_step = find_step or (lambda: self.steps_done)
         self.loss_watch = LossWatch(self.journal)
         examiner = Examiner(self.policy, self.journal, None if folder is None else Path(folder))
         self.redo = Redo(self.journal, self.counter, examiner)
@@ -115,12 +122,19 @@ class Guard:
             self.redo,
             self.monitor_set.find_accepted,
         )
-        if model is not None and self.runner is not None:
-            self.monitor_set.begin(build_monitors(self.policy, model, optimizer, self.journal))
         self.group: AccumulationGroup = AccumulationGroup(None)
-        self.steps_done = 0
+        if model is not None and self.runner is not None:
+            self.boundary.call("monitors", self._build_monitors, model, optimizer)
         self.scheduler = scheduler
         self.max_grad_norm = max_grad_norm
+
+    def _build_monitors(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self.monitor_set.begin(build_monitors(self.policy, model, optimizer, self.journal))
+
+    def _report_failure(self, failure: Failure) -> None:
+        """Reports an error of the guard; the group under way is not redone, because it may not be recorded as it ran."""
+        self.group.failure = str(failure)
+        self.journal.write_failure(self.find_step(), failure)
 
     @property
     def replaying(self) -> bool:
@@ -162,14 +176,21 @@ class Guard:
         if not batches:
             raise ArgumentError("Guard.step must be given at least one batch, got none.")
         marks = self.policy.acts and self.ranks.size > 1  # alone, a non-finite loss is known without a mark
-        runner.begin_group(loss_fn)
-        self.monitor_set.begin_step(self.steps_done)
         group = self.begin_group(weight=1 / len(batches))
-        for index, batch in enumerate(batches):
-            micro = MicroBatch(index, batch, RngState.capture(runner.device_type))
-            with runner.unsynced() if index < len(batches) - 1 else nullcontext():
-                loss = runner.run(micro, group.weight, marks)
-            group.micro_batches.append(replace(micro, loss=loss))
+        runner.begin_group(loss_fn)
+        self.boundary.call("buffers", runner.buffers.keep)
+        self.monitor_set.begin_step(self.steps_done)
+        try:
+            for index, batch in enumerate(batches):
+                rng = self.boundary.call("random state", RngState.capture, runner.device_type)
+                micro = MicroBatch(index, batch, rng)
+                with runner.unsynced() if index < len(batches) - 1 else nullcontext():
+                    loss = runner.run(micro, group.weight, marks)
+                if rng is not None:
+                    group.micro_batches.append(replace(micro, loss=loss))
+        except BaseException:  # of the loss
+            self.monitor_set.close()
+            raise
         if marks:
             runner.mark_losses(group.losses)
         self.monitor_set.end_backward()
@@ -231,7 +252,7 @@ class Guard:
             `Tensor`: the same tensor, so that it can be watched in passing.
         """
         if not self.replaying and self.policy.mode != "off":
-            self.group.watch(name, tensor, bound)
+            self.boundary.call("watch", self.group.watch, name, tensor, bound)
         return tensor
 
     def term(self, name: str, value: Tensor, weight: float | Tensor = 1.0, on_nonfinite: str = "keep") -> Tensor:

@@ -15,6 +15,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
+from ...boundary import Boundary
 from ...errors import ArgumentError
 from ..compat import generation as compat
 from .logits_processors import MODES, NumericalStabilityLogitsProcessor
@@ -68,7 +69,13 @@ class GenerationGuard:
     The guards are copies of `processor`; `watch` gets a record of every generation.
     """
 
-    def __init__(self, model: PreTrainedModel, watch: GenerationWatch, processor: NumericalStabilityLogitsProcessor):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        watch: GenerationWatch,
+        processor: NumericalStabilityLogitsProcessor,
+        boundary: Boundary,
+    ):
         self.model = model
         self.watch = watch
         self.processor = processor
@@ -81,7 +88,7 @@ class GenerationGuard:
             compat.BATCH: self.note_requests,
         }
         seams = compat.find_seams(model)
-        self.overrides = [compat.Override(model, name, functions[what]) for what, name in seams.items()]
+        self.overrides = [compat.Override(model, name, functions[what], boundary) for what, name in seams.items()]
 
     def close(self) -> None:
         for override in reversed(self.overrides):
@@ -175,7 +182,12 @@ def can_generate(model: nn.Module) -> bool:
 
 @contextmanager
 def guard_generation(
-    model: nn.Module, mode: str = "repair", clip_value: float = 30.0, min_prob: float = 1e-8, verbose: bool = True
+    model: nn.Module,
+    mode: str = "repair",
+    clip_value: float = 30.0,
+    min_prob: float = 1e-8,
+    verbose: bool = True,
+    boundary: Boundary | None = None,
 ) -> Iterator[GenerationWatch]:
     """Guards every `generate` and `generate_batch` of a model inside the block.
 
@@ -191,6 +203,8 @@ def guard_generation(
         clip_value (`float`, *optional*, defaults to `30.0`), min_prob (`float`, *optional*, defaults to `1e-8`),
         verbose (`bool`, *optional*, defaults to `True`):
             As in [`NumericalStabilityLogitsProcessor`].
+        boundary (`Boundary`, *optional*):
+            Reports errors of the guard, which never end a generation; without it they are logged.
 
     Returns:
         `GenerationWatch`: Says afterwards which completions were drawn from non-finite scores.
@@ -215,5 +229,7 @@ def guard_generation(
         raise ArgumentError(
             f"model must be one that can generate, got {type(model).__name__}. Give a causal or seq2seq LM."
         )
-    with closing(GenerationGuard(generator, watch, processor)):
+    boundary = boundary or Boundary()
+    processor.report_to(boundary)
+    with closing(GenerationGuard(generator, watch, processor, boundary)):
         yield watch

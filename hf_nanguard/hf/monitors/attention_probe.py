@@ -6,6 +6,7 @@ checkpointing. A layer that is used several times in a forward is measured at it
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...boundary import Boundary
 from ...core.monitors.base import Hook
 from ...core.monitors.softmax_collapse import (
     ABSENT,
@@ -42,7 +44,7 @@ def trains_now() -> bool:
 class AttentionProbe:
     """Hooks that measure one step of a model without DDP wrapper, and the measurements in one buffer on the device."""
 
-    def __init__(self, model: nn.Module, device: torch.device):
+    def __init__(self, model: nn.Module, device: torch.device, boundary: Boundary):
         named = list(model.named_modules())
         self.columns: list[tuple[str, str, int]] = []  # module, noun and sign of each value in the buffer
         # An attention layer has children, its projections. Which modules with children compute attention is known only
@@ -64,17 +66,18 @@ class AttentionProbe:
         self.hidden: set[str] = set()  # implementations whose masks are not accessible
         self.sharded_head = False
         self._hooks = ExitStack()
-        hooks = [model.register_forward_pre_hook(Hook(self._see_inputs), with_kwargs=True)]
+        safe = partial(boundary.wrapped, "attention hooks")
+        hooks = [model.register_forward_pre_hook(Hook(safe(self._see_inputs)), with_kwargs=True)]
         hooks += [
-            router.register_forward_hook(Hook(self._see_router(start, place))) for start, router, place in routers
+            router.register_forward_hook(Hook(safe(self._see_router(start, place)))) for start, router, place in routers
         ]
         if inner is not None and isinstance(self.head, nn.Module):
-            hooks.append(self.head.register_forward_hook(Hook(self._see_head)))
+            hooks.append(self.head.register_forward_hook(Hook(safe(self._see_head))))
             if inner.base_model is not inner:
-                hooks.append(inner.base_model.register_forward_hook(Hook(self._see_backbone)))
+                hooks.append(inner.base_model.register_forward_hook(Hook(safe(self._see_backbone))))
         for hook in hooks:
             self._hooks.callback(hook.remove)
-        self._hooks.enter_context(observed_attention(self._see_attention))
+        self._hooks.enter_context(observed_attention(self._see_attention, boundary))
 
     def _reserve(self, module: str, nouns: dict[str, int]) -> int:
         """Reserves a place in the buffer for the measurements of a module; returns where it begins."""

@@ -55,7 +55,11 @@ class Halting:
             message += (
                 f" The first of the bad steps is {first}; resume from {earlier}, the last checkpoint from before it."
             )
+        self.stop(model, message)
+
+    def stop(self, model: nn.Module, message: str) -> None:
+        """Ends the run as it is."""
         logger.error("hf_nanguard: %s", message)
         if self.guard.policy.on_halt == "raise":
             raise NonFiniteError(message)
-        trainer.control.should_training_stop = True
+        self.trainer.control.should_training_stop = True
