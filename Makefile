@@ -8,7 +8,7 @@ export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup -q
 VARIANTS := with-avx2 with-default-kernels with-two-threads in-random-order with-sigint-ignored
 
-.PHONY: demo test unit quick slow variants $(VARIANTS) lint
+.PHONY: demo test unit quick slow matrix variants $(VARIANTS) lint
 
 demo: $(STAMP)
 	$(BIN)/nanguard demo
@@ -28,6 +28,10 @@ quick: lint
 
 slow: variants
 	$(PYTEST) -m slow --timeout=3600
+
+# The laws with older and newer versions of the hosts; writes the table of docs/versions.md.
+matrix: $(STAMP)
+	$(BIN)/python -m tests.version_matrix
 
 # The tests of `make test` once more: on the kernels of other CPUs, and as they may be started elsewhere.
 variants: $(VARIANTS)

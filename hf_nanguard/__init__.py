@@ -1,10 +1,14 @@
 """Numerical safety for Hugging Face training: a bad step leaves no trace."""
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .plain_text import make_record_printable
+
 if TYPE_CHECKING:
     from .bundle_replay.rebuild import replay as replay
+    from .checkpoints.scan import scan_checkpoint as scan_checkpoint
     from .core.losses import bounded_loss as bounded_loss
     from .core.losses import clamp_weight as clamp_weight
     from .core.losses import distillation_loss as distillation_loss
@@ -14,6 +18,9 @@ if TYPE_CHECKING:
     from .core.losses import soft_cap as soft_cap
     from .core.settings import Policy as Policy
     from .core.step.guard import Guard as Guard
+    from .doctor.config_check import check_config as check_config
+    from .doctor.dataset_check import check_dataset as check_dataset
+    from .doctor.laws.prove import prove as prove
     from .errors import ArgumentError as ArgumentError
     from .errors import LossMissingError as LossMissingError
     from .errors import NanGuardError as NanGuardError
@@ -34,8 +41,11 @@ if TYPE_CHECKING:
     from .hf.trainer.arguments import GuardArguments as GuardArguments
     from .hf.trainer.arguments import GuardedTrainingArguments as GuardedTrainingArguments
     from .hf.trainer.mixin import GuardedTrainerMixin as GuardedTrainerMixin
+    from .verification.measured_run import verify as verify
 
 __version__ = "0.1.0"
+
+logging.getLogger(__name__).addFilter(make_record_printable)
 
 # Loaded on first use, so that the core needs no transformers and the Trainer no trl.
 _HOMES = {
@@ -62,7 +72,12 @@ _HOMES = {
     "GuardedSFTTrainer": "hf.guarded_sft",
     "GuardedGRPOConfig": "hf.guarded_grpo",
     "GuardedGRPOTrainer": "hf.guarded_grpo",
+    "check_config": "doctor.config_check",
+    "check_dataset": "doctor.dataset_check",
+    "verify": "verification.measured_run",
+    "prove": "doctor.laws.prove",
     "replay": "bundle_replay.rebuild",
+    "scan_checkpoint": "checkpoints.scan",
     "NumericalStabilityLogitsProcessor": "hf.generation.logits_processors",
     "SafeTemperatureLogitsWarper": "hf.generation.logits_processors",
     "guard_generation": "hf.generation.guard_generation",

@@ -22,7 +22,7 @@ from functools import wraps
 from typing import Any, Protocol, TypeVar
 
 from .errors import NanGuardError
-from .plain_text import format_error
+from .plain_text import quote_error
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -71,14 +71,6 @@ def find_place(error: Exception) -> str:
             place = f"{file.removeprefix(PACKAGE).replace(os.sep, '/')}:{entry.tb_lineno}"
         entry = entry.tb_next
     return place
-
-
-def describe(error: Exception) -> str:
-    """Returns the class of an error and its message, if that can be had."""
-    try:
-        return format_error(error)
-    except Exception:  # of an error that cannot say what it is
-        return type(error).__name__
 
 
 class HostCall:
@@ -231,7 +223,7 @@ class Boundary:
     def note(self, part: str, error: Exception, max_failures: int = MAX_FAILURES, can_turn_off: bool = True) -> Failure:
         """Counts and reports an error of the guard. The first few of a part are reported."""
         number = self._count(part, max_failures if can_turn_off else None)
-        failure = Failure(part, describe(error), find_place(error), number, part in self.off)
+        failure = Failure(part, quote_error(error), find_place(error), number, part in self.off)
         if number <= max_failures:
             with suppress(Exception):  # a journal, a log handler or a disk that fails too
                 self.report(failure)

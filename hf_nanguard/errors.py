@@ -1,8 +1,13 @@
 """What hf_nanguard can raise."""
 
+from .plain_text import printable
+
 
 class NanGuardError(Exception):
-    """Base of every error raised by hf_nanguard."""
+    """Base of every error raised by hf_nanguard. Its text may name values, files and other errors, so it is made printable."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__(), keep_newlines=True)
 
 
 class ArgumentError(NanGuardError, ValueError):

@@ -44,6 +44,7 @@ from hf_nanguard import (
 )
 from hf_nanguard.examples.compare import Figures, Outcome, compare_runs
 from hf_nanguard.examples.recipe.command_line import COMMON, CaseArguments, argument, exit_code, parse_arguments
+from hf_nanguard.examples.recipe.safe_weights import PICKLE_HELP, require_safetensors
 from hf_nanguard.examples.tasks import calendar_words as calendar
 from hf_nanguard.examples.tasks.token_alignment import align_positions, share_vocabulary
 from hf_nanguard.hf.named_terms import weigh_term
@@ -96,6 +97,7 @@ class ScriptArguments(CaseArguments):
     total_loss_bound: float | None = argument(None, "The same for the weighted sum of both terms.")
     model_name_or_path: str | None = argument(None, "The student. Built in code by default.")
     teacher_name_or_path: str | None = argument(None, "The teacher. Built in code by default.")
+    allow_pickle: bool = argument(False, PICKLE_HELP)
     train_file: str | None = argument(None, "Texts, one per line; the last 10 % are for validation.")
     max_length: int = argument(512, "Longer texts are truncated to this number of tokens.")
     num_rows: int = argument(128, "Number of built-in training texts.")
@@ -127,12 +129,14 @@ def build_material(script: ScriptArguments, seed: int) -> Material:
     return partial(calendar.build_student, len(ours), seed), teacher, (ours, theirs), texts, validation
 
 
-def load_material(student: str, teacher: str, train_file: str) -> Material:
+def load_material(student: str, teacher: str, train_file: str, *, allow_pickle: bool) -> Material:
     """Loads the models and texts that the user named."""
+    require_safetensors(student, "--model_name_or_path", allow_pickle)
+    safe = require_safetensors(teacher, "--teacher_name_or_path", allow_pickle)
     try:
         texts = [line for line in Path(train_file).read_text(encoding="utf-8").splitlines() if line.strip()]
         tokenizers = [AutoTokenizer.from_pretrained(name) for name in (student, teacher)]
-        frozen = AutoModelForCausalLM.from_pretrained(teacher)
+        frozen = AutoModelForCausalLM.from_pretrained(teacher, **safe)
     except (OSError, ValueError) as error:
         raise ArgumentError(f"A model or the texts cannot be loaded: {first_line(error)}") from error
     if len(texts) < 2:
@@ -144,7 +148,7 @@ def load_material(student: str, teacher: str, train_file: str) -> Material:
             )
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     num_train = len(texts) - max(1, len(texts) // 10)
-    build = partial(AutoModelForCausalLM.from_pretrained, student)
+    build = partial(AutoModelForCausalLM.from_pretrained, student, **safe)
     return build, frozen, tokenizers, texts[:num_train], texts[num_train:]
 
 
@@ -270,7 +274,11 @@ def run(argv: Sequence[str] | None = None) -> list[Outcome]:
     args.learning_rate = script.student_lr
     if script.plant == "eps":
         args.optim, args.adam_epsilon = "adamw_torch", 1e-8
-    material = load_material(*script.named) if script.named else build_material(script, args.seed)
+    material = (
+        load_material(*script.named, allow_pickle=script.allow_pickle)
+        if script.named
+        else build_material(script, args.seed)
+    )
     build_student, teacher, tokenizers, texts, validation = material
     shared = share_vocabulary(*tokenizers)
     if not shared[0]:

@@ -25,9 +25,9 @@ from hf_nanguard.examples.compare import Options, measure_rewards
 from hf_nanguard.examples.planted_failures import blank_scores, find_third
 from hf_nanguard.examples.recipe.recipe_parser import RecipeArguments, RecipeKind, parse
 from hf_nanguard.examples.recipe.run_and_save import build, compare, print_result, train_and_save
+from hf_nanguard.examples.recipe.safe_weights import require_safetensors
 from hf_nanguard.examples.recipe.user_data import load_data, load_model
 from hf_nanguard.examples.tasks import sums
-from hf_nanguard.plain_text import printable
 
 NUM_ROWS = 512
 COMMON = {"output_dir": "runs/grpo", "dataloader_pin_memory": False, "gradient_checkpointing": False}
@@ -76,7 +76,7 @@ def import_reward(name: str) -> Callable[..., list]:
     except (ImportError, AttributeError, SyntaxError, TypeError, ValueError) as error:
         raise ArgumentError(
             f"--reward_funcs must be {', '.join(NAMED)} or a module.function that can be imported from {here}, got "
-            f"{name!r} ({printable(str(error))})."
+            f"{name!r} ({error})."
         ) from error
 
 
@@ -99,6 +99,9 @@ def gather_parts(arguments: RecipeArguments) -> Options:
     script = arguments.script
     assert isinstance(script, GRPOScriptArguments)
     named = find_rewards(script)
+    if script.reward_model_name_or_path:  # loaded with the arguments of the model
+        allow = arguments.flags.allow_pickle
+        require_safetensors(script.reward_model_name_or_path, "--reward_model_name_or_path", allow)
     if not arguments.embedded_data:
         if not named:
             raise ArgumentError(

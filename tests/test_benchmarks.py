@@ -2,11 +2,12 @@
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import autopsy, logits, losses, monitor, overhead, peers
+from benchmarks import autopsy, logits, losses, monitor, overhead, peers, picture, scan
 
 
 def run(module, monkeypatch, capsys, *words: str) -> list[str]:
@@ -63,3 +64,19 @@ def test_peers():
     assert peers.play(stock, "loss") == "runs on, weights NaN, reported: nothing"
     assert peers.play(ours, "loss") == "runs on, weights finite, reported: place, data"
     assert peers.count(ours)[0] <= peers.count(stock)[0]
+
+
+def test_scan(monkeypatch, capsys):
+    monkeypatch.setattr(scan, "SIDE", 64)
+    lines = run(scan, monkeypatch, capsys, "--megabytes", "1", "--rounds", "1")
+    rows = [line.split() for line in lines[1:]]
+    assert [tuple(row[:2]) for row in rows] == [(dtype, name) for dtype in scan.DTYPES for name in scan.CONTENDERS]
+    assert all(float(row[2]) > 0 for row in rows)
+
+
+def test_picture(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "images" / "picture.svg"
+    *_, line = run(picture, monkeypatch, capsys, "--steps", "6", "--output", str(file))  # after the log of both runs
+    assert "6 steps, bad row at step 2; last loss: stock 0, guarded " in line
+    assert "stock Trainer" in file.read_text(encoding="utf-8")
+    assert (Path(__file__).parent.parent / "docs" / "images" / "stock-and-guarded.svg").stat().st_size < 100_000

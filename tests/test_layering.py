@@ -12,9 +12,12 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hf_nanguard"
 MAX_FILES = 13
 
-# folder -> (what belongs there, the folders it may import; "" is the package itself: boundary, errors, plain_text)
+# folder -> (what belongs there, the folders it may import; "" is the package itself: boundary, errors, plain_text, safe_files)
 FOLDERS: dict[str, tuple[str, str]] = {
-    "": ("errors, printable text and the boundary, which everybody may import; `python -m hf_nanguard.run`", "cli"),
+    "": (
+        "errors, printable text, files and the boundary, which everybody may import; `python -m hf_nanguard.run`",
+        "cli",
+    ),
     "core": ("plain tools on tensors, the vocabulary and the event", ""),
     "core.rerun": ("a micro-batch held so that it can be run again exactly", "core"),
     "core.optimizer": ("what an update did to weights, and which settings would have helped", "core"),
@@ -40,7 +43,8 @@ FOLDERS: dict[str, tuple[str, str]] = {
         "what happens to one optimizer step: decide, redo, skip, halt",
         "core core.rerun core.optimizer core.autopsy core.autopsy.evidence core.monitors",
     ),
-    "report": ("the files of a run", "core"),
+    "checkpoints": ("scan and custody of what is on disk, without transformers", "core"),
+    "report": ("the files of a run, and the console on which they are shown", "core"),
     "testing": ("public: the fault injector, the counter of host reads and operations", "core core.rerun"),
     "hf.compat": ("every private name of the hosts, each with the condition under which it can go", "core"),
     "hf.data": ("batches on the CPU, before a device", "core core.rerun hf.compat"),
@@ -60,6 +64,10 @@ FOLDERS: dict[str, tuple[str, str]] = {
         "callbacks for any trainer, one a file",
         "core core.rerun core.monitors core.step report hf hf.compat hf.data hf.monitors hf.trainer",
     ),
+    "integrations": (
+        "the guard inside other training frameworks, one file each; nothing of them is imported at the head",
+        "core hf hf.callbacks hf.trainer",
+    ),
     "takeover": (
         "`nanguard run`: every Trainer that a script builds becomes guarded",
         "core report hf hf.compat hf.trainer hf.rl",
@@ -69,9 +77,34 @@ FOLDERS: dict[str, tuple[str, str]] = {
         "model and loss of a bundle built again, without trust",
         "core core.rerun core.autopsy core.autopsy.evidence core.autopsy.bundle hf hf.compat hf.trainer",
     ),
+    "doctor.rules": ("rules over plain facts, and what they find", "core"),
+    "doctor.facts": (
+        "facts about a run from its trainer, its arguments or a file",
+        "core hf.compat doctor.rules",
+    ),
+    "doctor.data": (
+        "a sample of the training data, through the trainer's own collator, and checks of it",
+        "core core.rerun hf.compat hf.data doctor.facts doctor.rules",
+    ),
+    "doctor": (
+        "what is checked before a run: configuration, data, and both at the start of every run",
+        "core report hf.compat doctor.facts doctor.data doctor.rules",
+    ),
+    "doctor.trial": (
+        "a trainer lent out for trial runs that leave no trace in it",
+        "core core.rerun hf.compat hf.trainer hf.generation doctor.rules",
+    ),
+    "doctor.laws": (
+        "relations that must hold for a trainer, tried on it: `prove`",
+        "core core.rerun hf.compat doctor.rules doctor.trial",
+    ),
     "verification": (
         "a few measured steps of somebody's configuration, and a grade",
         "core core.rerun core.monitors report hf hf.compat hf.trainer",
+    ),
+    "doctor.command": (
+        "the stages of `nanguard doctor` and what they print",
+        "core report hf.compat hf.data doctor doctor.facts doctor.data doctor.rules verification",
     ),
     "examples.tasks": ("models, data and rewards made in code", ""),
     "examples": (
@@ -83,16 +116,18 @@ FOLDERS: dict[str, tuple[str, str]] = {
         "what the recipes share: command line, run, end",
         "core report hf hf.trainer examples examples.tasks examples.demo",
     ),
+    "cli.shared": ("what the commands share: parsers, settings as flags, output", "core report examples.recipe"),
     "cli": (
         "one command a file, nothing heavy at the head",
-        "core core.autopsy core.autopsy.evidence core.autopsy.bundle report hf.trainer takeover bundle_replay verification "
+        "cli.shared checkpoints core core.autopsy core.autopsy.evidence core.autopsy.bundle report hf.trainer takeover "
+        "bundle_replay verification doctor.facts doctor.command "
         "examples examples.demo examples.recipe",
     ),
 }
-EVERYWHERE = {"boundary", "errors", "plain_text", "__version__"}
+EVERYWHERE = {"boundary", "errors", "plain_text", "safe_files", "yaml_file", "__version__"}
 HOSTS = {"transformers", "accelerate", "trl", "peft", "datasets"}
-HOST_FOLDERS = ("hf", "takeover", "bundle_replay", "verification", "examples", "testing")
-TRL_FILES = ("hf/guarded_sft.py", "hf/guarded_grpo.py", "hf/compat/online_trainer.py")
+HOST_FOLDERS = ("hf", "integrations", "takeover", "bundle_replay", "verification", "doctor", "examples", "testing")
+TRL_FILES = ("hf/guarded_sft.py", "hf/guarded_grpo.py", "hf/compat/online_trainer.py", "doctor/facts/host_configs.py")
 COMMANDS = {path.stem for path in (PACKAGE / "cli").glob("*.py")}  # a command may have the name of what it runs
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

@@ -40,7 +40,7 @@ def words(text: str) -> list[str]:
 NAMES = words("""ActivationMonitorCallback ArgumentError GradientMonitorCallback Guard GuardArguments GuardedGRPOConfig GuardedGRPOTrainer
 GuardedSFTConfig GuardedSFTTrainer GuardedTrainer GuardedTrainerMixin GuardedTrainingArguments LossMissingError
 NanGuardCallback NanGuardError NonFiniteError NumericalStabilityLogitsProcessor Policy
-SafeTemperatureLogitsWarper attach guard_generation guarded replay
+SafeTemperatureLogitsWarper attach check_config check_dataset guard_generation guarded prove replay scan_checkpoint verify
 bounded_loss clamp_weight distillation_loss dtype_eps masked_cross_entropy normalized_mse soft_cap""")
 
 ARGUMENTS = {
@@ -56,8 +56,10 @@ ARGUMENTS = {
     "nanguard_autopsy": (bool, True),
     "nanguard_max_autopsies": (int, 5),
     "nanguard_autopsy_seconds": (float, 60.0),
+    "nanguard_bundle": (bool, True),
     "nanguard_bundle_weights": (str, "none"),
     "nanguard_bundle_text": (bool, True),
+    "nanguard_push_to_hub": (bool, False),
     "nanguard_logits_mode": (str, "repair"),
     "nanguard_logits_clip_value": (float, 30.0),
     "nanguard_logits_min_prob": (float, 1e-8),
@@ -116,10 +118,15 @@ SIGNATURES = [
     (NanGuardCallback, "(guard=None)"),
     (attach, "(trainer, guard=None)"),
     (guarded, "(trainer_class)"),
+    (hf_nanguard.check_config, "(*configurations, task=None, skip=())"),
+    (hf_nanguard.check_dataset, "(trainer, sample=2000, skip=(), report=None)"),
+    (hf_nanguard.verify, "(trainer, steps=20, output_dir=None, report=None, memory_limit=None)"),
+    (hf_nanguard.prove, "(trainer, only=None, skip=(), progress=None)"),
     (replay, "(path, checkpoint=None, factory=None, remedies=False)"),
+    (hf_nanguard.scan_checkpoint, "(path, deep=False, as_dtype=None)"),
 ]
 
-COMMANDS = ["run", "sft", "grpo", "verify", "demo", "replay", "completion"]
+COMMANDS = ["doctor", "run", "sft", "grpo", "demo", "replay", "scan", "completion"]
 
 
 def bare_signature(function) -> str:
@@ -188,6 +195,7 @@ def test_versions_agree():
     [
         ("hf_nanguard", ("torch", "transformers", "accelerate", "trl")),
         ("hf_nanguard.core.step.guard", ("transformers", "accelerate", "trl")),
+        ("hf_nanguard.checkpoints.scan", ("transformers", "accelerate", "trl")),
         ("hf_nanguard.report.run_files", ("torch", "transformers", "accelerate", "trl")),
         ("hf_nanguard.cli.main", ("torch", "transformers", "accelerate", "trl", "rich")),
         ("hf_nanguard.hf.guarded_trainer", ("trl",)),

@@ -4,11 +4,15 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
 PARTS = ("hf_nanguard", "recipes", "configs", "pyproject.toml", "README.md", "LICENSE")

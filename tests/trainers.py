@@ -26,7 +26,7 @@ def stock_class(kind: str) -> type[Trainer]:
         return Trainer
     import trl
 
-    return {"sft": trl.SFTTrainer, "dpo": trl.DPOTrainer, "grpo": trl.GRPOTrainer}[kind]
+    return getattr(trl, {"sft": "SFTTrainer", "dpo": "DPOTrainer", "grpo": "GRPOTrainer"}[kind])
 
 
 def common_arguments(output_dir: Path, **overrides: Any) -> dict[str, Any]:

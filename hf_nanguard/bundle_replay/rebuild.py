@@ -56,6 +56,9 @@ def replay(
     Raises:
         ArgumentError: if the folder is not a bundle, or the bundle is damaged, hostile or incomplete.
 
+    No code of the bundle is executed, but it is rebuilt in this process: a forged one may take time and memory. The command
+    `nanguard replay` limits both.
+
     Example:
 
     ```python
@@ -98,8 +101,8 @@ def rebuild(
     kind = bundle.facts.get("kind")
     described = bundle.facts if kind == "callback" else bundle.facts.get("model")
     recorded: Facts = described if isinstance(described, dict) else {}
-    home = find_device(device, recorded.get("device"))
     with foreign_code(f"The bundle's model or trainer could not be built with transformers {transformers.__version__}"):
+        home = find_device(device, recorded.get("device"))
         model, loss_fn = (None, None) if factory is None else call_factory(factory, bundle)
         known = None  # a model of the user's own has all its weights
         if loss_fn is None and kind not in ("trainer", "callback"):

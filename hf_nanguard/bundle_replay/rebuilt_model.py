@@ -5,7 +5,6 @@ or unpickled, and a model that would not fit into memory is refused before it is
 """
 
 import math
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,10 @@ import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from ..core.autopsy.bundle.tensor_file import count_bytes
 from ..errors import ArgumentError
 from ..hf.compat import model_config as compat_model
+from .limited_process import find_free_memory
 from .rebuilt_weights import ADAPTER, check_folder, find_dtype, load_adapter
 from .untrusted_facts import Facts, needs_factory, take
 
@@ -33,7 +34,13 @@ DROPPED = (
 )  # fmt: skip
 SWITCHED_OFF = ("use_pretrained_backbone", "pretrained")
 LARGEST = 2**31
+LONGEST = 2**17  # entries of a list
 MOST_LAYERS = 4096
+LARGEST_RANK = 4096
+# A regular expression of an adapter could take for ever: one that repeats a group, or repeats more often, is refused.
+REPEATED_GROUP = re.compile(r"\)\s*[*+{]")
+REPEAT = re.compile(r"[*+{]")
+MOST_REPEATS = 3
 LAYERS = re.compile(r"layers|blocks|depth|stages|experts")
 NUMBERS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 # What is taken from the config of a LoRA adapter, and what does not matter because its weights are loaded.
@@ -131,6 +138,8 @@ def _clean_value(value: object, name: str) -> object:
     if isinstance(value, dict):
         return clean_config(value)
     if isinstance(value, list):
+        if len(value) > LONGEST:
+            raise needs_factory(f"The bundle's config has a list {name} of {len(value)} entries, which is impossible")
         return [_clean_value(item, name) for item in value]
     if isinstance(value, str):
         return NUMBERS.get(value, value)
@@ -142,25 +151,16 @@ def _clean_value(value: object, name: str) -> object:
 def check_size(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype, trains_all: bool
 ) -> None:
-    """Refuses a model whose parameters and gradients would not fit into memory."""
+    """Refuses a model whose parameters, gradients and buffers would not fit into memory."""
     with torch.device("meta"):
         model = compat_model.build_empty(model_class, config, dtype)
-    needed = sum(p.numel() * p.element_size() for p in model.parameters()) * (2 if trains_all else 1)
+    needed = count_bytes(model.parameters()) * (2 if trains_all else 1) + count_bytes(model.buffers())
     free = find_free_memory()
     if needed > free:
         raise ArgumentError(
-            f"The bundle's model needs {needed / 2**30:.1f} GiB for parameters and gradients, but only {free / 2**30:.1f} GiB "
+            f"The bundle's model needs {needed / 2**30:.1f} GiB for parameters, gradients and buffers, but only {free / 2**30:.1f} GiB "
             "of memory are free. Replay it on a larger machine."
         )
-
-
-def find_free_memory() -> int:
-    """Returns how many bytes of memory could be used."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 # ---- adapters ----
@@ -205,4 +205,21 @@ def build_adapter(recorded: object) -> "LoraConfig":
         if value and name not in LORA and name not in LORA_IGNORED:
             raise needs_factory(f"The bundle's adapter has {name}={value!r}, which cannot be rebuilt")
     taken = {name: recorded[name] for name in LORA if recorded.get(name) is not None}
+    for name, value in taken.items():
+        check_adapter_value(name, value)
     return LoraConfig(**clean_config(taken))
+
+
+def check_adapter_value(name: str, value: object) -> None:
+    """Refuses a rank, a number of copied layers or a regular expression that would take all memory or time."""
+    values: list[Any] = (
+        [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    )
+    patterns = [item for item in values if isinstance(item, str)]
+    bad = [item for item in patterns if REPEATED_GROUP.search(item) or len(REPEAT.findall(item)) > MOST_REPEATS]
+    if bad:
+        raise needs_factory(f"The bundle's adapter has {name}={bad[0][:80]!r}, a pattern that could take for ever")
+    if name in ("r", "rank_pattern") and any(isinstance(item, int) and item > LARGEST_RANK for item in values):
+        raise needs_factory(f"The bundle's adapter has {name}={str(value)[:80]}, but a rank is at most {LARGEST_RANK}")
+    if name == "layer_replication" and sum(end - start for start, end in values) > MOST_LAYERS:
+        raise needs_factory(f"The bundle's adapter has layer_replication={str(value)[:80]}, which is impossible")

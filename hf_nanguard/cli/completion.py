@@ -7,7 +7,7 @@ import argparse
 
 import shtab
 
-from .command_parser import Subparsers
+from .shared.command_parser import Subparsers
 
 EPILOG = """examples:
   source <(nanguard completion bash)                                         # or in ~/.bashrc

@@ -13,8 +13,8 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .command_parser import Subparsers, between, needs_trl
-from .live_output import build_console, guard_log, print_plain, progress
+from .shared.command_parser import Subparsers, between, needs_trl
+from .shared.live_output import build_console, guard_log, print_plain, progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         for number, run_scenario in enumerate(SCENARIOS[:1] if arguments.quick else SCENARIOS, 1):
 
             def announce(description: str, number: int = number) -> None:
-                console.print(f"{number}. {description}", markup=False, highlight=False)
+                console.print(f"{number}. {description}")
 
             with progress(console) as begin:
                 shown.append(run_scenario(ScenarioRunner(folder, arguments.seed, arguments.steps, announce, begin)))
@@ -80,7 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def show(console: Console, scenarios: Sequence[Scenario]) -> None:
     """Prints the comparison, and the paths of the evidence."""
-    from rich.markup import escape
     from rich.table import Table
 
     from ..examples.compare import describe, find_evidence
@@ -90,7 +89,7 @@ def show(console: Console, scenarios: Sequence[Scenario]) -> None:
         table.add_column(title, ratio=ratio)
     for number, (title, *outcomes) in enumerate(scenarios, 1):
         cells = ["\n".join(f"{topic}: {text}" for topic, text in describe(outcome).items()) for outcome in outcomes]
-        table.add_row(escape(f"{number}. {title}"), *map(escape, cells))
+        table.add_row(f"{number}. {title}", *cells)
     console.print(table)
     for number, (*_, guarded) in enumerate(scenarios, 1):
         for kind, path in find_evidence(guarded).items():

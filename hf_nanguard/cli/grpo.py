@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from .recipe_command import add_recipe
+from .shared.recipe_command import add_recipe
 
 EXAMPLES = """  nanguard grpo
   nanguard grpo --compare --max_steps 30

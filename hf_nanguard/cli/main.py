@@ -12,19 +12,22 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from ..errors import ArgumentError
-from . import completion, demo, grpo, recipe_command, replay, run, sft, verify
+from ..plain_text import printable
+from . import completion, demo, doctor, grpo, replay, run, scan, sft
+from .shared import recipe_command
 
 # Each has `add_parser(subparsers)`, which sets `run`, a function that takes the parsed arguments and returns an exit code.
-COMMANDS: tuple[ModuleType, ...] = (run, sft, grpo, verify, demo, replay, completion)
+COMMANDS: tuple[ModuleType, ...] = (doctor, run, sft, grpo, demo, replay, scan, completion)
 # Commands that parse only some of their arguments here: the others belong to the user's script or to TRL.
-SPLITS = {"run": run.split, "sft": recipe_command.split, "grpo": recipe_command.split}
+SPLITS = {"doctor": doctor.split, "run": run.split, "sft": recipe_command.split, "grpo": recipe_command.split}
 
 EPILOG = """examples:
   nanguard demo
+  nanguard doctor my.yaml
   nanguard run train.py --learning_rate 1e-4
   nanguard sft --preset balanced
-  nanguard verify --config my.yaml
   nanguard replay runs/mine/nanguard/autopsy/step-42
+  nanguard scan runs/mine
   source <(nanguard completion bash)
 
 Run `nanguard <command> --help` for the options of a command.
@@ -64,14 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         parser = build_parser()
         arguments, unknown = parser.parse_known_args(words)
-        if unknown and arguments.command != "verify":  # which passes them to a recipe
+        if unknown:
             help_command = f"nanguard {arguments.command} --help"
             raise ArgumentError(f"unrecognized arguments: {' '.join(unknown)}. Run `{help_command}` for its options.")
-        arguments.parser, arguments.words = parser, others or unknown
+        arguments.parser, arguments.words = parser, others
         return arguments.run(arguments)
     except ArgumentError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the other ranks of a launcher have the same error
-            print(f"nanguard: {error}", file=sys.stderr)
+            print(f"nanguard: {printable(str(error))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt as stop:
         consequence = str(stop) or "all files written so far are complete"

@@ -1,4 +1,7 @@
-"""`nanguard replay`: reproduces the verdict of an autopsy from its bundle, in its own process."""
+"""`nanguard replay`: reproduces the verdict of an autopsy from its bundle.
+
+Anybody may have written the bundle, so a child process with limits on memory and time does the work.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
-from ..plain_text import printable
-from .command_parser import Subparsers
+from ..plain_text import REDACTED, printable
+from .shared.command_parser import Subparsers, between
 
 if TYPE_CHECKING:
     from ..core.autopsy.bundle.reader import Bundle
@@ -28,7 +31,8 @@ EPILOG = """examples:
   nanguard replay step-42 --factory my_model:build
 
 A factory is a function of yours that is called with the bundle and returns the model, or
-(model, loss_fn) with loss_fn(model, inputs) -> loss. No code from the bundle is executed.
+(model, loss_fn) with loss_fn(model, inputs) -> loss. No code from the bundle is executed. The
+replay runs in a child process that is stopped when it exceeds the limits.
 
 exit codes: 0 the same verdict, 1 another one or none, 2 bad arguments or a bad bundle
 """
@@ -55,16 +59,56 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--remedies", action="store_true", help="try remedies again (default: show the recorded ones)")
     parser.add_argument("--device", help="where to run it (default: where it ran, if this machine has such a device)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.add_argument(
+        "--time-limit",
+        metavar="SECONDS",
+        type=between(1, 10**6),
+        default=600,
+        help="stop after this time (default: 600)",
+    )
+    parser.add_argument(
+        "--memory-limit",
+        metavar="GIB",
+        type=between(1, 10**6),
+        help="refuse to use more memory (default: 90 %% of what is free)",
+    )
+    parser.add_argument(
+        "--in-process", action="store_true",
+        help="work in this process, without limits, e.g. for a debugger; only for a bundle that you trust",
+    )  # fmt: skip
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replays a bundle and returns the exit code."""
+    """Replays a bundle, in a child process unless told otherwise, and returns the exit code."""
+    if arguments.in_process:
+        return run_here(arguments)
+    from ..bundle_replay.limited_process import Limits, run_limited
+
+    limits = Limits.default(arguments.time_limit, arguments.memory_limit)
+    return run_limited(
+        as_words(arguments), limits, lambda text: print(f"nanguard: {text}", file=sys.stderr, flush=True)
+    )
+
+
+def as_words(arguments: argparse.Namespace) -> list[str]:
+    """Returns the command line that does the work of this one in its own process."""
+    words = ["replay", "--in-process"]
+    for name in ("factory", "device"):
+        if (value := getattr(arguments, name)) is not None:
+            words.append(f"--{name}={value}")
+    words += [f"--checkpoint={folder}" for folder in arguments.checkpoint or ()]
+    words += [f"--{name}" for name in ("remedies", "json") if getattr(arguments, name)]
+    return [*words, "--", arguments.bundle]
+
+
+def run_here(arguments: argparse.Namespace) -> int:
+    """Replays a bundle in this process and returns the exit code."""
     with redirect_stdout(sys.stderr), progress("importing the libraries") as say:
         try:
             bundle, verdict = examine(arguments, say)
         except ArgumentError as error:  # its message may contain text of the bundle
-            raise ArgumentError(" ".join(printable(str(error)).split())) from error
+            raise ArgumentError(" ".join(str(error).split())) from error
     differences = compare(bundle, verdict)
     if arguments.json:
         print(json.dumps(as_json(bundle, verdict, differences), allow_nan=False))
@@ -127,7 +171,7 @@ def compare(bundle: Bundle, verdict: Verdict) -> list[str]:
     pairs = [(name, recorded.get(name), found[name]) for name in ORIGIN if not (of_update and name == "phase")]
     if not of_update:
         pairs.append(("cause", bundle.verdict.get("cause"), str(verdict.cause)))
-    return [f"{name} was {was!r}, is {value!r}" for name, was, value in pairs if was != value]
+    return [f"{name} was {was!r}, is {value!r}" for name, was, value in pairs if was not in (value, REDACTED)]
 
 
 def compare_versions(bundle: Bundle) -> list[str]:

@@ -12,8 +12,8 @@ from types import TracebackType
 from ..takeover.child_processes import guard_children, mark_built, say
 from ..takeover.script_target import find_target
 from ..takeover.takeover import Takeover
-from .command_parser import Subparsers
-from .setting_flags import CONFIG_VARIABLE, add_flags, as_environment, gather
+from .shared.command_parser import Subparsers
+from .shared.setting_flags import CONFIG_VARIABLE, add_flags, as_environment, gather
 
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
 WITH_VALUE = ("--config", "--nanguard_")

@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from .recipe_command import add_recipe
+from .shared.recipe_command import add_recipe
 
 EXAMPLES = """  nanguard sft
   nanguard sft --compare --max_steps 90

@@ -1,10 +1,11 @@
 """The public event: one line of `events.jsonl`, strict JSON, versioned."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
-from typing import Any, TypeAlias
+from datetime import datetime, timezone
+from typing import Any, NoReturn, TypeAlias
 
 from .vocabulary import Action, Cause, Signal
 
@@ -26,6 +27,22 @@ def strict(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [strict(item) for item in value]
     return value
+
+
+def parse_strict(text: str | bytes) -> Any:
+    """Returns what strict JSON says; anything else is a `ValueError`: NaN, numbers beyond a float, too deep nesting."""
+    try:
+        return json.loads(text, parse_constant=_refuse_number, parse_float=_parse_float)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+
+
+def _parse_float(text: str) -> float:
+    return number if math.isfinite(number := float(text)) else _refuse_number(text)
+
+
+def _refuse_number(text: str) -> NoReturn:
+    raise ValueError(f"the number {text[:20]}")
 
 
 @dataclass(frozen=True)
@@ -71,7 +88,7 @@ class Event:
     cause: Cause | None = None
     remedies: tuple[Remedy, ...] = ()
     bundle: str | None = None
-    time: str = field(default_factory=lambda: datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"))
+    time: str = field(default_factory=lambda: datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"))
 
     def as_dict(self) -> JsonObject:
         """Returns the event as the public schema has it, ready for a strict JSON writer."""

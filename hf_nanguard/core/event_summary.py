@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from ..plain_text import printable
 from .event import JsonObject
 from .vocabulary import Action
 
@@ -74,7 +75,8 @@ class EventSummary:
     def format_end(self, path: object) -> str | None:
         """Returns the block that is logged at the end of a run whose events are in `path`; `None` without events."""
         lines = self.format()
-        return "\n  ".join(["---- hf_nanguard: events of this run ----", *lines, f"more in {path}"]) if lines else None
+        block = ["---- hf_nanguard: events of this run ----", *lines, f"more in {path}"]
+        return "\n  ".join(map(printable, block)) if lines else None
 
     def format(self) -> list[str]:
         """Returns a few lines, the most frequent kinds first; none without events."""

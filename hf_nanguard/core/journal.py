@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 from ..boundary import Boundary, Failure
+from ..plain_text import printable, show
 from .event import Culprit, Event, JsonObject, JsonValue
 from .event_summary import EventSummary
 from .ranks import Ranks
@@ -16,13 +17,19 @@ EventSink = Callable[[JsonObject], None]
 
 
 class Journal:
-    """Writes events; `on_event` is called with each of them as a dictionary of the public schema. Whoever has the journal has the
-    boundary too, behind which an error is reported here."""
+    """Writes events; `on_event` is called with each of them as a dictionary of the public schema.
 
-    def __init__(self, ranks: Ranks, on_event: EventSink | None = None, boundary: Boundary | None = None):
+    Without `text`, text of the data that sources have quoted is left out of events and log. Whoever has the journal has the
+    boundary too, behind which an error is reported here.
+    """
+
+    def __init__(
+        self, ranks: Ranks, on_event: EventSink | None = None, text: bool = True, boundary: Boundary | None = None
+    ):
         self.ranks = ranks
         self.boundary = boundary or Boundary(partial(self.write_failure, 0), ranks)
         self.on_event = on_event
+        self.text = text
         self.written: set[Signal] = set()  # the first event of each signal is logged as a warning
         self.summary = EventSummary()
 
@@ -30,9 +37,9 @@ class Journal:
         """Begins the summary of another run."""
         self.summary = EventSummary()
 
-    def write(self, event: Event) -> None:
-        """Writes an event of this rank."""
-        self._write(event.as_dict())
+    def write(self, event: Event, error: BaseException | None = None) -> None:
+        """Writes an event of this rank, and logs it with the traceback of an error, whose text may contain data."""
+        self._write(event.as_dict(), error if self.text else None)
 
     def write_once(self, event: Event) -> None:
         """Writes an event that is the same on every rank, on rank 0 only."""
@@ -56,11 +63,18 @@ class Journal:
                 for event in dicts:
                     self._write(event)
 
-    def _write(self, event: JsonObject) -> None:
+    def log(self, block: str) -> None:
+        """Logs a block of lines."""
+        logger.warning(show(block, self.text))
+
+    def _write(self, event: JsonObject, error: BaseException | None = None) -> None:
+        event = show(event, self.text)
+        event["message"] = printable(event["message"])
         self.summary.add(event)
         if self.on_event is not None:
             self.on_event(event)
         signal = Signal(event["signal"])
         loud = signal not in self.written or event["action"] == Action.HALTED
         self.written.add(signal)
-        logger.log(logging.WARNING if loud else logging.INFO, "[%s] %s: %s", signal, event["action"], event["message"])
+        level, message = logging.WARNING if loud else logging.INFO, event["message"]
+        logger.log(level, "[%s] %s: %s", signal, event["action"], message, exc_info=error)

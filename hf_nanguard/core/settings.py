@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, get_args
 
 from ..errors import ArgumentError
+from ..plain_text import format_value
 
 PREFIX = "nanguard_"
 TRUTHS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
@@ -100,12 +101,25 @@ class Policy:
     autopsy_seconds: float = setting(
         60.0, "How many seconds an autopsy may continue after it has found the origin.", above=0
     )
+    bundle: bool = setting(
+        True,
+        "Whether an autopsy writes a bundle, which contains the bad micro-batch (its token ids and other tensors, also without "
+        "`bundle_text`) so that `nanguard replay` can run it again. `False` leaves bundles out.",
+    )
     bundle_weights: str = setting(
         "none", "Which weights an autopsy bundle contains: `none`, `trainable` or `all`.", ("none", "trainable", "all")
     )
     bundle_text: bool = setting(
         True,
-        "Whether the log, events and autopsy bundles may contain decoded text of the samples that caused a problem.",
+        "Whether the log, events, metrics and autopsy bundles may contain text of the data: decoded samples, prompts, completions, "
+        "messages of exceptions from your code, names of columns that no host library uses. Without it, step and row numbers, shapes, names of "
+        "modules and lines of code remain, and the token ids in the bundle's tensor file, which anyone with the tokenizer can decode; "
+        "`bundle` leaves those out, too.",
+    )
+
+    push_to_hub: bool = setting(
+        False,
+        "Whether `push_to_hub` and checkpoint pushes upload the guard's folder `nanguard` as well. It contains training data.",
     )
 
     logits_mode: str = setting(
@@ -232,7 +246,7 @@ class Setting:
         """Raises an [`ArgumentError`] if a value is not allowed. `spelling` is the name of the setting as the user wrote it."""
         if not self._allows(value):
             hint = HINTS.get(value, "") if isinstance(value, str) else ""
-            raise ArgumentError(f"{spelling} must be {self._expectation()}, got {value!r}.{hint}")
+            raise ArgumentError(f"{spelling} must be {self._expectation()}, got {format_value(value)}.{hint}")
 
     def _allows(self, value: object) -> bool:
         if value is None:

@@ -1,6 +1,12 @@
 """The closed vocabulary of events: what was found, what was done about it, and why it happened."""
 
-from enum import StrEnum
+from enum import Enum
+
+
+class StrEnum(str, Enum):
+    """An enum whose members are their strings, as `enum.StrEnum` of Python 3.11."""
+
+    __str__ = str.__str__
 
 
 class Signal(StrEnum):

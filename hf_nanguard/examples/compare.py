@@ -12,7 +12,6 @@ from typing import Any
 import datasets
 from accelerate import PartialState
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 from torch import nn
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
@@ -22,6 +21,7 @@ from ..core.finite import find_nonfinite
 from ..errors import NonFiniteError
 from ..plain_text import format_error
 from ..report.run_files import GUARD_FOLDER, Tail, count_events, events_path, format_counts
+from ..report.terminal_console import build_console, print_line
 
 # How a run ends whose numbers are not finite; any other error is a mistake in the recipe and is raised.
 FAILURES = (ArithmeticError, IndexError, RuntimeError, ValueError)
@@ -110,8 +110,9 @@ def compare_runs(
     `compare` is false, only the guarded run is made, in `args.output_dir` itself and with all its output. The guarded run
     is the last of the outcomes.
     """
-    console = Console(quiet=not PartialState().is_main_process)
-    console.print(f"{escape(planted)}\n", highlight=False, soft_wrap=True)
+    console = build_console(quiet=not PartialState().is_main_process)
+    print_line(console, planted)
+    console.print()
     outcomes = []
     if not compare:
         outcomes.append(watch_run("guarded", build_trainer(args, True), measure))
@@ -120,7 +121,7 @@ def compare_runs(
             for name in ("stock", "guarded"):
                 run_args = copy.copy(args)
                 run_args.output_dir = str(Path(str(args.output_dir)) / name)
-                console.print(f"{name} run ...", highlight=False)
+                console.print(f"{name} run ...")
                 trainer = build_trainer(run_args, name == "guarded")
                 for callback in (PrinterCallback, ProgressCallback):
                     trainer.remove_callback(callback)
@@ -193,18 +194,18 @@ def print_comparison(outcomes: Sequence[Outcome], console: Console) -> None:
     topics = list(dict.fromkeys(topic for answer in answers for topic in answer))
     console.print()
     if console.is_terminal:
-        table = Table("", *(escape(outcome.name) for outcome in outcomes), show_lines=True)
+        table = Table("", *(outcome.name for outcome in outcomes), show_lines=True)
         for topic in topics:
-            table.add_row(escape(topic), *(escape(answer.get(topic, "-")) for answer in answers))
+            table.add_row(topic, *(answer.get(topic, "-") for answer in answers))
         console.print(table)
     else:
         width = max(map(len, topics))
         for outcome, answer in zip(outcomes, answers, strict=True):
-            lines = [outcome.name, *(f"  {topic:<{width}}  {text}" for topic, text in answer.items())]
-            console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+            for line in (outcome.name, *(f"  {topic:<{width}}  {text}" for topic, text in answer.items())):
+                print_line(console, line)
     for outcome in outcomes:
         for kind, path in find_evidence(outcome).items():
-            console.print(f"{kind} of the {outcome.name} run: {path}", markup=False, highlight=False, soft_wrap=True)
+            print_line(console, f"{kind} of the {outcome.name} run: {path}")
 
 
 def measure_rewards(trainer: Trainer, prefix: str = "") -> Figures:

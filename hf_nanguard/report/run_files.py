@@ -1,44 +1,53 @@
-"""JSONL files of a run: strict JSON, one object per line, flushed at once so that a killed run loses nothing."""
+"""JSONL files of a run: strict JSON, one object per line, each written at once so that a killed run loses nothing."""
 
 import json
 import logging
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from ..core.event import parse_strict
+from ..safe_files import append_line, make_folder, open_to_read
 
 logger = logging.getLogger("hf_nanguard")
 
 GUARD_FOLDER = "nanguard"  # below a run's output directory: events, metrics and autopsies
+MAX_LINE = 16 * 2**20  # a longer one is read as several, none of which is an object
 
 
 class JsonlWriter:
     """Appends objects to a file and creates the file and its folder with the first of them.
 
-    Every object carries the id of its run, because several runs may write to one folder. A full or read-only disk must not
-    end a run: objects that cannot be written are lost, and the first failure is logged.
+    Every object carries the id of its run, because several runs may write to one folder. A full or read-only disk, or a path
+    that is not a regular file, must not end a run: objects that cannot be written are lost, and the first failure is logged.
+
+    Args:
+        path (`str` or `Path`):
+            The file.
+        run (`str`, *optional*):
+            The id of the run; a new one by default.
+        private (`bool`, *optional*, defaults to `True`):
+            Whether only the owner may read the file, because it contains training data.
     """
 
-    def __init__(self, path: str | Path, run: str | None = None):
+    def __init__(self, path: str | Path, run: str | None = None, private: bool = True):
         self.path = Path(path)
         self.run = run or new_run_id()
-        self._started = False
+        self.private = private
         self._failed = False
 
     def __call__(self, item: Mapping[str, object]) -> None:
         """Writes one object. Non-finite floats must be strings (`core.event.strict`)."""
         line = json.dumps({"run": self.run, **item}, allow_nan=False, default=str) + "\n"
         try:
-            if not self._started:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                _repair_last_line(self.path)
-                self._started = True
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(line)
+            make_folder(self.path.parent)
+            append_line(self.path, line.encode("ascii"), self.private)
         except OSError as error:
             if not self._failed:
-                logger.error("hf_nanguard: cannot write to %s, so some of its lines are lost: %s", self.path, error)
+                why = error.strerror or error
+                logger.error("hf_nanguard: cannot write to %s, so some of its lines are lost: %s.", self.path, why)
             self._failed = True
 
 
@@ -47,43 +56,41 @@ def new_run_id() -> str:
     return secrets.token_hex(4)
 
 
-def _repair_last_line(path: Path) -> None:
-    """Removes a last line that a crash has truncated; a complete one that lacks its newline gets it."""
-    if not path.is_file():
-        return
-    text = path.read_bytes()
-    last = text[text.rfind(b"\n") + 1 :]
-    if not last:
-        return
-    with path.open("r+b") as file:
-        file.seek(len(text) - len(last))
-        try:
-            json.loads(last)
-        except ValueError:
-            file.truncate()
-        else:
-            file.write(last + b"\n")
-
-
 def events_path(folder: str | Path, rank: int) -> Path:
     """Returns the event file of a rank in the `GUARD_FOLDER` of a run."""
     return Path(folder) / ("events.jsonl" if rank == 0 else f"events-rank{rank}.jsonl")
 
 
-def read_jsonl(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yields the objects of a file. A last line truncated by a crash is left out."""
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines):
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            if number < len(lines) - 1:
-                raise
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """Returns the objects of a file. Lines that are incomplete or not strict JSON objects are skipped; their number is
+    logged."""
+    items, num_skipped = read_lines(path)
+    if num_skipped:
+        lines = "line" if num_skipped == 1 else "lines"
+        logger.warning("hf_nanguard: skipped %d incomplete or invalid %s of %s.", num_skipped, lines, path)
+    return items
+
+
+def read_lines(path: str | Path) -> tuple[list[dict[str, Any]], int]:
+    """Returns the objects of a file and the number of lines that are something else."""
+    items: list[dict[str, Any]] = []
+    num_skipped = 0
+    with open_to_read(Path(path)) as file:
+        while line := file.readline(MAX_LINE):
+            try:
+                item = parse_strict(line)
+            except ValueError:
+                item = None
+            if isinstance(item, dict):
+                items.append(item)
+            elif line.strip():
+                num_skipped += 1
+    return items, num_skipped
 
 
 def count_events(events: Iterable[Mapping[str, Any]]) -> Counter[str]:
     """Returns how often each signal met each action."""
-    return Counter(f"{event['signal']} {event['action']}" for event in events)
+    return Counter(f"{event.get('signal')} {event.get('action')}" for event in events)
 
 
 def format_counts(counts: Counter[str]) -> str:
@@ -114,7 +121,7 @@ def read_events(path: str | Path, every_run: bool = False) -> list[dict[str, Any
 
 
 def _read_all(path: Path) -> list[dict[str, Any]]:
-    return list(read_jsonl(path)) if path.is_file() else []
+    return read_jsonl(path) if path.is_file() else []
 
 
 class Tail:
@@ -125,8 +132,11 @@ class Tail:
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
-        self._num_old = len(_read_all(self.path))
+        self._num_old = len(self._read())
 
     def read(self) -> list[dict[str, Any]]:
         """Returns the objects appended since then."""
-        return _read_all(self.path)[self._num_old :]
+        return self._read()[self._num_old :]
+
+    def _read(self) -> list[dict[str, Any]]:
+        return read_lines(self.path)[0] if self.path.is_file() else []

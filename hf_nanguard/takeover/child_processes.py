@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..plain_text import printable
 from .takeover import Takeover
 
 STARTUP = str(Path(__file__).parent / "startup")
@@ -23,7 +24,7 @@ VARIABLE = "HF_NANGUARD_RUN"
 
 def say(sentence: str) -> None:
     """Prints a message to the user on standard error, because standard output belongs to the script."""
-    print(f"nanguard: {sentence}", file=sys.stderr, flush=True)
+    print(f"nanguard: {printable(sentence)}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -97,7 +97,7 @@ def _find_spec(name: str) -> ModuleSpec | None:
 @contextmanager
 def _first_on_path(folder: str | None) -> Iterator[None]:
     before = list(sys.path)
-    if folder is not None and not sys.flags.safe_path:
+    if folder is not None and not getattr(sys.flags, "safe_path", False):
         sys.path[0] = folder
     try:
         yield

@@ -75,7 +75,10 @@ def verify(
     settings = trainer.nanguard.arguments if isinstance(trainer, GuardedTrainerMixin) else None
     settings = copy.copy(find_guard_arguments(settings, trainer.args))
     settings.nanguard_mode = "act"  # the question is whether the run works with the guard
-    attach(trainer, settings)
+    if isinstance(trainer, GuardedTrainerMixin):
+        trainer.begin_guarding(settings)
+    else:
+        attach(trainer, settings)
     assert isinstance(trainer, GuardedTrainerMixin)
     assert trainer.model is not None
     guard = trainer.nanguard

@@ -343,6 +343,12 @@ def change_trainer(**values):
 
 
 LORA = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}
+
+
+def change_adapter(**values):
+    return change_model(adapters={"default": {**LORA, **values}})
+
+
 HOSTILE = {
     "a function for a class": (change_model(**{"class": "os.system"}), "'os.system'.*--factory"),
     "a pipeline for a class": (change_model(**{"class": "pipeline"}), "'pipeline'"),
@@ -364,6 +370,25 @@ HOSTILE = {
     "unknown dtype": (change_model(dtype="__class__"), "'__class__'"),
     "another adapter": (change_model(adapters={"default": {"peft_type": "PROMPT_TUNING"}}), "'PROMPT_TUNING'"),
     "an adapter that imports": (change_model(adapters={"default": {**LORA, "megatron_config": {"a": 1}}}), "megatron"),
+    "a pattern without end": (change_adapter(target_modules="(a+)+$"), "target_modules=.*for ever"),
+    "many repeats": (change_adapter(exclude_modules=".*.*.*.*.*x"), "exclude_modules=.*for ever"),
+    "a rank's pattern": (change_adapter(rank_pattern={"([a-z.]*)*q": 2}), "rank_pattern=.*for ever"),
+    "a scale's pattern": (change_adapter(alpha_pattern={"(a|a)*b": 2}), "alpha_pattern=.*for ever"),
+    "a layer's pattern": (
+        change_adapter(layers_to_transform=[0], layers_pattern=["(.+)+x"]),
+        "layers_pattern=.*for ever",
+    ),
+    "an endless rank": (change_adapter(r=2**30), "r=1073741824, but a rank is at most"),
+    "an endless rank of a module": (change_adapter(rank_pattern={"q_proj": 2**30}), "a rank is at most"),
+    "copied layers": (change_adapter(layer_replication=[[0, 2]] * 10**4), "layer_replication=.*impossible"),
+    "an endless list": (change_config(pruned_heads=[0] * 10**6), "pruned_heads of 1000000 entries"),
+    "endless buffers": (
+        lambda facts: facts["model"].update(
+            {"class": "GPTNeoForCausalLM", "config": {"model_type": "gpt_neo", "max_position_embeddings": 2**20}}
+        ),
+        "GiB",
+    ),
+    "a device of another world": (change_model(device="nonsense:7", **{"class": None}), "None"),
     "another trainer": (change_trainer(host="Popen"), "'Popen'.*--factory"),
     "a trainer of no name": (change_trainer(host=["Trainer"]), "must be one of"),
     "a loss of its own": (change_trainer(own_loss=["compute_loss"]), "compute_loss.*--factory"),

@@ -9,6 +9,7 @@ import pytest
 from hf_nanguard import __version__
 from hf_nanguard.cli import main as cli
 from hf_nanguard.cli.main import COMMANDS, main
+from tests.test_plain_text import HOSTILE, STEERING
 
 
 def run_help(*arguments: str, capsys) -> str:
@@ -90,9 +91,43 @@ def test_ctrl_c(monkeypatch, capsys):
 def test_help_imports_nothing_heavy():
     code = (
         "import sys\nfrom hf_nanguard.cli.main import main\n"
-        "for command in ('demo', 'run', 'verify'):\n"
+        "for command in ('demo', 'run', 'doctor'):\n"
         "    try: main([command, '--help'])\n    except SystemExit: pass\n"
         "print('heavy:', [name for name in ('torch', 'transformers', 'trl', 'datasets', 'rich') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.endswith("heavy: []\n")
+
+
+# ---- hostile words ----
+
+EVIL = f"x\nnanguard: all is well {HOSTILE}"
+COMMANDS_WITH_WORDS = {
+    "unknown command": [EVIL],
+    "unknown flag": ["demo", f"--{EVIL}"],
+    "bad value": ["demo", "--steps", EVIL],
+    "script": ["run", EVIL],
+    "module": ["run", "-m", EVIL],
+    "setting": ["run", "--nanguard_mode", EVIL, "x.py"],
+    "config": ["run", "--config", EVIL, "x.py"],
+    "checkpoint": ["scan", EVIL],
+    "folder": ["demo", "--output-dir", f"/dev/null/{EVIL}"],
+}
+
+
+@pytest.mark.parametrize("words", COMMANDS_WITH_WORDS.values(), ids=COMMANDS_WITH_WORDS)
+def test_an_error_is_one_line_that_cannot_steer_the_terminal(words, capsys):
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    [line] = captured.err.splitlines()
+    assert line.startswith("nanguard: ")
+    assert not STEERING & set(line)
+
+
+def test_an_environment_variable_cannot_steer_the_terminal(capsys, monkeypatch):
+    monkeypatch.setenv("NANGUARD_MODE", EVIL)
+    assert main(["run", "x.py"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "NANGUARD_MODE" in line
+    assert not STEERING & set(line)

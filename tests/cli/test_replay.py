@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from hf_nanguard import ArgumentError, GuardArguments, NanGuardCallback, replay
 from hf_nanguard.cli import replay as command
-from hf_nanguard.cli.main import main
+from hf_nanguard.cli.main import build_parser, main
 from hf_nanguard.core.autopsy.bundle.writer import write_bundle
 from hf_nanguard.core.autopsy.evidence.verdict import Blame, Remedy, Verdict, format_verdict
 from hf_nanguard.core.autopsy.trace.origin import Origin
@@ -42,7 +42,8 @@ def write(suspect, folder: Path, verdict: Verdict, **facts) -> str:
 
 
 def run(*arguments: str, capsys) -> tuple[int, str, str]:
-    code = main(["replay", *arguments])
+    """Runs the command in this process; `test_the_same_verdict_in_a_fresh_process` does without that."""
+    code = main(["replay", "--in-process", *arguments])
     output = capsys.readouterr()
     return code, output.out, output.err
 
@@ -218,6 +219,29 @@ def test_a_slow_replay_shows_what_it_does(found, capsys, monkeypatch):
     assert code == 0
     json.loads(out)
     assert "nanguard: building the model ..." in err
+
+
+def test_the_child_gets_the_whole_command_line():
+    words = [
+        "replay",
+        "--json",
+        "--remedies",
+        "--checkpoint",
+        "a b",
+        "--checkpoint=-c",
+        "--factory",
+        "m:f",
+        "--device=cpu",
+    ]
+    arguments = build_parser().parse_args([*words, "--", "-bundle"])
+    again = build_parser().parse_args(command.as_words(arguments))
+    assert vars(again) == {**vars(arguments), "in_process": True}
+
+
+@pytest.mark.parametrize("words", [["--time-limit", "0"], ["--memory-limit", "x"]])
+def test_bad_limits(words, capsys):
+    assert main(["replay", "step-7", *words]) == 2
+    assert f"{words[0]}: must be an integer from 1" in capsys.readouterr().err
 
 
 def test_samples_are_those_of_the_whole_batch(found):

@@ -9,6 +9,7 @@ import pytest
 
 from hf_nanguard import ArgumentError, NanGuardError
 from hf_nanguard.core.settings import SETTINGS, Policy, check_settings
+from hf_nanguard.plain_text import format_value
 from hf_nanguard.testing import INF, NAN
 
 BAD = {
@@ -24,8 +25,10 @@ BAD = {
     "autopsy": ["on", None, 1],
     "max_autopsies": [0, -1, 1.5, "5", True, None],
     "autopsy_seconds": [0, -1.0, NAN, INF, "long", True, None],
+    "bundle": ["no", None, 0],
     "bundle_weights": ["some", None, True],
     "bundle_text": ["no", None, 0],
+    "push_to_hub": ["no", None, 0],
     "logits_mode": ["clip", None],
     "logits_clip_value": [0, -1.0, NAN, INF, "x", True, None],
     "logits_min_prob": [0.0, -1e-8, 1.5, 2, NAN, INF, "x", True, None],
@@ -51,7 +54,7 @@ def test_a_bad_value_is_refused_with_name_value_and_way_out(name, value):
         Policy(**{name: value})
     message = str(caught.value)
     assert message.startswith(name)
-    assert repr(value) in message
+    assert format_value(value) in message
     way_out = (
         ", ".join(SETTINGS[name].choices)
         or "number above 0|integer of at least|True or False|names separated by commas"
@@ -75,7 +78,8 @@ def test_the_documented_choices_and_defaults():
     assert dataclasses.asdict(Policy()) == {
         "mode": "act", "on_nonfinite": "drop", "on_loss_error": "raise", "on_bad_input": "drop", "on_spike": "observe",
         "on_halt": "raise", "skip_grad_norm": None, "loss_floor": 1e-6, "max_bad_steps": 10,
-        "autopsy": True, "max_autopsies": 5, "autopsy_seconds": 60.0, "bundle_weights": "none", "bundle_text": True,
+        "autopsy": True, "max_autopsies": 5, "autopsy_seconds": 60.0, "bundle": True, "bundle_weights": "none",
+        "bundle_text": True, "push_to_hub": False,
         "logits_mode": "repair", "logits_clip_value": 30.0, "logits_min_prob": 1e-8, "min_temperature": 0.1,
         "on_bad_reward": "unscorable", "ratio_bound": 20.0, "stall_steps": 20, "activation_steps": 50,
         "activation_modules": None, "attention_steps": 0, "weight_check_steps": 100, "full_metrics": False,

@@ -4,10 +4,10 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from transformers import Trainer, TrainingArguments
 
 from hf_nanguard.examples.compare import Outcome, compare_runs, describe, find_first, print_comparison, watch_run
+from hf_nanguard.report.terminal_console import build_console
 from hf_nanguard.testing import NAN
 from tests.reference import losses_of
 from tests.trainers import build
@@ -129,7 +129,7 @@ def test_answers():
 @pytest.mark.parametrize("terminal", [True, False])
 def test_terminals_get_a_table_and_pipes_plain_lines(terminal):
     file = StringIO()
-    print_comparison([LOST, KEPT], Console(file=file, force_terminal=terminal, width=200, color_system=None))
+    print_comparison([LOST, KEPT], build_console(file=file, force_terminal=terminal, width=200, color_system=None))
     text = file.getvalue()
     assert ("│" in text) == terminal
     assert "[red]no[/red]" in text

@@ -4,6 +4,13 @@ import ast
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+from transformers import TrainingArguments
+from trl import SFTConfig
+
+from ..models import tiny_llama, tiny_tokenizer, token_dataset
+from ..trainers import common_arguments
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -16,6 +23,14 @@ def read_page(name: str) -> str:
 def find_snippets(page: str, language: str) -> list[str]:
     """Returns the code blocks of a language that have no further mark, as `no-run`."""
     return re.findall(rf"^```{language}\n(.*?)^```$", page, flags=re.DOTALL | re.MULTILINE)
+
+
+def run_snippet(snippet: str, name: str, folder: Path) -> None:
+    """Runs a snippet of a page with what the pages take for granted: a model, arguments, a dataset and a tokenizer."""
+    config: Any = SFTConfig if "SFT" in snippet else TrainingArguments
+    args = config(**common_arguments(folder / "run", max_steps=2, gradient_accumulation_steps=1))
+    names = {"model": tiny_llama(), "args": args, "dataset": token_dataset(8), "tokenizer": tiny_tokenizer()}
+    exec(compile(snippet, name, "exec"), {"__name__": "page", **names})
 
 
 def find_tables(page: str, first_column: str) -> list[list[str]]:

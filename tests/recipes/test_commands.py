@@ -1,4 +1,4 @@
-"""Every command line of the README and of docs/arguments.md, run as it is written by a shell."""
+"""Every command line of the README and of the pages in docs/, run as it is written by a shell."""
 
 import json
 import os
@@ -11,7 +11,9 @@ import pytest
 
 from hf_nanguard.examples.tasks.sums import build_model, build_tokenizer
 
-from .markdown import ROOT, find_snippets, read_page
+from .markdown import ROOT, find_snippets
+
+README = ROOT / "README.md"
 
 TRAIN = """
 import sys
@@ -65,11 +67,13 @@ def build(bundle):
 
 
 def find_commands() -> list[str]:
-    """Returns the lines of all shell snippets, but those that `make` itself runs."""
-    pages = [read_page(name) for name in ("README.md", "docs/arguments.md")]
-    lines = [line for page in pages for snippet in find_snippets(page, "sh") for line in snippet.splitlines()]
+    """Returns the lines of all shell snippets, but those that `make` itself runs, that install, or that
+    need a tool of the user's."""
+    pages = [README, *sorted(README.parent.glob("docs/*.md"))]
+    texts = [page.read_text(encoding="utf-8") for page in pages]
+    lines = [line for text in texts for snippet in find_snippets(text, "sh") for line in snippet.splitlines()]
     commands = [re.sub(r"\s+#.*", "", line) for line in lines]
-    return [command for command in dict.fromkeys(commands) if not command.startswith("make ")]
+    return [command for command in dict.fromkeys(commands) if not re.match(r"make |pip |python -m pip |jq ", command)]
 
 
 COMMANDS = find_commands()

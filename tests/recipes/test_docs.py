@@ -10,7 +10,7 @@ import yaml
 from transformers import TrainingArguments
 
 from hf_nanguard import GuardArguments, GuardedTrainer
-from hf_nanguard.cli.setting_flags import CONFIG_VARIABLE, gather
+from hf_nanguard.cli.shared.setting_flags import CONFIG_VARIABLE, gather
 from hf_nanguard.core.autopsy.remedies.bounded_operators import BOUNDS
 from hf_nanguard.core.event import SCHEMA, Culprit, Event
 from hf_nanguard.core.optimizer.rounding_remedies import IDEAS
@@ -20,7 +20,6 @@ from hf_nanguard.core.vocabulary import Action, Cause, Signal
 from hf_nanguard.examples.recipe.presets import list_presets
 
 from ..architectures import BY_NAME
-from ..models import tiny_llama, token_dataset
 from ..trainers import common_arguments
 from .argument_tables import update_tables
 from .markdown import (
@@ -35,6 +34,7 @@ from .markdown import (
     is_said,
     named_in,
     read_page,
+    run_snippet,
 )
 
 NAMES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
@@ -75,9 +75,7 @@ def test_snippets_run(name, snippet, tmp_path, monkeypatch, capsys):
     folder.mkdir(parents=True)
     [event] = find_snippets(EVENTS, "json")
     (folder / "events.jsonl").write_text(json.dumps(json.loads(event)) + "\n", encoding="utf-8")
-    args = TrainingArguments(**common_arguments(tmp_path / "run", max_steps=1))
-    names = {"model": tiny_llama(), "args": args, "dataset": token_dataset(8)}
-    exec(compile(snippet, name, "exec"), {"__name__": "page", **names})
+    run_snippet(snippet, name, tmp_path)
     if "read_events" in snippet:
         assert "40 loss_nonfinite skipped div_by_zero ['guarded_division', 'drop_rows']" in capsys.readouterr().out
 

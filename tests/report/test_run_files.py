@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
-from hf_nanguard.report.run_files import JsonlWriter, events_path, read_events, read_jsonl
+from hf_nanguard.report.run_files import JsonlWriter, Tail, events_path, read_events, read_jsonl, read_lines
 from hf_nanguard.testing import INF, NAN
+from tests.test_safe_files import ODD, plant_odd
 
 HOSTILE = 'line\nbreak\r\n\u2028\u2029\x85\x0b\x0c\x1c\x00 é 漢 \U0001f4a5 \ud800 " \\ </script> {"a":1}'
 
@@ -103,11 +104,65 @@ def test_a_resumed_run_goes_on_after_a_cut_line(tmp_path):
     assert contents(path) == [{"first": 1}, {"third": 3}, {"fourth": 4}]
 
 
-def test_a_broken_line_in_the_middle_is_not_hidden(tmp_path):
+BAD_LINES = {
+    "not json": b"not json",
+    "cut": b'{"a": 1',
+    "a list": b"[1, 2]",
+    "a number": b"3",
+    "null": b"null",
+    "nan": b'{"a": NaN}',
+    "infinity": b'{"a": -Infinity}',
+    "beyond a float": b'{"a": 1e999}',
+    "a huge integer": b'{"a": ' + b"9" * 5000 + b"}",
+    "invalid utf-8": b'{"a": "\xff\xfe"}',
+    "too deep": b'{"a":' * 100_000,
+    "zeros": b"\0" * 50,
+    "glued": b'{"a": 1}{"b": 2}',
+}
+
+
+@pytest.mark.parametrize("line", BAD_LINES.values(), ids=BAD_LINES)
+def test_a_bad_line_is_skipped_and_counted(line, tmp_path, caplog):
     path = tmp_path / "events.jsonl"
-    path.write_text('{"first": 1}\nnot json\n{"third": 3}\n', encoding="utf-8")
-    with pytest.raises(json.JSONDecodeError):
-        list(read_jsonl(path))
+    path.write_bytes(b'{"first": 1}\n' + line + b'\n\n{"third": 3}\n' + line)
+    assert read_lines(path) == ([{"first": 1}, {"third": 3}], 2)
+    assert read_events(tmp_path, every_run=True) == [{"first": 1}, {"third": 3}]
+    assert f"skipped 2 incomplete or invalid lines of {path}" in caplog.text
+
+
+def test_healthy_lines_are_not_counted(tmp_path, caplog):
+    JsonlWriter(tmp_path / "events.jsonl")({"big": 2**60, "small": 1e-300})
+    assert read_lines(tmp_path / "events.jsonl")[1] == 0
+    assert read_events(tmp_path)[0]["big"] == 2**60
+    assert caplog.text == ""
+
+
+def test_a_tail_leaves_out_earlier_objects_and_cut_lines(tmp_path, caplog):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"old": 1}\n{"cut', encoding="utf-8")
+    tail = Tail(path)
+    assert tail.read() == []
+    JsonlWriter(path, "a")({"new": 1})
+    assert tail.read() == [{"run": "a", "new": 1}]
+    assert caplog.text == "", "it is read again and again"
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_is_not_a_regular_file_is_refused_once_and_the_run_goes_on(kind, tmp_path, caplog):
+    path = tmp_path / "events.jsonl"
+    is_unharmed = plant_odd(kind, path)
+    writer = JsonlWriter(path)
+    for index in range(3):
+        writer({"index": index})
+    assert is_unharmed()
+    [line] = [record.getMessage() for record in caplog.records]
+    assert f"cannot write to {path}" in line
+    assert "not a regular file" in line
+
+
+def test_a_pipe_in_the_place_of_a_file_does_not_block_a_reader(tmp_path):
+    os.mkfifo(tmp_path / "events.jsonl")
+    assert read_events(tmp_path) == []
 
 
 def test_an_empty_file_has_no_objects(tmp_path):

@@ -80,14 +80,15 @@ class Budget:
 def examine(suspect: SuspectBatch, budget: Budget, remedies: bool = True) -> Verdict:
     """Examines a bad micro-batch and, if `remedies` is true, tries remedies."""
     origin = budget.find_origin(suspect)
-    return budget.conclude(suspect, Verdict(None)) if origin is None else explain(suspect, origin, budget, remedies)
+    found = budget.conclude(suspect, Verdict(None)) if origin is None else explain(suspect, origin, budget, remedies)
+    return found.shown()
 
 
-def explain(suspect: SuspectBatch, origin: Origin, budget: Budget, remedies: bool = True, text: bool = True) -> Verdict:
-    """Examines a bad micro-batch whose origin is known; `text` says whether to decode the samples to blame."""
+def explain(suspect: SuspectBatch, origin: Origin, budget: Budget, remedies: bool = True) -> Verdict:
+    """Examines a bad micro-batch whose origin is known."""
     budget.enter("looking for the samples that cause it")
     blame = find_blame(suspect, origin, budget.allowed)
-    blame = replace(blame, texts=read_texts(suspect, blame) if text else {})
+    blame = replace(blame, texts=read_texts(suspect, blame))
     budget.enter("checking whether it is reproducible")
     reproducible = (not suspect.run().healthy) if budget.allowed() else None
     origin, tried = trace_update(suspect, origin)
@@ -179,8 +180,8 @@ class Examiner:
             verdict = replace(verdict, blame=find_blame(suspect, origin, lambda: False))
             verdict = budget.conclude(suspect, verdict)
         else:
-            verdict = explain(suspect, origin, budget, text=self.policy.bundle_text)
-            if self.folder is not None:
+            verdict = explain(suspect, origin, budget)
+            if self.folder is not None and self.policy.bundle:
                 bundle = partial(self._write_bundle, self.folder, suspect, verdict, step)
                 verdict = self.boundary.call("bundle", bundle, otherwise=lambda: verdict)
         if known is None and not full:
@@ -203,7 +204,7 @@ class Examiner:
         """Logs the verdict, with a bundle path that can be opened from the working directory."""
         if verdict.bundle is not None and self.folder is not None:
             verdict = replace(verdict, bundle=str(self.folder / verdict.bundle))
-        logger.warning(format_verdict(verdict, step, micro.index))
+        self.journal.log(format_verdict(verdict.shown(self.policy.bundle_text), step, micro.index))
 
     def _write_bundle(self, folder: Path, suspect: SuspectBatch, verdict: Verdict, step: int) -> Verdict:
         path = write_bundle(

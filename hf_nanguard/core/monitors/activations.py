@@ -8,7 +8,7 @@ mask, unless a module that ran later is bad too.
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 
-from ...plain_text import format_error
+from ...plain_text import quote_error
 from ..event import Culprit, Event, JsonObject, JsonValue
 from ..torch_private import is_compiled
 from ..vocabulary import Action, Signal
@@ -145,7 +145,7 @@ class ActivationMonitor(Monitor):
     def _emit_failures(self, step: int, failures: dict[str, Exception]) -> None:
         """Reports modules that cannot be measured, on the rank where that is so, and leaves them out from here on."""
         for name, error in failures.items():
-            message = f"The output of {name} is not monitored because it could not be measured ({format_error(error)})."
+            message = f"The output of {name} is not monitored because it could not be measured ({quote_error(error)})."
             self.journal.write(Event(step, Signal.GUARD_FAILED, Action.OBSERVED, message, rank=self.ranks.rank))
         self.failed |= failures.keys()
 

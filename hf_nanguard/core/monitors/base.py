@@ -13,15 +13,36 @@ To add a monitor: subclass [`Monitor`] in its own file, add it to `monitor_set.b
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from torch import Tensor, nn
 
+from ...plain_text import format_error
 from ..event import Culprit, Event, JsonObject, JsonValue, Remedy
 from ..journal import Journal
 from ..ranks import Ranks
 from ..vocabulary import Action, Cause, Signal
 
 EARLY = (10, 20, 40)  # most failures exist from the beginning, and short runs need to report them too
+
+
+class Stateful(Protocol):
+    """Something whose state is saved in checkpoints."""
+
+    def state_dict(self) -> JsonObject: ...
+
+    def load_state_dict(self, state: JsonObject) -> None: ...
+
+
+def load_whole(owner: Stateful, state: JsonObject) -> None:
+    """Loads a state completely or not at all: one that does not fit is a `ValueError`, and the owner is as before."""
+    before = owner.state_dict()
+    try:
+        owner.load_state_dict(state)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        if before:
+            owner.load_state_dict(before)
+        raise ValueError(format_error(error)) from error
 
 
 class Hook:

@@ -16,7 +16,7 @@ from ..event import JsonObject
 from ..journal import Journal
 from ..settings import Policy
 from .activations import ActivationMonitor
-from .base import Monitor
+from .base import Monitor, load_whole
 from .weight_updates import UpdateMonitor
 from .weights import WeightMonitor
 
@@ -67,9 +67,9 @@ class MonitorSet:
             if (state := self.loaded.get(name)) is None:
                 continue
             try:
-                monitor.load_state_dict(state)
-            except (KeyError, TypeError, ValueError, AttributeError) as error:  # written by another version
-                logger.warning("hf_nanguard: the state of %s is not readable (%r), so it starts anew.", name, error)
+                load_whole(monitor, state)
+            except ValueError as error:  # written by another version
+                logger.warning("hf_nanguard: the state of %s is not readable (%s), so it starts anew.", name, error)
         self.loaded = {}
 
     def begin_step(self, step: int) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...plain_text import format_error
+from ...plain_text import quote_error
 from ..event import Remedy
 from ..finite import dtype_name, find_nonfinite, find_rows, local
 from ..state_tensors import is_plain
@@ -241,7 +241,7 @@ def _try(update: Callable[[_Trial], float], trial: _Trial) -> Remedy:
     try:
         largest = update(trial)
     except Exception as error:  # no such kernel for this dtype or device, out of memory, whatever an optimizer raises
-        return Remedy(trial.name, True, False, f"{trial.note}; {format_error(error, 200)}")
+        return Remedy(trial.name, True, False, f"{trial.note}; {quote_error(error, 200)}")
     return Remedy(trial.name, True, math.isfinite(largest), f"{trial.note}; largest update {largest:.3g}")
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ...plain_text import format_error
+from ...plain_text import quote_error
 from ..event import Remedy
 from ..finite import local
 from ..state_tensors import is_plain
@@ -68,7 +68,7 @@ def try_rounding_remedies(optimizer: Optimizer, samples: Sequence[Sample]) -> tu
     try:
         return _try(optimizer, live)
     except Exception as error:  # an optimizer whose constructor or state is not known here may raise anything
-        return _leave(format_error(error, 200))
+        return _leave(quote_error(error, 200))
 
 
 def _leave(why: str) -> tuple[Remedy, ...]:

@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from typing import Generic, TypeVar
 
 from torch import Tensor
 
 from ..finite import magnitudes
 from ..rng import RngState
-from ..vocabulary import Cause, Signal
+from ..vocabulary import Cause, Signal, StrEnum
 from .loss_terms import Term
 
 Payload = TypeVar("Payload")  # what a loop needs to run a micro-batch again

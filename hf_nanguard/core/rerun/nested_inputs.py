@@ -7,6 +7,30 @@ from typing import Any
 
 from torch import Tensor
 
+from ...plain_text import quote
+
+# Names of inputs of transformers, TRL and PEFT: names of code. Any other key of a batch may be text of the data.
+HOST_NAMES = frozenset((
+    "advantages", "assistant_masks", "attention_mask", "bbox", "bool_masked_pos", "chosen", "chosen_attention_mask",
+    "chosen_ids", "chosen_input_ids", "chosen_labels", "class_labels", "completion", "completion_attention_mask",
+    "completion_ids", "completion_input_ids", "completion_labels", "completion_mask", "completions", "content",
+    "cu_seq_lens_k", "cu_seq_lens_q", "cu_seqlens", "decoder_attention_mask", "decoder_input_ids",
+    "decoder_inputs_embeds", "decoder_position_ids", "encoder_attention_mask", "encoder_hidden_states",
+    "encoder_outputs", "end_positions", "future_values", "global_attention_mask", "hidden_states", "image_embeds",
+    "image_grid_thw", "image_position_ids", "image_sizes", "images", "importance_sampling_ratio", "input",
+    "input_features", "input_features_mask", "input_ids", "input_values", "inputs", "inputs_embeds",
+    "kl_completion_ids", "label", "label_ids", "labels", "logits", "logits_to_keep", "logprobs", "margin", "mask",
+    "mask_labels", "mask_time_indices", "max_length_k", "max_length_q", "messages", "mm_token_type_ids",
+    "num_images", "num_items_in_batch", "num_tiles", "old_logps", "old_per_token_logps", "past_key_values",
+    "past_observed_mask", "past_time_features", "past_values", "pixel_attention_mask", "pixel_mask", "pixel_values",
+    "pixel_values_videos", "position_embeddings", "position_ids", "prompt", "prompt_attention_mask", "prompt_ids",
+    "prompt_input_ids", "prompt_mask", "prompts", "ref_chosen_logps", "ref_logps", "ref_per_token_logps",
+    "ref_rejected_logps", "reference_logps", "rejected", "rejected_attention_mask", "rejected_ids",
+    "rejected_input_ids", "rejected_labels", "return_loss", "rewards", "role", "sampling_per_token_logps",
+    "seq_idx", "shift_labels", "spatial_shapes", "start_positions", "teacher_input_ids", "text", "token_type_ids",
+    "tool_mask", "use_cache", "video_grid_thw",
+))  # fmt: skip
+
 
 def list_parts(value: object) -> Iterable[tuple[object, object]]:
     """Returns keys and values of a mapping, list, tuple or dataclass; nothing for anything else."""
@@ -37,6 +61,11 @@ def name_tensors(value: object, prefix: str = "") -> dict[str, Tensor]:
     for key, part in list_parts(value):
         found |= name_tensors(part, f"{prefix}.{key}" if prefix else str(key))
     return found
+
+
+def quote_name(name: str) -> str:
+    """Returns a name of [`name_tensors`], quoted if a key in it is none of the hosts' names."""
+    return name if all(part in HOST_NAMES or part.isdecimal() for part in name.split(".")) else quote(name)
 
 
 def map_tensors(value: object, change: Callable[[Tensor], Tensor]) -> Any:

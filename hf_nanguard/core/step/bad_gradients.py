@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ...plain_text import printable
 from ..event import JsonValue
 from ..finite import find_nonfinite
 
@@ -81,10 +82,10 @@ def format_bad_gradients(step: int, norm: float, census: Census, num_nan: int, n
     if not census.bad:
         lines.append("  every gradient is finite, only their norm is not; no parameter is to blame")
     if census.bad and not census.good:
-        return "\n".join([*lines, f"  all {len(census.bad)} parameters are bad"])
+        return "\n".join(map(printable, [*lines, f"  all {len(census.bad)} parameters are bad"]))
     shown = list(census.bad.items())[-SHOWN:]
     if len(census.bad) > len(shown):
         lines.append(f"  ... {len(census.bad) - len(shown)} more bad parameters before these")
     lines += [f"  bad:  {name} ({KINDS[kind]})" for name, kind in shown]
     lines += [f"  good: {name} (next to a bad one)" for name in census.neighbours[-4:]]
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))

@@ -2,11 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from enum import StrEnum
 
 from ..monitors.spike_detector import SpikeDetector
 from ..settings import Policy
-from ..vocabulary import Signal
+from ..vocabulary import Signal, StrEnum
 
 
 class StepAction(StrEnum):

@@ -105,7 +105,7 @@ class Guard:
         self.norms = SpikeDetector()
         self.counter = Counter()
         self.boundary = Boundary(self._report_failure, self.ranks)
-        self.journal = Journal(self.ranks, on_event, self.boundary)
+        self.journal = Journal(self.ranks, on_event, self.policy.bundle_text, self.boundary)
         self.steps_done = 0
         self.find_step = find_step or (lambda: self.steps_done)
         self.loss_watch = LossWatch(self.journal)

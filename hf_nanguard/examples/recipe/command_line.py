@@ -18,10 +18,11 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments
 
 from ...errors import ArgumentError
-from ...plain_text import printable
+from ...plain_text import format_value, printable
+from ...yaml_file import read_yaml
 from ..compare import Outcome
 from ..output_folder import make_folder
-from .presets import list_presets, read_preset, read_yaml
+from .presets import list_presets, read_preset
 
 # Training arguments of recipes on the plain `Trainer`.
 COMMON = {
@@ -76,10 +77,7 @@ class RecipeParser(HfArgumentParser):
             self.error(self._format_unknown(unknown[0]))
         path = given.config
         config = {} if path is None else read_yaml(path)
-        variables = config.pop("env", {})
-        if not isinstance(variables, dict):
-            raise ArgumentError(f"{path}: env must contain names and values, got {variables!r}.")
-        os.environ.update({str(name): str(value) for name, value in variables.items()})
+        _set_variables(config.pop("env", {}), f"{path}: env")
         self.set_layer(config, f"--config {path}")
         return self.parse_args(list(words)), config
 
@@ -94,7 +92,7 @@ class RecipeParser(HfArgumentParser):
             try:
                 layer[name] = _convert(value, actions[name], hints.get(name, Any))
             except (ValueError, TypeError, argparse.ArgumentTypeError) as error:
-                raise ArgumentError(f"{source}: {name} cannot be {value!r} ({_format(error)}).") from error
+                raise ArgumentError(f"{source}: {name} cannot be {format_value(value)} ({_format(error)}).") from error
         self.set_defaults(**layer)
 
     def parse_all(self, words: Sequence[str]) -> list[Any]:
@@ -118,8 +116,18 @@ class RecipeParser(HfArgumentParser):
         return f"{word} is no argument of {self.prog}" + (f", did you mean {dashes}{near[0]}?" if near else "")
 
 
+def _set_variables(variables: object, source: str) -> None:
+    if not isinstance(variables, dict):
+        raise ArgumentError(f"{source} must contain names and values, got {format_value(variables)}.")
+    for name, value in variables.items():
+        try:
+            os.environ[str(name)] = str(value)
+        except (ValueError, OSError) as error:  # a name with "=", a zero byte, a text that cannot be encoded
+            raise ArgumentError(f"{source} cannot set {format_value(name)} ({_format(error)}).") from error
+
+
 def _format(error: BaseException) -> str:
-    return printable(str(error)).strip().rstrip(".") or type(error).__name__
+    return str(error).strip().rstrip(".") or type(error).__name__
 
 
 def _end(sentence: str) -> str:
@@ -208,7 +216,7 @@ def exit_code(run: Callable[[Sequence[str] | None], list[Outcome]], argv: Sequen
         return 0 if run(argv)[-1].is_sound else 1
     except ArgumentError as error:
         if is_local_first():
-            print(error, file=sys.stderr)
+            print(printable(str(error)), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped by Ctrl-C", file=sys.stderr)

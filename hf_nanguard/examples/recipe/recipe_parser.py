@@ -16,6 +16,7 @@ from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments
 from ...errors import ArgumentError
 from .command_line import RecipeParser, argument
 from .presets import read_preset
+from .safe_weights import PICKLE_HELP
 
 PRECISIONS = ("bf16", "fp16")
 
@@ -29,6 +30,7 @@ class RecipeFlags:
         False, "Plant a failure, run stock and guarded, below --output_dir, and print both outcomes."
     )
     json: bool = argument(False, "Print the result as one JSON object, and everything else on standard error.")
+    allow_pickle: bool = argument(False, PICKLE_HELP)
 
 
 @dataclass(frozen=True)

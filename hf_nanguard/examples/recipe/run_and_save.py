@@ -85,7 +85,7 @@ def one_sentence(trainer_class: type, watch: StepWatch) -> Iterator[None]:
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
         kind = f"the hub: {kind}" if isinstance(error, HTTPError) else kind
         raise ArgumentError(
-            f"{trainer_class.__name__} refused its arguments or data: {kind}{printable(str(error).strip())}"
+            f"{trainer_class.__name__} refused its arguments or data: {kind}{str(error).strip()}"
         ) from error
 
 
@@ -104,7 +104,11 @@ def build(trainer_class: type, **parts: Any) -> Any:
 
 def train_and_save(trainer: Trainer, arguments: RecipeArguments, measure: Measure) -> Options:
     """Trains, saves and pushes as TRL's scripts do, prints what happened, and returns the result; a halt is one."""
-    say, folder, error = trainer.accelerator.print, arguments.training.output_dir, None
+    folder, error = arguments.training.output_dir, None
+
+    def say(text: str) -> None:
+        trainer.accelerator.print(printable(text))
+
     for note in arguments.notes:
         say(f"note: {note}")
     tail = Tail(events_path(Path(folder) / GUARD_FOLDER, 0))
@@ -112,7 +116,7 @@ def train_and_save(trainer: Trainer, arguments: RecipeArguments, measure: Measur
         _train(trainer, arguments)
     except NonFiniteError as halt:
         error = str(halt)
-        print(f"nanguard: {error}", file=sys.stderr)
+        print(f"nanguard: {printable(error)}", file=sys.stderr)
     events = tail.read()
     counts, file = count_events(events), str(tail.path) if events else None
     say(f"events: {format_counts(counts)}" + (f", see {file}" if file else ""))
@@ -135,14 +139,12 @@ def _train(trainer: Trainer, arguments: RecipeArguments) -> None:
             )
         trainer.save_model(args.output_dir)
     watch.raise_if_pressed()
-    trainer.accelerator.print(f"model: {args.output_dir}")
+    trainer.accelerator.print(printable(f"model: {args.output_dir}"))
     if args.push_to_hub:
         try:
             trainer.push_to_hub(dataset_name=arguments.script.dataset_name)
         except (HTTPError, OSError, ValueError) as error:
-            raise ArgumentError(
-                f"--push_to_hub failed ({printable(str(error))}). The model is in {args.output_dir}."
-            ) from error
+            raise ArgumentError(f"--push_to_hub failed ({error}). The model is in {args.output_dir}.") from error
 
 
 def compare(

@@ -14,6 +14,7 @@ from ...plain_text import first_line
 from ..compare import Options
 from ..tasks import sums
 from .recipe_parser import RecipeArguments
+from .safe_weights import require_safetensors
 
 Rows: TypeAlias = Dataset | IterableDataset
 
@@ -46,7 +47,9 @@ def load_model(arguments: RecipeArguments, build_model: Callable[[int], PreTrain
         load(AutoConfig, "be a folder with a model or the name of one on the hub")
         # TRL's trainers read these; what the user gave there takes precedence over the flags.
         flags = {"attn_implementation": options.attn_implementation, "dtype": options.dtype}
-        args.model_init_kwargs = {**source, **flags, **(args.model_init_kwargs or {})}
+        allow = arguments.flags.allow_pickle
+        safe = require_safetensors(str(options.model_name_or_path), "--model_name_or_path", allow)
+        args.model_init_kwargs = {**source, **flags, **safe, **(args.model_init_kwargs or {})}
         if arguments.embedded_data:
             parts["processing_class"] = load(AutoTokenizer, "come with a tokenizer")
     try:

@@ -1,7 +1,5 @@
 """A callback that measures the outputs of the model's modules in any trainer and forecasts the overflow of their dtype."""
 
-import json
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,11 +8,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...core.journal import Journal
 from ...core.monitors.activations import ActivationMonitor
+from ...core.monitors.base import load_whole
 from ...core.ranks import Ranks
 from ...errors import ArgumentError
 from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
-
-logger = logging.getLogger("hf_nanguard")
+from ...report.state_file import read_state, report_unusable, write_state
 
 STATE_FILE = "nanguard_activation.json"
 
@@ -112,8 +110,8 @@ class ActivationMonitorCallback(TrainerCallback):
 
     def on_save(self, args, state, control, **kwargs):
         folder = _find_checkpoint(args, state)
-        if self.monitor is not None and args.should_save and folder.is_dir():
-            (folder / STATE_FILE).write_text(json.dumps(self.monitor.state_dict(), allow_nan=False), encoding="utf-8")
+        if self.monitor is not None and args.should_save:
+            write_state(folder / STATE_FILE, self.monitor.state_dict())
 
 
 def _find_checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
@@ -125,9 +123,10 @@ def _load_state(monitor: ActivationMonitor, args: TrainingArguments, state: Trai
     given = args.resume_from_checkpoint
     folders = [*([Path(given)] if isinstance(given, str) else []), _find_checkpoint(args, state)]
     file = next((folder / STATE_FILE for folder in folders if (folder / STATE_FILE).is_file()), None)
-    if file is None:
+    saved = None if file is None else read_state(file)
+    if file is None or saved is None:
         return
     try:
-        monitor.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        logger.warning("hf_nanguard: %s is not readable (%r), so the forecast starts anew.", file, error)
+        load_whole(monitor, saved)
+    except ValueError as error:
+        report_unusable(file, error)

@@ -21,7 +21,7 @@ from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
 from ..compat.accelerate import bypass_optimizer, resume_optimizer
 from .gradient_tap import NOT_TAPPED, GradientTap
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("hf_nanguard")
 
 
 class GradientMonitorCallback(TrainerCallback):

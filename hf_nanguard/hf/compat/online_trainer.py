@@ -1,10 +1,12 @@
 """The private names of TRL's online trainers that we use, each with the condition under which it can be removed."""
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from ...boundary import Boundary
@@ -107,3 +109,44 @@ def join_images(batch: Completions) -> Completions:
     from trl.trainer.utils import unsplit_pixel_values_by_grid
 
     return unsplit_pixel_values_by_grid(batch)
+
+
+def is_online(trainer: HostTrainer) -> bool:
+    """Returns whether a TRL trainer samples completions itself.
+
+    Can go when TRL's online trainers have a common base class.
+    """
+    return hasattr(type(trainer), "_generate_and_score_completions")
+
+
+def generate_batch(trainer: HostTrainer, rows: list[Any], max_tokens: int) -> Completions:
+    """Returns sampled and scored completions of at most so many tokens: one group for each of the first rows, as many as one
+    micro-batch has.
+
+    Can go when TRL's online trainers can be asked for completions.
+    """
+    online: Any = trainer
+    config = copy.copy(vars(trainer).get("generation_config"))
+    if config is not None:
+        config.max_new_tokens = min(config.max_new_tokens or max_tokens, max_tokens)
+        online.generation_config = config
+    online.mask_truncated_completions = False  # a cut completion would have no loss
+    size = online.num_generations
+    groups = max(trainer.args.per_device_train_batch_size // size, 1)
+    trainer.model.train()
+    return online._generate_and_score_completions([row for row in rows[:groups] for _ in range(size)])
+
+
+def policy_logps(trainer: HostTrainer, model: Any, batch: Completions) -> Tensor:
+    """Returns the log-probabilities of the completions' tokens as the loss of a TRL online trainer computes them.
+
+    Can go when TRL makes the method public.
+    """
+    ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+    mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+    online: Any = trainer
+    images = ("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "image_sizes", "token_type_ids")
+    more = {name: batch[name] for name in images if name in batch}
+    with torch.no_grad():
+        found = online._get_per_token_logps_and_entropies(model, ids, mask, batch["completion_ids"].shape[1], **more)
+    return found[0] if isinstance(found, tuple) else found

@@ -1,8 +1,10 @@
 """How the rows of a dataset that TRL has prepared relate to those of the dataset that the user passed in."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import datasets
 import numpy as np
 
 from .trainer_protocol import HostTrainer
@@ -69,3 +71,17 @@ def _find_removed(dataset: Any, rows: np.ndarray, max_length: int | None) -> lis
         return []
     prompts = table.column("prompt_ids")
     return [row for row in missing if len(prompts[row].as_py()) >= max_length]
+
+
+def find_training_data(trainer: HostTrainer) -> tuple[Any, Callable[[list[Any]], Any]]:
+    """Returns the dataset and the collator as the training dataloader uses them: without columns that the model does not take.
+
+    Can go when the Trainer says what its dataloader collates.
+    """
+    columns = vars(trainer).get("_signature_columns")
+    try:
+        if isinstance(trainer.train_dataset, datasets.Dataset):
+            return trainer._remove_unused_columns(trainer.train_dataset), trainer.data_collator
+        return trainer.train_dataset, trainer._get_collator_with_removed_columns(trainer.data_collator)
+    finally:
+        trainer._signature_columns = columns  # the Trainer finds them anew when it trains

@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 from accelerate.utils import DistributedType
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 from transformers import trainer as trainer_module
+from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import sort_checkpoints
 
 from .accelerate import local_collectives
 from .trainer_protocol import HostTrainer
 
 ITEMS = "num_items_in_batch"
+FIRST_STEP = "_initial_global_step"  # since transformers 5.19
 ONE_NORM = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU,
             DistributedType.MULTI_NPU, DistributedType.MULTI_MLU, DistributedType.MULTI_HPU)  # fmt: skip
 
@@ -40,7 +42,8 @@ def clips_in_one_piece(trainer: HostTrainer, model: torch.nn.Module) -> bool:
     files = {clip.__code__.co_filename for clip in clips}  # a patch may borrow a name, but not the file of its code
     hosts = {sys.modules["accelerate.accelerator"].__file__, sys.modules["torch.nn.utils.clip_grad"].__file__}
     is_hosts = own[0] is Trainer and not replaced and files == hosts
-    return is_hosts and one_norm and not trainer._has_mixed_mesh_grads(model)
+    mixes_meshes = getattr(trainer, "_has_mixed_mesh_grads", None)  # since transformers 5.17
+    return is_hosts and one_norm and not (mixes_meshes is not None and mixes_meshes(model))
 
 
 def metric_lists(trainer: HostTrainer) -> dict[str, list]:
@@ -76,15 +79,27 @@ def forget_step(trainer: HostTrainer) -> None:
     Can go together with `running_loss`.
     """
     trainer._globalstep_last_logged += 1
-    trainer._initial_global_step += 1
+    if FIRST_STEP in vars(trainer):
+        trainer._initial_global_step += 1
 
 
-def counts_no_step(trainer: HostTrainer) -> bool:
+def counts_no_step(trainer: HostTrainer, num_skipped: int) -> bool:
     """Returns whether no step is left in the mean loss of the run, which the Trainer then calls 0.
 
     Can go together with `forget_step`.
     """
-    return trainer.state.global_step <= trainer._initial_global_step
+    return trainer.state.global_step <= vars(trainer).get(FIRST_STEP, num_skipped)
+
+
+def leave_out_of_mean(trainer: HostTrainer, num_skipped: int) -> None:
+    """Takes skipped steps out of the mean loss of a run that ends, for which older Trainers divide by `global_step`.
+
+    Can go when transformers 5.19 is the lowest version.
+    """
+    num_kept = trainer.state.global_step - num_skipped
+    if FIRST_STEP not in vars(trainer) and num_skipped and num_kept > 0:
+        trainer._total_loss_scalar *= trainer.state.global_step / num_kept
+        trainer._tr_loss *= trainer.state.global_step / num_kept
 
 
 def loss_shifts_labels(trainer: HostTrainer) -> bool:
@@ -204,3 +219,27 @@ def keeping_checkpoint(folder: Path) -> Iterator[None]:
         yield
     finally:
         trainer_module.rotate_checkpoints = original
+
+
+def replace_callbacks(trainer: Trainer, callbacks: list[TrainerCallback]) -> None:
+    """Gives a trainer other callbacks, and no others: none that report, save or print.
+
+    Can go when the Trainer can be told to run without its callbacks.
+    """
+    trainer.callback_handler = CallbackHandler(callbacks, trainer.model, trainer.processing_class, None, None)
+
+
+def prepare_inputs(trainer: HostTrainer, batch: Any) -> Any:
+    """Returns a batch as a trainer gives it to its loss: on the device.
+
+    Can go when the Trainer has a public method for it.
+    """
+    return trainer._prepare_inputs(batch)
+
+
+def set_batch_size(trainer: HostTrainer, size: int) -> None:
+    """Sets the number of rows in a micro-batch of a trainer that is already built.
+
+    Can go when the Trainer reads it from its arguments when it makes its dataloader.
+    """
+    trainer.args.per_device_train_batch_size = trainer._train_batch_size = size

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...boundary import Boundary, Failure
 from ...core.rerun.micro_batch import BatchAction, Finding
+from ...core.rerun.nested_inputs import quote_name
 from ...core.vocabulary import Cause, Signal
 from .batch_limits import IGNORED_LABEL, Limits
 from .learning_signal import NoSignal, find_no_signal
@@ -178,7 +179,7 @@ def check_finite(name: str, value: Tensor, action: BatchAction) -> tuple[Finding
     samples, tokens = _where(bad)
     kind = "NaN" if np.isnan(array).any() else "inf"
     action = BatchAction.SUSPECT if action is BatchAction.DROP else action
-    message = f"{name} holds {kind} in {int(bad.sum())} entries of samples {list(samples[:8])}"
+    message = f"{quote_name(name)} holds {kind} in {int(bad.sum())} entries of samples {list(samples[:8])}"
     return Finding(Signal.INPUT_NONFINITE, message, action, Cause.INPUT_NONFINITE, "input", samples, tokens), bad
 
 

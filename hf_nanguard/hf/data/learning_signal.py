@@ -8,14 +8,13 @@ same. GRPO's loss is 0.0 in healthy runs too, so the loss says nothing.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 from torch import Tensor
 
 from ...core.event import Culprit, Event
 from ...core.journal import Journal
-from ...core.vocabulary import Action, Signal
+from ...core.vocabulary import Action, Signal, StrEnum
 from .batch_limits import IGNORED_LABEL, Limits
 from .numpy_view import is_viewable, view
 from .remove_samples import Batch

@@ -7,7 +7,6 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -100,14 +99,14 @@ class NumericalStabilityLogitsProcessor(LogitsProcessor):
         self._boundary = Boundary()
         self.log_ends = iter(("", "", " Later ones are counted only."))  # of the occurrences that are logged
 
-    def place(self, end_id: int, mode: str, rest: float = -math.inf) -> Self:
+    def place(self, end_id: int, mode: str, rest: float = -math.inf) -> "NumericalStabilityLogitsProcessor":
         """Returns a copy that [`guard_generation`] places: it logs as often as all copies together, and `rest` is as
         in [`repair_scores`]."""
         placed = self.muted()
         placed.placed, placed.end_id, placed.mode, placed.rest = True, end_id, mode, rest
         return placed
 
-    def muted(self) -> Self:
+    def muted(self) -> "NumericalStabilityLogitsProcessor":
         """Returns a copy with counts of its own and without listeners."""
         muted = copy.copy(self)
         muted.listeners, muted.tally = [], Tally()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ...core.event import Culprit
-from ...plain_text import format_error, printable
+from ...plain_text import cut, quote, quote_error
 from .reward_values import BAD_REWARD, UNUSABLE, describe_entry, find_kind, is_listing, materialise, read_entries
 
 MAX_KEPT = 8  # findings per function
@@ -39,7 +39,7 @@ class BadReward:
     kind: str  # "nan", "inf", "-inf", "type", "length" or "error"
     detail: str  # what it did, as one clause
     whole: bool = False  # the call failed, so that no completion of it has a score
-    prompt: str | None = None  # of that completion, cut and printable
+    prompt: str | None = None  # of that completion, cut
     text: str | None = None  # likewise, the completion itself
 
     @property
@@ -58,8 +58,8 @@ class BadReward:
             samples=None if at is None else [at],
             rows=None if at is None or rows is None else [rows[at]],
             reward_function=self.function,
-            prompt=self.prompt,
-            completion=self.text,
+            prompt=None if self.prompt is None else quote(self.prompt),
+            completion=None if self.text is None else quote(self.text),
         )
 
 
@@ -124,7 +124,7 @@ class RewardCheck:
 
     def note_error(self, place: int, error: Exception) -> None:
         """Notes that a function or a reward model raised."""
-        detail = f"raised {format_error(error, MAX_TEXT)}"
+        detail = f"raised {quote_error(error, MAX_TEXT)}"
         frames = list(traceback.walk_tb(error.__traceback__))[1:]  # the first is ours
         if frames:
             frame, line = frames[-1]
@@ -180,7 +180,7 @@ class RewardCheck:
     def _note(self, place: int, kind: str, detail: str, at: int | None = None, whole: bool = False) -> None:
         if len(self._found[place]) < MAX_KEPT:
             prompt, text = (
-                None if at is None or at >= len(texts) else printable(flatten(texts[at]).strip(), MAX_TEXT)
+                None if at is None or at >= len(texts) else cut(flatten(texts[at]).strip(), MAX_TEXT)
                 for texts in (self.prompts, self.completions)
             )
             self._found[place].append(BadReward(self.names[place], at, kind, detail, whole, prompt, text))

@@ -1,4 +1,4 @@
-"""Ends a guarded run early, in order: the last good state is saved, and a sentence says where."""
+"""Ends a guarded run early, in order: the reason is logged, the last good state is saved, and a sentence says where."""
 
 import logging
 from pathlib import Path
@@ -8,6 +8,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...core.step.guard import Guard
 from ...errors import NonFiniteError
+from ...plain_text import format_error, show
 from ..compat.trainer_protocol import HostTrainer
 from .checkpoint_custody import CheckpointCustody
 
@@ -35,31 +36,48 @@ class Halting:
         return reason is None
 
     def halt(self, model: nn.Module, message: str) -> None:
-        """Saves the last good state and ends the run, by an error or a clean stop. Every rank must call it."""
-        trainer, ranks = self.trainer, self.guard.ranks
-        folder = Path(str(trainer.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-        last_good = self.custody.last_good
-        bad_weights = ranks.any(bool(self.custody.find_bad_weights()))
-        if bad_weights or ranks.any(not self.guard.monitor_set.is_sound()):
-            what = "weights contain" if bad_weights else "optimizer state or a buffer contains"
-            message += f" No checkpoint was saved because the {what} NaN or inf."
-            if last_good is not None:
-                message += f" The last good checkpoint is {last_good}."
-        elif trainer.is_in_train and self.saves:  # else there is no optimizer to save
-            # a folder of that name may belong to an earlier run
-            if last_good != folder or not ranks.any(folder.is_dir()):
-                trainer._save_checkpoint(model, None)
-            message += f" The last good state is in {folder}."
-        first, earlier = self.guard.escalation.first_bad_step, self.custody.find_earlier(folder)
-        if first is not None and earlier is not None:
-            message += (
-                f" The first of the bad steps is {first}; resume from {earlier}, the last checkpoint from before it."
-            )
-        self.stop(model, message)
+        """Logs why, saves the last good state and ends the run, by an error or a clean stop. Every rank must call it."""
+        message = show(message, self.guard.policy.bundle_text)
+        logger.error("hf_nanguard: %s", message)  # before anything is saved, because that may fail
+        advice = self._save_good(model) + self._find_earlier()
+        if advice:
+            logger.error("hf_nanguard: %s", advice.strip())
+        self.stop(model, message + advice)
 
     def stop(self, model: nn.Module, message: str) -> None:
         """Ends the run as it is."""
-        logger.error("hf_nanguard: %s", message)
         if self.guard.policy.on_halt == "raise":
-            raise NonFiniteError(message)
+            raise NonFiniteError(show(message, self.guard.policy.bundle_text))
         self.trainer.control.should_training_stop = True
+
+    @property
+    def _folder(self) -> Path:
+        """The checkpoint of the current step. A folder of that name may belong to an earlier run."""
+        trainer = self.trainer
+        return Path(str(trainer.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+
+    def _save_good(self, model: nn.Module) -> str:
+        """Saves the state if it is finite; returns a sentence about where the last good one is."""
+        trainer, ranks, folder, last_good = self.trainer, self.guard.ranks, self._folder, self.custody.last_good
+        last = "" if last_good is None else f" The last good checkpoint is {last_good}."
+        bad_weights = ranks.any(bool(self.custody.find_bad_weights()))
+        if bad_weights or ranks.any(not self.guard.monitor_set.is_sound()):
+            what = "weights contain" if bad_weights else "optimizer state or a buffer contains"
+            return f" No checkpoint was saved because the {what} NaN or inf.{last}"
+        if not trainer.is_in_train or not self.saves:  # there is no optimizer to save
+            return ""
+        if last_good != folder or not ranks.any(folder.is_dir()):
+            try:
+                trainer._save_checkpoint(model, None)
+            except (
+                Exception
+            ) as error:  # each of the host's writers has its own for a full disk; the reason to halt is told
+                return f" The last good state could not be saved ({format_error(error)}).{last}"
+        return f" The last good state is in {folder}."
+
+    def _find_earlier(self) -> str:
+        """Returns a sentence about the checkpoint from before the bad steps, if that is not the last one."""
+        first, earlier = self.guard.escalation.first_bad_step, self.custody.find_earlier(self._folder)
+        if first is None or earlier is None:
+            return ""
+        return f" The first of the bad steps is {first}; resume from {earlier}, the last checkpoint from before it."

@@ -13,6 +13,7 @@ from ...core.rerun.micro_batch import BatchAction, Finding
 from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Signal
 from ...errors import LossMissingError
+from ...plain_text import first_line, quote
 from ..compat.accelerate import Exchange, replaced_method
 from ..compat.trainer import lost_loss
 from ..compat.trainer_protocol import HostTrainer
@@ -74,8 +75,7 @@ class LossErrors:
             return None  # the host is about to try a smaller batch
         missing = isinstance(error, LossMissingError) or lost_loss(error)
         signal = Signal.LOSS_MISSING if missing else Signal.LOSS_ERROR
-        text = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
-        message = f"{type(error).__name__} inside the loss: {text}"
+        message = f"{type(error).__name__} inside the loss: {quote(first_line(error))}"
         drops = self.drops and not isinstance(error, torch.OutOfMemoryError)
         can_drop = is_prepared and (self.guard.ranks.size == 1 or self.replacement is not None)
         if drops and is_sharded and self._exchange is not None and self._exchange.forwards > 0:

@@ -21,6 +21,7 @@ One `train()`, in the order in which transformers calls us (`guard` is `self.nan
                     log()                   the guard's metrics join the row
                     evaluate()              a non-finite loss is an event and never "best"
                     _save_checkpoint()      refused if weights or optimizer state are not finite
+                        _push_from_checkpoint()     without the guard's folder, as is push_to_hub()
         _finalize_training()                a run without one good step has no mean loss
 
 A micro-batch that runs again (redo, autopsy) comes through `training_step` too, and passes through to the host.
@@ -235,6 +236,16 @@ class GuardedTrainerMixin(Stealth, _Host):
         if self.nanguard.on and not self.nanguard.custody.may_write(str(output_dir or self.args.output_dir)):
             return
         host(output_dir, _internal_call)
+
+    @entered_once
+    def push_to_hub(self, host, *args, **kwargs):
+        with self.nanguard.record.kept_local():
+            return host(*args, **kwargs)
+
+    @entered_once
+    def _push_from_checkpoint(self, host, checkpoint_folder):
+        with self.nanguard.record.kept_local():
+            return host(checkpoint_folder)
 
     @entered_once
     def _save_checkpoint(self, host, model, trial):

@@ -1,34 +1,43 @@
 """What a run leaves behind: events and metrics in `<output_dir>/nanguard/`, the guard's state in checkpoints."""
 
-import json
-import logging
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from ...core.event import JsonObject, strict
-from ...core.step.guard import Guard
-from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
-from ..compat.trainer_protocol import HostTrainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-logger = logging.getLogger("hf_nanguard")
+from ...core.autopsy.examiner import FOLDER as BUNDLES
+from ...core.event import JsonObject, strict
+from ...core.monitors.base import load_whole
+from ...core.settings import Policy
+from ...core.step.guard import Guard
+from ...plain_text import REDACTED
+from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
+from ...report.state_file import read_state, report_unusable, write_state
+from ...safe_files import remove_drafts
+from ..compat.hub_uploads import uploads_without
+from ..compat.trainer_protocol import HostTrainer
 
 STATE_FILE = "nanguard_state.json"
 
 
 def save_guard(guard: Guard, folder: Path) -> None:
     """Writes the guard's state beside the trainer's, in a checkpoint that is there."""
-    if folder.is_dir():
-        (folder / STATE_FILE).write_text(json.dumps(guard.state_dict(), allow_nan=False), encoding="utf-8")
+    write_state(folder / STATE_FILE, guard.state_dict())
 
 
 def load_guard(guard: Guard, folder: Path) -> bool:
-    """Restores the guard's state from a checkpoint; returns whether there was one. A broken one is told and left out."""
-    file = folder / STATE_FILE
-    if not file.is_file():
+    """Restores the guard's state from a checkpoint, on all ranks or on none, because they decide by it together.
+
+    Returns whether it was restored. One that cannot be used is logged, and nothing of it is loaded. Every rank must call it.
+    """
+    state = read_state(folder / STATE_FILE)
+    if guard.ranks.any(state is None) or state is None:
         return False
     try:
-        guard.load_state_dict(json.loads(file.read_text(encoding="utf-8")))
-    except (KeyError, TypeError, ValueError) as error:
-        logger.warning("hf_nanguard: %s was not readable (%r), so counts and statistics start anew.", file, error)
+        load_whole(guard, state)
+    except ValueError as error:  # written by another version
+        report_unusable(folder / STATE_FILE, error)
+        return False
     return True
 
 
@@ -40,25 +49,43 @@ class RunRecord:
             The guarded trainer.
         rank (`int`):
             This rank.
+        policy (`Policy`, *optional*, defaults to the defaults):
+            Says whether rows may contain text, which a callback or `compute_metrics` of the user's may log, and whether the
+            files may be uploaded.
     """
 
-    def __init__(self, trainer: HostTrainer, rank: int):
+    def __init__(self, trainer: HostTrainer, rank: int, policy: Policy | None = None):
         self.trainer = trainer
         self.rank = rank
+        self.policy = policy or Policy()
         self.begin_run()
 
     def begin_run(self) -> None:
         """Follows `output_dir`, which a script may set after it has built the trainer; lines of another `train()` get
-        another id."""
-        self.directory = Path(str(self.trainer.args.output_dir)) / GUARD_FOLDER
+        another id. What an earlier run was writing when it was killed is removed."""
+        output = Path(str(self.trainer.args.output_dir))
+        self.directory = output / GUARD_FOLDER
         self.events = JsonlWriter(events_path(self.directory, self.rank))
-        self.metrics = JsonlWriter(self.directory / "metrics.jsonl", self.events.run)
+        self.metrics = JsonlWriter(self.directory / "metrics.jsonl", self.events.run, private=False)
+        if self.rank == 0:
+            remove_drafts(self.directory / BUNDLES)
+            for checkpoint in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+                remove_drafts(checkpoint, "nanguard_*")
 
     def write_event(self, event: JsonObject) -> None:
         """Appends an event to the file of this rank."""
         self.events(event)
 
+    def kept_local(self) -> AbstractContextManager[None]:
+        """Returns a context in which the trainer uploads its folder to the Hub without ours, unless the policy says otherwise."""
+        return nullcontext() if self.policy.push_to_hub else uploads_without(GUARD_FOLDER)
+
     def write_row(self) -> None:
         """Appends the newest log row to `metrics.jsonl`."""
         if self.trainer.is_world_process_zero() and self.trainer.state.log_history:
-            self.metrics(strict(dict(self.trainer.state.log_history[-1])))
+            row = {name: self._show(value) for name, value in self.trainer.state.log_history[-1].items()}
+            self.metrics(strict(row))
+
+    def _show(self, value: object) -> object:
+        is_number = value is None or isinstance(value, (bool, int, float)) or getattr(value, "ndim", None) == 0
+        return value if is_number or self.policy.bundle_text else REDACTED

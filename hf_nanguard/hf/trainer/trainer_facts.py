@@ -4,6 +4,7 @@ Recorded at the moment of failure. Contains neither weights nor data, and nothin
 or trackers.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -15,6 +16,7 @@ from accelerate.state import AcceleratorState, is_initialized
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, TrainingArguments
 
+from ...plain_text import REDACTED
 from ..compat.model_config import ATTENTION, EXPERTS, find_implementation
 from ..compat.own_loss import HOSTS, find_own_loss
 from ..compat.trainer_protocol import HostTrainer
@@ -27,7 +29,8 @@ PRIVATE = (
     "resume_from_checkpoint", "log_completions_hub", "vllm_server", "chat_template_path", "model_init_kwargs",
     "generation_config", "local_rank", "ddp_", "accelerator_config", "parallelism_config",
 )  # fmt: skip
-PLACES = ("_name_or_path", "base_model_name_or_path", "revision", "parent_library")
+PLACES = ("_name_or_path", "base_model_name_or_path", "revision", "parent_library", "label2id")
+PATH = re.compile(r"^(~|\.{0,2}/|[A-Za-z]:[\\/]|\\\\|file:)|/.*/")
 # Attributes of a trainer that its loss reads and that can differ from the argument of the same name.
 LOSS_ATTRIBUTES = ("beta", "use_vllm", "entropy_coef", "precompute_ref_logps", "temperature")
 
@@ -98,8 +101,22 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
 
 
 def describe_config(config: Any) -> dict[str, Any]:
-    """Returns the config of a model or an adapter without the places it came from."""
-    return {name: value for name, value in to_json(config.to_dict()).items() if name not in PLACES}
+    """Returns the config of a model or an adapter without the places it came from and the names of its classes."""
+    return without_places(to_json(config.to_dict()))
+
+
+def without_places(value: Any) -> Any:
+    """Returns JSON values, nested or not, without paths and without what names a model or a class of the data."""
+    if isinstance(value, list):
+        return [without_places(item) for item in value]
+    if isinstance(value, str):
+        return REDACTED if PATH.search(value) else value
+    if not isinstance(value, dict):
+        return value
+    kept = {name: without_places(item) for name, item in value.items() if name not in PLACES}
+    if isinstance(classes := kept.get("id2label"), dict):
+        kept["id2label"] = {number: f"LABEL_{number}" for number in classes}  # as the host calls them by default
+    return kept
 
 
 def describe_dtypes(model: nn.Module) -> tuple[str, dict[str, str]]:

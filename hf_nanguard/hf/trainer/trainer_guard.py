@@ -94,7 +94,7 @@ class TrainerGuard:
             self.policy = replace(self.policy, mode="observe", skip_grad_norm=None)
         self.acts = self.policy.acts
         ranks = Ranks(trainer.args.device)
-        self.record = RunRecord(trainer, ranks.rank)
+        self.record = RunRecord(trainer, ranks.rank, self.policy)
         self.guard = Guard(
             policy=self.policy,
             ranks=ranks,
@@ -116,7 +116,7 @@ class TrainerGuard:
         self._checks_updates = False
         self._has_reported_update = False
         self._is_guarding_generation = False
-        self._has_left_out_steps = False  # in this run, from the mean of its losses
+        self._num_left_out = 0  # steps of this run that the mean of its losses does not count
         self._creates_optimizer = False  # the host does, with the learning rate of its arguments
         self._abandons_step = False  # the run halts within the step that is being recorded
 
@@ -161,7 +161,8 @@ class TrainerGuard:
         self.recorder.begin_run()
         self.record.begin_run()
         self.guard.write_bundles_to(self.record.directory)
-        self._abandons_step = self._has_left_out_steps = self._has_reported_update = False
+        self._abandons_step = self._has_reported_update = False
+        self._num_left_out = 0
         self.custody.begin_run()
         self.guard.escalation.begin_run()
         self.guard.journal.begin_run()
@@ -260,6 +261,7 @@ class TrainerGuard:
     @contextmanager
     def finalizing(self) -> Iterator[None]:
         """Surrounds what comes after the last epoch."""
+        compat.leave_out_of_mean(self.trainer, self._num_left_out)
         with self._joined, self.guarded_generation():
             yield
 
@@ -554,13 +556,13 @@ class TrainerGuard:
                 self._leave_out_step()
 
     def _leave_out_step(self) -> None:
-        self._has_left_out_steps = True
+        self._num_left_out += 1
         compat.forget_step(self.trainer)
 
     @property
     def has_no_mean(self) -> bool:
         """Whether every step of the run was skipped, so that there is no loss to take the mean of."""
-        return self._has_left_out_steps and compat.counts_no_step(self.trainer)
+        return self._num_left_out > 0 and compat.counts_no_step(self.trainer, self._num_left_out)
 
     def end_step(self) -> None:
         """Lets the optimizer step again, once a skipped step has passed."""

@@ -13,6 +13,7 @@ from ...core.ranks import Ranks
 from ...core.rerun.kept_attributes import untouched, untouched_modules
 from ...core.rerun.micro_batch import AccumulationGroup, MicroBatch
 from ...core.rerun.runner import Runner
+from ...plain_text import cut
 from ..compat.accelerate import bare_optimizer, local_collectives, poisoned_backward
 from ..compat.trainer import (
     ITEMS,
@@ -28,7 +29,7 @@ from .trainer_facts import describe_trainer
 
 
 def decode_sample(tokenizer: Any, inputs: Mapping, sample: int) -> str | None:
-    """Returns the text of a sample, printable and cut to a readable length, `None` without a tokenizer or ids.
+    """Returns the text of a sample, cut to a readable length, `None` without a tokenizer or ids.
 
     Args:
         tokenizer (`Any`):
@@ -42,8 +43,7 @@ def decode_sample(tokenizer: Any, inputs: Mapping, sample: int) -> str | None:
     if not hasattr(tokenizer, "decode") or any(not isinstance(part, Tensor) or sample >= len(part) for part in parts):
         return None
     text = tokenizer.decode([token for part in parts for token in part[sample].tolist()], skip_special_tokens=True)
-    text = "".join(char if char.isprintable() else " " for char in text)
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}..."
+    return cut(text, MAX_TEXT)
 
 
 class TrainerRunner(Runner):

@@ -114,6 +114,23 @@ def test_a_file_with_a_value_that_cannot_be(line, tmp_path):
         parse("--config", str(file))
 
 
+@pytest.mark.parametrize("variables", ["[1]", "{A=B: 1}", '{"A\\0": 1}', '{A: "\\0"}', "{'': 1}"])
+def test_variables_that_cannot_be_set(variables, tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text(f"env: {variables}\n")
+    with pytest.raises(ArgumentError, match=r"own\.yaml: env (must contain|cannot set) ") as error:
+        parse("--config", str(file))
+    assert str(error.value).isprintable()
+
+
+def test_a_long_value_is_cut(tmp_path):
+    file = tmp_path / "own.yaml"
+    file.write_text(f"seed: [{'1, ' * 3000}]\n")
+    with pytest.raises(ArgumentError, match="seed cannot be") as error:
+        parse("--config", str(file))
+    assert len(str(error.value)) < 400
+
+
 def test_other_ranks_of_a_launcher_are_silent(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert exit_code(lambda argv: parse(*argv), ["--no_such"]) == 2

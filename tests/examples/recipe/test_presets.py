@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from hf_nanguard import ArgumentError
 from hf_nanguard.cli.main import main
-from hf_nanguard.cli.recipe_command import PRESETS
+from hf_nanguard.cli.shared.recipe_command import PRESETS
 from hf_nanguard.examples.recipe import recipe_parser as dialect
 from hf_nanguard.examples.recipe.command_line import exit_code
 from hf_nanguard.examples.recipe.presets import find_configs, list_presets, read_preset

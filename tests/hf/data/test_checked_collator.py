@@ -17,6 +17,7 @@ from hf_nanguard.hf.data.checked_collator import (
     check_batch,
     name_rows,
 )
+from hf_nanguard.plain_text import quote_error
 from hf_nanguard.testing import INF, NAN, OperationCounter
 
 LM = Limits(num_labels=20, token_labels=True, shifted=True, num_ids=20)
@@ -410,7 +411,7 @@ def test_a_batch_that_cannot_be_checked_is_passed_on():
     assert batch is given
     assert note == BatchNote(failure=note.failure)
     assert "hf/data/checked_collator.py" in note.failure
-    assert "ZeroDivisionError: odd" in note.failure
+    assert quote_error(ZeroDivisionError("odd")) in note.failure
 
 
 @pytest.mark.parametrize("verdict", ["drop", "drop_samples", "repair", "halt", "observe"])

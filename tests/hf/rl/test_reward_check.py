@@ -22,10 +22,10 @@ from torch import nn
 from transformers import LlamaForSequenceClassification
 from trl.trainer.utils import is_async_callable
 
-from hf_nanguard.hf.rl.reward_check import MAX_KEPT, MAX_TEXT, BadReward, flatten
+from hf_nanguard.hf.rl.reward_check import MAX_KEPT, BadReward, flatten
 from hf_nanguard.hf.rl.reward_values import BAD_REWARD, UNUSABLE, holds_bad_reward, mark_unscorable, zero_bad_advantages
 from hf_nanguard.hf.rl.wrapped_rewards import checked_rewards
-from hf_nanguard.plain_text import printable
+from hf_nanguard.plain_text import show
 from hf_nanguard.testing import OperationCounter
 
 from ...models import text_rows, tiny_llama, tiny_tokenizer
@@ -266,7 +266,9 @@ def test_a_failed_call_teaches_nothing_and_the_run_goes_on(kind, fault, tmp_path
     assert bad.text == (completions[AT] if fault == "error" else None)
     assert "no completion of this call has a score" in bad.message
     if fault == "error":
-        assert f"raised ValueError: cannot read {len(completions[AT])} characters (test_reward_check.py:" in bad.message
+        assert f"raised ValueError: cannot read {len(completions[AT])} characters (test_reward_check.py:" in show(
+            bad.message
+        )
     assert len(functions[1].given) == 2  # it was not called again
     assert trainer.checks[1][0].bad == []
 
@@ -512,7 +514,7 @@ def test_a_generator_that_fails_half_way_is_an_error(trainer):
     with checked_rewards(trainer) as check:
         rewards = score(trainer, ["a", "b"])
     assert rewards[:, 0].tolist() == [BAD_REWARD, BAD_REWARD]
-    assert "raised KeyError: 'answer' (test_reward_check.py:" in check.bad[0].message
+    assert "raised KeyError: 'answer' (test_reward_check.py:" in show(check.bad[0].message)
 
 
 @pytest.mark.parametrize("signature", [lambda: [1.0], lambda completions: [1.0]])
@@ -669,17 +671,18 @@ def test_a_finding_becomes_a_culprit():
     bad = BadReward("accuracy", 1, "nan", "returned nan", False, "2+2", "5")
     culprit = bad.culprit([10, 11])
     assert (culprit.phase, culprit.reward_function, culprit.samples, culprit.rows) == ("reward", "accuracy", [1], [11])
-    assert (culprit.prompt, culprit.completion) == ("2+2", "5")
+    assert show([culprit.prompt, culprit.completion]) == ["2+2", "5"]
+    assert show([culprit.prompt, culprit.completion], text=False) == ["[redacted]", "[redacted]"]
     assert bad.message == "reward function accuracy returned nan for completion 1"
     assert BadReward("accuracy", None, "length", "x", True).culprit([10]).rows is None
 
 
-def test_texts_of_every_format_are_flat_short_and_printable():
+def test_texts_of_every_format_are_flat():
     chat = [
-        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What\n\x1b[31mis it?"}]},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
         {"role": "assistant", "content": None, "tool_calls": [{}]},
     ]
-    assert printable(flatten(chat), MAX_TEXT) == "user: [image] What  [31mis it? assistant: [tool_calls]"
+    assert flatten(chat) == "user: [image] What is it? assistant: [tool_calls]"
 
 
 @pytest.mark.parametrize("conversational", [False, True])

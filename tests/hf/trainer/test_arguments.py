@@ -57,8 +57,10 @@ GIVEN = {
     "nanguard_autopsy": ("false", False),
     "nanguard_max_autopsies": ("2", 2),
     "nanguard_autopsy_seconds": ("7.5", 7.5),
+    "nanguard_bundle": ("false", False),
     "nanguard_bundle_weights": ("all", "all"),
     "nanguard_bundle_text": ("false", False),
+    "nanguard_push_to_hub": ("true", True),
     "nanguard_logits_mode": ("always", "always"),
     "nanguard_logits_clip_value": ("25", 25.0),
     "nanguard_logits_min_prob": ("1e-6", 1e-6),
@@ -216,7 +218,11 @@ BAD = [
     *[("nanguard_max_bad_steps", value) for value in (0, -3, 2.5, "5", None, True)],
     *[("nanguard_max_autopsies", value) for value in (0, -3, 2.5, "5", None, True)],
     *[("nanguard_autopsy_seconds", value) for value in (0.0, -1.0, NAN, INF, "long", None, True)],
-    *[(name, value) for name in ("nanguard_autopsy", "nanguard_bundle_text") for value in ("on", None, 1)],
+    *[
+        (f"nanguard_{name}", value)
+        for name in ("autopsy", "bundle", "bundle_text", "push_to_hub")
+        for value in ("on", None, 1)
+    ],
     *[
         (f"nanguard_{name}", value)
         for name in ("stall_steps", "activation_steps", "attention_steps", "weight_check_steps")

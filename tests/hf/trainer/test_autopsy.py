@@ -10,6 +10,9 @@ from datasets import Dataset
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_nanguard import GuardArguments, NanGuardCallback, NonFiniteError, guarded
+from hf_nanguard.core.autopsy.evidence.verdict import Blame, Verdict, format_verdict
+from hf_nanguard.core.autopsy.trace.origin import Origin
+from hf_nanguard.core.vocabulary import Cause
 from hf_nanguard.hf.trainer.trainer_runner import decode_sample
 from hf_nanguard.testing import Fault, plant
 
@@ -108,7 +111,7 @@ def test_the_text_of_the_row_is_shown_unless_it_must_not(tmp_path):
     trainer.train()
     event = the_event(trainer)
     _check(event)
-    assert event["values"]["autopsy"]["texts"] == {}
+    assert set(event["values"]["autopsy"]["texts"].values()) == {"[redacted]"}
     written = [
         path.read_text() for path in (tmp_path / "hidden").rglob("*") if path.suffix in (".json", ".jsonl", ".md")
     ]
@@ -220,11 +223,8 @@ def test_text_is_printable_and_cut():
     long = decode_sample(tokenizer, {"input_ids": torch.full((1, 500), 10)}, 0)
     assert len(long) < 200
 
-    class Wild:
-        def decode(self, ids, skip_special_tokens):
-            return "a\x1b[31mb\nc"
-
-    assert decode_sample(Wild(), {"input_ids": ids}, 0) == "a [31mb c"
+    blame = Blame("samples", [0], texts={0: "a\x1b[31mb\nc"})
+    assert "[0] a [31mb c\n" in format_verdict(Verdict(Origin("forward", "nan", Cause.LOG_OF_ZERO), blame), 1, 0)
 
 
 def test_events_are_strict_json(tmp_path):

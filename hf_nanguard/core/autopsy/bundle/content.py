@@ -3,7 +3,8 @@
 import json
 import platform
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import datetime, timezone
+from inspect import signature
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from .... import __version__
 from ...event import JsonObject, strict
 from ...finite import local
+from ...rerun.nested_inputs import HOST_NAMES
 from ...torch_private import plain_name
 from ..evidence.suspect_batch import SuspectBatch
 from ..evidence.verdict import Verdict
@@ -34,14 +36,14 @@ def gather_content(
     """
     rng = pack_rng(suspect.micro.rng)
     inputs, inputs_are = _choose_inputs(suspect, verdict, text, max_bytes - rng.num_bytes)
-    redacted = {} if text else {"text": "strings are replaced because nanguard_bundle_text is off"}
+    redacted = {} if text else {"text": "strings and keys of the data are replaced because nanguard_bundle_text is off"}
     room = max_bytes - rng.num_bytes - inputs.num_bytes
     saved, weights_are = _choose_weights(suspect.model, weights, verdict, room)
     files = {"inputs.safetensors": inputs.tensors | rng.tensors, "weights.safetensors": saved.tensors}
     given = facts.get("versions")
     document = {
         "schema": SCHEMA,
-        "time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "time": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "step": step,
         "micro_step": suspect.micro.index,
         "verdict": verdict.as_dict(),
@@ -61,17 +63,26 @@ def gather_content(
 
 def _choose_inputs(suspect: SuspectBatch, verdict: Verdict, text: bool, room: int) -> tuple[Packed, str]:
     """Returns the inputs if they fit, else those of the culprit samples, else nothing."""
-    packed = pack_inputs(suspect.runner.inputs_of(suspect.micro), text)
+    names = HOST_NAMES | _find_arguments(suspect.model)
+    packed = pack_inputs(suspect.runner.inputs_of(suspect.micro), text, names)
     why = _why_too_large(packed, room)
     if why is None:
         return packed, "all"
     samples = verdict.blame.samples
     if samples and suspect.num_samples:
-        part = pack_inputs(suspect.runner.inputs_of(suspect.part(samples)), text)
+        part = pack_inputs(suspect.runner.inputs_of(suspect.part(samples)), text, names)
         if _why_too_large(part, room) is None:
             part.left_out["inputs"] = f"only the samples {samples} were saved because {why}"
             return part, "samples"
     return Packed({"left_out": why}, left_out={"inputs": why}), "none"
+
+
+def _find_arguments(model: nn.Module) -> set[str]:
+    """Returns the names of the arguments that a model takes."""
+    try:
+        return set(signature(model.forward).parameters)
+    except (TypeError, ValueError):  # e.g. a scripted module
+        return set()
 
 
 def _why_too_large(packed: Packed, room: int) -> str | None:

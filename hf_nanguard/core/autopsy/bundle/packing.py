@@ -7,18 +7,19 @@ In the tree of the inputs, plain values are stored as they are. Anything else is
 import math
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ....plain_text import REDACTED
 from ...event import JsonObject, JsonValue, strict
+from ...rerun.nested_inputs import HOST_NAMES
 from ...rng import RngState
 from .tensor_file import count_bytes, why_not
 
-REDACTED = "[redacted]"
 MAX_DEPTH = 32
 MAX_VALUES = 200_000
 MAX_INT_BITS = 1024
@@ -38,9 +39,10 @@ class Packed:
         return count_bytes(self.tensors.values())
 
 
-def pack_inputs(inputs: object, text: bool = True) -> Packed:
-    """Converts nested inputs; without `text` every string in them is replaced."""
-    packed = _PackedInputs(text=text)
+def pack_inputs(inputs: object, text: bool = True, names: Collection[str] = HOST_NAMES) -> Packed:
+    """Converts nested inputs; without `text` every string in them is replaced, and every key that is not one of the `names`, by
+    its place."""
+    packed = _PackedInputs(text=text, known=names)
     packed.tree = packed.pack(inputs, "inputs", 0)
     return packed
 
@@ -48,6 +50,7 @@ def pack_inputs(inputs: object, text: bool = True) -> Packed:
 @dataclass
 class _PackedInputs(Packed):
     text: bool = True
+    known: Collection[str] = HOST_NAMES
     names: dict[int, str] = field(default_factory=dict)  # a tensor may occur twice
     num_values: int = 0
 
@@ -82,13 +85,17 @@ class _PackedInputs(Packed):
         if depth >= MAX_DEPTH or self.num_values > MAX_VALUES:
             return self._leave_out(name, "it is nested too deep or has too many values")
         if isinstance(value, Mapping):
-            odd = [key for key in value if not isinstance(key, str)]
-            for key in odd:
-                self._leave_out(f"{name}.{_part(key)}", "its key is not a string")
-            items = ((key, item) for key, item in value.items() if isinstance(key, str))
+            named = {key: self._name_key(key, place) for place, key in enumerate(value)}
+            for key, shown in named.items():
+                if not isinstance(key, str):
+                    self._leave_out(f"{name}.{_part(shown)}", "its key is not a string")
+            items = ((named[key], item) for key, item in value.items() if isinstance(key, str))
             return {"dict": {key: self.pack(item, f"{name}.{_part(key)}", depth + 1) for key, item in items}}
         kind = "tuple" if isinstance(value, tuple) else "list"
         return {kind: [self.pack(item, f"{name}.{place}", depth + 1) for place, item in enumerate(value)]}
+
+    def _name_key(self, key: Any, place: int) -> Any:
+        return key if self.text or key in self.known else f"key_{place}"
 
     def _leave_out(self, name: str, why: str) -> dict[str, str]:
         self.left_out[name] = why

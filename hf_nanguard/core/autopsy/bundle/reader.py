@@ -4,7 +4,6 @@ Only files of known names are opened, none of them is a pickle, and everything i
 reading, names and shapes before loading, structure before following it. Everything is loaded to the CPU.
 """
 
-import json
 import os
 import stat
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from typing import NoReturn, TypeVar
 from torch import Tensor
 
 from ....errors import ArgumentError
-from ...event import JsonObject
+from ...event import JsonObject, parse_strict
 from ...rng import RngState
 from .content import MAX_FACTS, SCHEMA, format_bytes
 from .packing import unpack_inputs, unpack_rng
@@ -63,6 +62,8 @@ class Bundle:
 def read_bundle(path: str | Path) -> Bundle:
     """Reads a bundle; weights are read later, by `Bundle.read_weights`. One that is damaged or hostile is an
     [`ArgumentError`]."""
+    if not isinstance(path, (str, Path)):
+        raise ArgumentError(f"A bundle must be named by the path of its folder, got {type(path).__name__}.")
     folder = Path(path)
     if not folder.is_dir():
         raise ArgumentError(f"No such bundle: {str(path)!r} must be a folder that an autopsy wrote.")
@@ -127,9 +128,7 @@ def _find_file(folder: Path, name: str) -> Path:
 
 def _read_facts(path: Path) -> JsonObject:
     try:
-        document = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
-    except RecursionError as err:
-        raise ValueError("facts.json is nested too deep") from err
+        document = parse_strict(path.read_bytes())
     except ValueError as err:
         raise ValueError(f"facts.json is not strict JSON ({err})") from err
     if not isinstance(document, dict):
@@ -152,10 +151,6 @@ def measure_depth(value: object) -> int:
         parts = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, (dict, list))]
         level = [item for part in parts for item in part]
     return depth
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"the number {name}")
 
 
 def _take(document: JsonObject, key: str, kind: type[T]) -> T:

@@ -1,5 +1,6 @@
 """The README of a bundle, for a colleague who received the folder and has never heard of hf_nanguard."""
 
+from ....plain_text import cut, printable
 from ...event import JsonObject
 from ..evidence.verdict import Verdict, format_verdict
 
@@ -20,7 +21,7 @@ def format_readme(verdict: Verdict, facts: JsonObject, saved: list[str], text: b
     lines = [
         f"# Autopsy of a bad training step: step {facts['step']}",
         "",
-        *(f"    {clean(line)}" for line in block.split("\n")[:15]),
+        *(f"    {printable(cut(line, MAX_LINE))}" for line in block.split("\n")[:15]),
         "",
         "To reproduce it (`FOLDER` is the path of this folder):",
         "",
@@ -49,17 +50,16 @@ def format_readme(verdict: Verdict, facts: JsonObject, saved: list[str], text: b
     if text:
         lines += ["", f"This folder contains training data, some of it readable. {share}"]
     else:
-        what = "This folder contains training data as token ids, which anyone with the tokenizer can decode."
-        lines += ["", what, share]
+        lines += [
+            "",
+            "This folder contains training data as token ids and other tensors, which anyone with the tokenizer can decode. Besides",
+            "them it has shapes, row and token positions, names of modules and lines of code, but no text of the data: strings and",
+            f"keys that no host library uses are replaced. {share}",
+        ]
     versions = ", ".join(f"{library} {version}" for library, version in facts["versions"].items())
-    return "\n".join([*lines, "", f"Written at {facts['time']} with {clean(versions)}.", ""])
-
-
-def clean(text: str) -> str:
-    """Returns text from a run as one line without control characters."""
-    return "".join(c if c.isprintable() else "?" for c in text[:MAX_LINE])
+    return "\n".join([*lines, "", f"Written at {facts['time']} with {printable(versions)}.", ""])
 
 
 def code(text: str) -> str:
     """Returns text from a run as Markdown code."""
-    return f"`{clean(text).replace('`', chr(39))}`"
+    return f"`{printable(cut(text, MAX_LINE)).replace('`', chr(39))}`"

@@ -4,12 +4,10 @@ import errno
 import json
 import os
 import shutil
-from contextlib import suppress
-from dataclasses import replace
-from glob import escape
 from itertools import count
 from pathlib import Path
 
+from ....safe_files import draft_of, make_folder, remove_drafts, write_file
 from ...event import JsonObject
 from ...settings import SETTINGS
 from ..evidence.suspect_batch import SuspectBatch
@@ -31,27 +29,25 @@ def write_bundle(
 
     If the folder, e.g. `autopsy/step-42`, exists, `step-42-2` is used, and so on. `facts` are what a replay needs to rebuild
     model and loss, as JSON values without training data; `"versions"` among them are added to those recorded here. A
-    parameter that the verdict names is saved whatever `weights` are asked for. Token ids are saved also without `text`.
+    parameter that the verdict names is saved whatever `weights` are asked for. Without `text` nothing readable of the data is saved;
+    token ids are.
     Weights beyond `max_bytes` are left out; of inputs beyond it only the culprit samples are saved, if known and not too large.
     """
     SETTINGS["bundle_weights"].check(weights, "weights")
-    if not text:
-        verdict = replace(verdict, blame=replace(verdict.blame, texts={}))
+    verdict = verdict.shown(text)
     facts, files = gather_content(suspect, verdict, facts, _find_step(folder.name), weights, text, max_bytes)
     document, readme = _encode(facts), format_readme(verdict, facts, list(files.get("weights.safetensors", ())), text)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    clear_leftovers(folder)
+    make_folder(folder.parent, private=True)
+    remove_drafts(folder.parent)
     num_bytes = sum(count_bytes(tensors.values()) for tensors in files.values())
     _check_space(folder.parent, num_bytes + len(document) + len(readme))
-    draft = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    draft = draft_of(folder)
     try:
-        draft.mkdir()
-        (draft / "facts.json").write_bytes(document)
-        (draft / "README.md").write_text(readme, encoding="utf-8", errors="backslashreplace")
+        draft.mkdir(0o700)
+        write_file(draft / "facts.json", document, private=True)
+        write_file(draft / "README.md", readme.encode(errors="backslashreplace"), private=True)
         for name, tensors in files.items():
             save_tensors(draft / name, tensors)
-            with suppress(PermissionError):  # safetensors lets only the owner read; a colleague should as well
-                shutil.copymode(draft / "facts.json", draft / name)
         return _publish(draft, folder)
     except BaseException:  # also an interrupt: no incomplete bundle is left behind
         shutil.rmtree(draft, ignore_errors=True)
@@ -62,26 +58,6 @@ def _find_step(name: str) -> int:
     """Returns the step in the name of a folder, 0 if there is none."""
     digits = name.removeprefix("step-").split("-")[0]
     return int(digits) if digits.isdecimal() else 0
-
-
-def clear_leftovers(folder: Path) -> None:
-    """Removes incomplete bundles of this name that processes which have ended left behind."""
-    for draft in folder.parent.glob(f".{escape(folder.name)}.*.partial"):
-        owner = draft.name.split(".")[-2]
-        if owner.isdecimal() and (int(owner) == os.getpid() or not _is_running(int(owner))):
-            shutil.rmtree(draft, ignore_errors=True)
-
-
-def _is_running(process: int) -> bool:
-    if os.name != "posix":  # elsewhere signal 0 ends the process
-        return False
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:  # of another user
-        pass
-    return True
 
 
 def _encode(facts: JsonObject) -> bytes:

@@ -2,7 +2,9 @@
 
 from dataclasses import asdict, dataclass, field, replace
 
+from ....plain_text import printable, quote, show
 from ...event import Culprit, JsonObject, JsonValue, Remedy, strict
+from ...rerun.nested_inputs import quote_name
 from ...vocabulary import Cause
 from ..trace.memory import SHOWN_POSITIONS
 from ..trace.origin import Origin
@@ -67,16 +69,23 @@ class Verdict:
         details = {} if origin is None else {
             name: value
             for name in ("kind", "node", "dtype", "largest", "limit", "text", "leaf", "num_bad")
-            if (value := getattr(origin, name)) is not None
+            if (value := _name_leaf(origin) if name == "leaf" else getattr(origin, name)) is not None
         }  # fmt: skip
         return {
             **details,
             "scope": self.blame.scope,
-            "texts": self.blame.texts,
+            "texts": {str(sample): quote(text) for sample, text in self.blame.texts.items()},
             "reproducible": self.reproducible,
             "num_replays": self.num_runs,
             "seconds": self.seconds,
         }
+
+    def shown(self, text: bool = True) -> "Verdict":
+        """Returns what may be shown of it: quoted text as it is, or, without `text`, no text of the data."""
+        blame = self.blame if text else replace(self.blame, texts={})
+        origin = None if self.origin is None else replace(self.origin, leaf=show(_name_leaf(self.origin), text))
+        remedies = tuple(replace(remedy, note=show(remedy.note, text)) for remedy in self.remedies)
+        return replace(self, origin=origin, blame=blame, remedies=remedies)
 
     def explain(self, culprit: Culprit) -> Culprit:
         """Returns an event's culprit with the findings added."""
@@ -96,10 +105,15 @@ class Verdict:
         )
 
 
+def _name_leaf(origin: Origin) -> str | None:
+    """Returns the name of a leaf, quoted if it may be text of the data."""
+    return quote_name(origin.leaf) if origin.phase == "input" and origin.leaf is not None else origin.leaf
+
+
 def format_verdict(verdict: Verdict, step: int, micro_step: int) -> str:
     """Returns the block that is logged: what, where, whose, why, what works. At most 15 lines."""
     lines = [f"---- autopsy of micro-batch {micro_step} of step {step} ----"]
-    lines += [f"  {name + ':':<9}{text}" for name, text in _format_fields(verdict).items() if text]
+    lines += [f"  {name + ':':<9}{printable(text)}" for name, text in _format_fields(verdict).items() if text]
     return "\n".join(lines[:15])
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ....plain_text import format_error
+from ....plain_text import quote_error
 from ...event import Remedy
+from ...rerun.nested_inputs import quote_name
 from ...vocabulary import Cause
 from ..evidence.suspect_batch import SuspectBatch
 from ..evidence.verdict import Blame
@@ -78,7 +79,7 @@ def _try(suspect: SuspectBatch, idea: Idea) -> Remedy | None:
 
 def _describe_error(error: Exception) -> str:
     out_of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
-    return "out of memory" if out_of_memory else format_error(error, 200)
+    return "out of memory" if out_of_memory else quote_error(error, 200)
 
 
 def find_ideas(suspect: SuspectBatch, origin: Origin, blame: Blame) -> Iterator[Idea]:
@@ -88,9 +89,9 @@ def find_ideas(suspect: SuspectBatch, origin: Origin, blame: Blame) -> Iterator[
     if cause in BOUNDS:
         name, note, rules = BOUNDS[cause]
         yield Idea(name, note, lambda _: bounded(rules))
-    if cause is Cause.INPUT_NONFINITE and origin.leaf in suspect.fields:
+    if cause is Cause.INPUT_NONFINITE and origin.leaf is not None and origin.leaf in suspect.fields:
         field = suspect.fields[origin.leaf]
-        note = f"non-finite entries of {origin.leaf} as 0"
+        note = f"non-finite entries of {quote_name(origin.leaf)} as 0"
         yield Idea("fill_input", note, lambda _: suspect.changed_inputs(zeros_in(field)))
     weights = {**dict(suspect.model.named_parameters()), **dict(suspect.model.named_buffers())}
     if cause in (Cause.PARAM_NONFINITE, Cause.UNINITIALISED_WEIGHT) and weight in weights:  # not in a teacher's

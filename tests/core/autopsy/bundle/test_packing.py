@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from hf_nanguard.core.autopsy.bundle.packing import (
     MAX_DEPTH,
     MAX_VALUES,
-    REDACTED,
     pack_inputs,
     pack_rng,
     unpack_inputs,
@@ -21,6 +20,7 @@ from hf_nanguard.core.autopsy.bundle.packing import (
 )
 from hf_nanguard.core.autopsy.bundle.tensor_file import load_tensors, save_tensors
 from hf_nanguard.core.rng import RngState
+from hf_nanguard.plain_text import REDACTED
 
 Pair = namedtuple("Pair", "first second")
 
@@ -136,10 +136,14 @@ def test_a_tree_as_deep_as_may_be_written_can_be_read():
     assert unpack_inputs(packed.tree, {}) == deep
 
 
-def test_without_text_no_string_is_kept():
-    packed = pack_inputs({"prompts": ["secret", {"role": "secret"}], "n": 3}, text=False)
-    assert "secret" not in str(packed.tree)
-    assert unpack_inputs(packed.tree, {}) == {"prompts": [REDACTED, {"role": REDACTED}], "n": 3}
+def test_without_text_no_string_and_no_key_of_the_data_is_kept():
+    inputs = {"prompts": ["secret", {"role": "secret", "secret": torch.ones(2)}], "bias": 3, ("secret",): 1}
+    packed = pack_inputs(inputs, text=False, names={"prompts", "role"})
+    assert "secret" not in f"{packed.tree}{list(packed.tensors)}{packed.left_out}"
+    back = unpack_inputs(packed.tree, packed.tensors)
+    assert back["prompts"][0] == back["prompts"][1]["role"] == REDACTED
+    assert torch.equal(back["prompts"][1]["key_1"], torch.ones(2))
+    assert back["key_1"] == 3
 
 
 @pytest.mark.parametrize(

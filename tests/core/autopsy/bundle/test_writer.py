@@ -44,9 +44,17 @@ def test_a_bundle_and_its_files(tmp_path):
     assert facts["versions"]["torch"] == torch.__version__
 
 
-def test_a_colleague_may_read_every_file(tmp_path):
-    path = write_bundle(tmp_path / "step-1", make_specimen(make_inputs()), make_verdict(), {}, weights="all")
-    assert len({stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()}) == 1
+def test_a_bundle_is_private_to_its_owner(tmp_path):
+    before = os.umask(0o022)
+    try:
+        path = write_bundle(
+            tmp_path / "autopsy" / "step-1", make_specimen(make_inputs()), make_verdict(), {}, weights="all"
+        )
+    finally:
+        os.umask(before)
+    assert len(names(path)) == 4
+    assert {stat.S_IMODE(file.stat().st_mode) for file in path.iterdir()} == {0o600}
+    assert {stat.S_IMODE(folder.stat().st_mode) for folder in (path, path.parent)} == {0o700}
 
 
 def test_nothing_about_the_run_changes(tmp_path):
@@ -142,9 +150,9 @@ def test_a_killed_process_leaves_no_bundle_and_the_next_one_cleans_up(tmp_path):
     shutil.rmtree(alive)
     [left] = names(tmp_path)
     assert left.startswith(".step-7.")
-    (tmp_path / ".step-70.999999999.partial").mkdir()  # of another name: not ours
+    (tmp_path / ".step-70.999999999.partial").mkdir()  # another one
     path = write_bundle(tmp_path / "step-7", make_specimen(make_inputs()), make_verdict(), {})
-    assert names(tmp_path) == [".step-70.999999999.partial", path.name]
+    assert names(tmp_path) == [path.name]
 
 
 # ---- size ----

@@ -21,6 +21,7 @@ from hf_nanguard.core.rerun.micro_batch import MicroBatch
 from hf_nanguard.core.rerun.runner import LoopRunner
 from hf_nanguard.core.rng import RngState
 from hf_nanguard.core.vocabulary import Cause
+from hf_nanguard.plain_text import show
 
 
 def specimen_of(model: nn.Module, loss_fn: Callable, payload: dict) -> SuspectBatch:
@@ -462,7 +463,7 @@ def test_an_exception_is_the_outcome_of_its_trial(error: Exception, said: str):
     _, remedies = tried(specimen_of(model, loss_fn, {"x": torch.randn(8, 4).half()}))
     assert remedies["float32"].tried
     assert remedies["float32"].works is False
-    assert said in remedies["float32"].note
+    assert said in show(remedies["float32"].note)
     assert remedies["bfloat16"].works
 
 

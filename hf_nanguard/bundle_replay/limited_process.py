@@ -1,0 +1,128 @@
+"""A child process with limits on memory and time, for work on files that anybody may have written.
+
+Imports only the standard library, so that the parent starts at once.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import ArgumentError
+
+# -P: nothing is imported from the current folder, which may be the bundle's. The root of this package comes last.
+START = (
+    "-P",
+    "-c",
+    "import sys; sys.path.append(sys.argv.pop(1)); from hf_nanguard.cli.main import main; sys.exit(main())",
+)
+ROOT = str(Path(__file__).parents[2])
+SHARE = 0.9  # of the free memory
+RESERVED = 2 * 2**30  # what the libraries reserve when they are imported, most of it never used
+CGROUPS = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a process may use."""
+
+    num_bytes: int
+    seconds: int
+
+    @classmethod
+    def default(cls, seconds: int, num_gib: float | None = None) -> "Limits":
+        """Returns the limits for a number of seconds and GiB, by default most of the memory that is free now."""
+        wanted = SHARE * find_free_memory() if num_gib is None else num_gib * 2**30
+        return cls(min(int(wanted) + RESERVED, sys.maxsize), seconds)
+
+    def apply(self) -> None:
+        """Limits the current process: memory that it writes to, processor time as a second line, and no core files."""
+        import resource
+
+        cpu = self.seconds * (os.cpu_count() or 1)
+        wanted = {resource.RLIMIT_DATA: self.num_bytes, resource.RLIMIT_CPU: cpu, resource.RLIMIT_CORE: 0}
+        for kind, limit in wanted.items():
+            hard = resource.getrlimit(kind)[1]
+            # The hard limit stays as it was: at the hard limit of time, Linux sends SIGKILL instead of SIGXCPU.
+            resource.setrlimit(kind, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
+
+
+def run_limited(words: Sequence[str], limits: Limits, say: Callable[[str], None]) -> int:
+    """Runs the `nanguard` command with these words in a child process and returns its exit code.
+
+    Output goes where that of this process goes. The child ends with this process if that ends by Ctrl-C or a signal. Raises an
+    [`ArgumentError`] if it had to be stopped. `say` is called with a sentence if memory cannot be limited on this system.
+    """
+    can_limit = sys.platform != "win32"
+    if not can_limit:
+        say("memory is not limited because this system has no resource limits; only time is.")
+    command = [sys.executable, *START, ROOT, *words]
+    with (
+        ending_by_signals(),
+        subprocess.Popen(command, preexec_fn=limits.apply if can_limit else None, start_new_session=True) as child,
+    ):
+        try:
+            code = child.wait(limits.seconds)
+        except subprocess.TimeoutExpired:
+            raise ArgumentError(
+                f"The replay was stopped after {limits.seconds} seconds. If you trust the bundle, raise --time-limit."
+            ) from None
+        finally:
+            child.kill()
+            child.wait()  # leaving the context after Ctrl-C would not wait
+    if code < 0:
+        raise ArgumentError(_format_death(-code, limits))
+    return code
+
+
+def _format_death(number: int, limits: Limits) -> str:
+    if number == getattr(signal, "SIGXCPU", None):
+        return f"The replay was stopped after {limits.seconds} seconds of all processors. If you trust the bundle, raise --time-limit."
+    return (
+        f"The replay was ended by {signal.Signals(number).name}, perhaps because it needed more than "
+        f"{limits.num_bytes / 2**30:.1f} GiB of memory. If you trust the bundle, raise --memory-limit."
+    )
+
+
+@contextmanager
+def ending_by_signals() -> Iterator[None]:
+    """Makes SIGTERM and SIGHUP end this process by `SystemExit` inside the context, so that it ends its child too."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    numbers = [number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def find_free_memory() -> int:
+    """Returns how many bytes of memory could be used: those of the machine, or of the container if these are fewer."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):  # not Linux
+        try:
+            free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        except (AttributeError, ValueError, OSError):  # not known: the check of a model's size is left out
+            free = sys.maxsize
+    return min([free, *_free_in_cgroups()])
+
+
+def _free_in_cgroups() -> Iterator[int]:
+    for limit, used in CGROUPS:
+        try:
+            yield int(Path(limit).read_text(encoding="ascii")) - int(Path(used).read_text(encoding="ascii"))
+        except (OSError, ValueError):  # another version of cgroups, or "max"
+            continue

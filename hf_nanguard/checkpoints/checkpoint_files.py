@@ -1,0 +1,115 @@
+"""Which files belong to a checkpoint, and whether all of them are there."""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..plain_text import first_line, printable
+from .tensor_files import SAFETENSORS, TORCH_FILES
+
+QUARANTINE = "_bad_checkpoints"  # a name that push_to_hub leaves out
+CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
+# Written by transformers while it saves on a preemption; nothing in transformers reads it.
+SENTINEL = "checkpoint-is-incomplete.txt"
+TRAINER_STATE = "trainer_state.json"
+INDEX_SUFFIX = ".index.json"
+MAX_JSON = 256 * 2**20  # a log history of many steps may be large
+DISTRIBUTED_METADATA = ".metadata"
+OPTIMIZER = ("optimizer.pt", "optimizer.bin", "optimizer_*", "global_step*")
+SCHEDULER = ("scheduler.pt", "global_step*")
+RANDOM_STATE = ("rng_state*.pth",)
+STATE_FILES = re.compile(r"optim|scheduler|scaler|rng_state")
+IGNORED = {"training_args.bin"}  # an object of the user's run, not tensors
+IGNORED_FOLDERS = re.compile(r"nanguard$|\.|_")
+
+
+def read_json(path: Path) -> Any:
+    """Returns the content of a JSON file; a `ValueError` says why it cannot be had."""
+    try:
+        if path.stat().st_size > MAX_JSON:
+            raise ValueError("it is too large")
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, RecursionError) as error:
+        raise ValueError(first_line(error)) from error
+
+
+def is_state_file(path: Path) -> bool:
+    """Returns whether a file has the state of an optimizer, a scheduler or a random generator, not weights."""
+    return STATE_FILES.search(path.name) is not None or path.parent.name.startswith("optimizer")
+
+
+def list_tensor_files(folder: Path) -> list[Path]:
+    """Returns the files of tensors below a folder, other checkpoints and folders of the guard left out."""
+    found: list[Path] = []
+    for directory, folders, files in os.walk(folder):
+        folders[:] = sorted(
+            name for name in folders if not IGNORED_FOLDERS.match(name) and not CHECKPOINT.fullmatch(name)
+        )
+        paths = (Path(directory, name) for name in sorted(files) if name not in IGNORED)
+        found += [path for path in paths if path.suffix in (*SAFETENSORS, *TORCH_FILES, ".distcp") and path.is_file()]
+    return found
+
+
+def list_checkpoints(run: Path) -> list[Path]:
+    """Returns the checkpoints of a run, the newest first. One that somebody removes meanwhile is left out."""
+    try:
+        folders = [path for path in run.iterdir() if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    except OSError:
+        return []
+    return sorted(folders, key=lambda path: int(path.name.split("-")[1]), reverse=True)
+
+
+def find_missing(folder: Path) -> Iterator[str]:
+    """Yields what is missing in a folder, as the rest of a sentence that begins with the folder.
+
+    In a folder `checkpoint-N` the state of the trainer must be there, which transformers writes last; optimizer, scheduler
+    and random state must be there all or none (`save_only_model`).
+    """
+    if (folder / SENTINEL).exists():
+        yield f"was not saved to the end: {SENTINEL} is in it"
+    for index in sorted(folder.glob(f"*{INDEX_SUFFIX}")):
+        yield from _check_index(index)
+    if CHECKPOINT.fullmatch(folder.name):
+        yield from _check_training_state(folder)
+    for part in sorted({path.parent for path in folder.glob("*/*.distcp")}):
+        if not (part / DISTRIBUTED_METADATA).is_file():
+            yield f"has no {part.name}/{DISTRIBUTED_METADATA}, without which its shards cannot be read"
+
+
+def _check_index(index: Path) -> Iterator[str]:
+    try:
+        shards = sorted(set(read_json(index)["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        yield f"has an index that cannot be read: {index.name} ({first_line(error)})"
+        return
+    for shard in shards:
+        if Path(shard).name != shard or not (index.parent / shard).is_file():
+            yield f"has no {printable(shard, 100)}, which {index.name} names"
+
+
+def _check_training_state(folder: Path) -> Iterator[str]:
+    try:
+        if not isinstance(read_json(folder / TRAINER_STATE), dict):
+            raise ValueError("not an object")
+    except ValueError:
+        there = (folder / TRAINER_STATE).exists()
+        yield f"has {'a truncated' if there else 'no'} {TRAINER_STATE}, which is written last: the save was interrupted"
+    if all(map(is_state_file, list_tensor_files(folder))):
+        yield "has no weights"
+    parts = {"optimizer": OPTIMIZER, "scheduler": SCHEDULER, "random": RANDOM_STATE}
+    missing = [name for name, patterns in parts.items() if not has_any(folder, patterns)]
+    if 0 < len(missing) < len(parts):
+        yield f"has no {' and no '.join(missing)} state, but other training state"
+
+
+def has_any(folder: Path, patterns: tuple[str, ...]) -> bool:
+    """Returns whether a folder has a file or folder of one of these names."""
+    return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
+
+
+def has_optimizer(folder: Path) -> bool:
+    """Returns whether a checkpoint has the state of an optimizer."""
+    return has_any(folder, OPTIMIZER)

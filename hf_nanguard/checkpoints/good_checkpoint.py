@@ -1,0 +1,52 @@
+"""Finds the newest checkpoint of a run that can be resumed from, and says why newer ones cannot."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .checkpoint_files import has_optimizer, list_checkpoints
+from .scan import scan_paths
+from .tensor_check import Checks
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The checkpoint that was chosen, `None` if there is none, and why newer ones were not."""
+
+    path: Path | None
+    skipped: tuple[tuple[Path, str], ...]
+
+    def format_skipped(self) -> str:
+        """Returns the checkpoints that were not chosen with their reasons, in one line."""
+        return "; ".join(f"{path.name}: {why}" for path, why in self.skipped)
+
+
+def choose_checkpoint(run: Path, needs_optimizer: bool = False) -> Choice:
+    """Returns the newest checkpoint of a run that is complete, readable and finite.
+
+    Args:
+        run (`Path`):
+            The output directory of the run.
+        needs_optimizer (`bool`, *optional*, defaults to `False`):
+            Take one without optimizer state only if no good one has it.
+    """
+    skipped: list[tuple[Path, str]] = []
+    weights_only: list[Path] = []
+    for path, why in _judge(list_checkpoints(run)):
+        if why is not None:
+            skipped.append((path, why))
+        elif needs_optimizer and not has_optimizer(path):
+            weights_only.append(path)
+            skipped.append((path, "it has no optimizer state"))
+        else:
+            return Choice(path, tuple(skipped))
+    if not weights_only:
+        return Choice(None, tuple(skipped))
+    return Choice(weights_only[0], tuple(each for each in skipped if each[0] != weights_only[0]))
+
+
+def _judge(checkpoints: Iterable[Path]) -> Iterator[tuple[Path, str | None]]:
+    """Yields each checkpoint with the reason why it cannot be resumed from, `None` if it can; scans no more than is asked for."""
+    for path in checkpoints:
+        for result in scan_paths([path], Checks()):
+            yield path, None if result.is_good else result.why_not_good

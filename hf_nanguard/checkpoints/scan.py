@@ -1,0 +1,175 @@
+"""Scans checkpoints on disk: every tensor of every file, once, mapped into memory and on every core.
+
+Numbers are judged in `tensor_check`, files are opened in `tensor_files`. A scan imports nothing that a file names, and turns
+whatever is wrong with a file into a finding.
+"""
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..errors import ArgumentError
+from ..plain_text import printable
+from .checkpoint_files import find_missing, is_state_file, list_checkpoints, list_tensor_files
+from .distributed_folder import read_shards
+from .scan_result import Problem, ScanFinding, ScanResult
+from .tensor_check import NARROW, Checks, as_plain, judge
+from .tensor_extents import Progress, build_pool, find_extents
+from .tensor_files import DamagedFileError, OpenedFile, open_tensors
+from .tied_head import find_untied, is_tied
+
+CASTS = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, *NARROW)}
+# Classes that libraries write beside their tensors: DeepSpeed anywhere, others in training state.
+ENGINE_OBJECTS = ("deepspeed.",)
+STATE_OBJECTS = (*ENGINE_OBJECTS, "numpy.", "transformers.", "accelerate.", "torch.")
+
+
+def scan_checkpoint(path: str | Path, deep: bool = False, as_dtype: str | None = None) -> ScanResult:
+    """Scans a file, a model folder, a checkpoint or a whole run for numbers and files that are bad.
+
+    Nothing in a file is executed. An inf that is a mask by design, zero biases, a LoRA matrix that begins at zero, integers
+    and quantized weights are not findings.
+
+    Args:
+        path (`str` or `Path`):
+            The file or folder. Of a run, all checkpoints are scanned.
+        deep (`bool`, *optional*, defaults to `False`):
+            Also count denormal numbers and look for rows that look uninitialized, in further passes.
+        as_dtype (`str`, *optional*):
+            Also report what would overflow or vanish in this dtype, e.g. `"float16"`.
+
+    Returns:
+        `ScanResult`: with `findings`, `is_good` and `exit_code`.
+
+    Raises:
+        ArgumentError: if there is no such path, or the dtype is not a known one.
+
+    Example:
+
+    ```python
+    result = scan_checkpoint("runs/mine/checkpoint-100")
+    print(result.is_good, *result.findings, sep="\\n")
+    ```
+    """
+    results = list(scan_paths([path], make_checks(deep, as_dtype)))
+    total = ScanResult(Path(path))
+    for result in results:
+        inner = "" if result.path == total.path else f"{result.path.name}/"
+        total.findings += [ScanFinding(f.problem, inner + f.file, f.tensor, f.message) for f in result.findings]
+        total.notes += [f"{inner}{note}" for note in result.notes]
+        total.num_files += result.num_files
+        total.num_tensors += result.num_tensors
+        total.num_bytes += result.num_bytes
+    return total
+
+
+def make_checks(deep: bool, as_dtype: str | None) -> Checks:
+    """Returns what to look for; refuses an unknown dtype."""
+    if as_dtype is not None and as_dtype not in CASTS:
+        raise ArgumentError(f"The dtype must be one of {', '.join(CASTS)}, got {as_dtype!r}.")
+    return Checks(deep, None if as_dtype is None else CASTS[as_dtype])
+
+
+def scan_paths(paths: Iterable[str | Path], checks: Checks, progress: Progress | None = None) -> Iterator[ScanResult]:
+    """Yields a result for each file, folder and checkpoint of a run, in the given order, checkpoints in that of their steps."""
+    with build_pool() as pool:
+        for target in find_targets(paths):
+            yield _Scan(target, checks, pool, progress or (lambda num_bytes: None)).run()
+
+
+def find_targets(paths: Iterable[str | Path]) -> list[Path]:
+    """Returns what is scanned one by one: files, folders, and the checkpoints of runs."""
+    targets: list[Path] = []
+    for path in map(Path, paths):
+        if not path.exists():
+            raise ArgumentError(f"No such file or folder: {printable(str(path))}.")
+        checkpoints = list_checkpoints(path)[::-1] if path.is_dir() else []
+        own = [path] if not checkpoints or list_tensor_files(path) else []
+        targets += [*checkpoints, *own]
+    return targets
+
+
+class _Scan:
+    """The scan of one file or folder."""
+
+    def __init__(self, path: Path, checks: Checks, pool: ThreadPoolExecutor, progress: Progress):
+        self.path = path
+        self.checks = checks
+        self.pool = pool
+        self.progress = progress
+        self.result = ScanResult(path)
+
+    def run(self) -> ScanResult:
+        folder = self.path if self.path.is_dir() else self.path.parent
+        files = list_tensor_files(self.path) if self.path.is_dir() else [self.path]
+        if self.path.is_dir():
+            for text in find_missing(self.path):
+                self._add(Problem.INCOMPLETE, self.path, None, text)
+            if not files and not self.result.findings:
+                self._add(Problem.DAMAGED, self.path, None, "holds no file of tensors")
+        weights: dict[str, Tensor] = {}
+        for file in (each for each in files if each.suffix != ".distcp"):
+            opened = self._open(file)
+            if opened is not None:
+                self._check(file, opened)
+                weights |= {} if is_state_file(file) or file.parent != folder else opened.tensors
+        for part in sorted({each.parent for each in files if each.suffix == ".distcp"}):
+            self._check_shards(part)
+        self._check_tie(folder, weights)
+        return self.result
+
+    def _open(self, file: Path) -> OpenedFile | None:
+        try:
+            opened = open_tensors(file)
+        except DamagedFileError as error:
+            self._add(Problem.DAMAGED, file, None, str(error))
+            return None
+        self.result.num_files += 1
+        return opened
+
+    def _check_shards(self, folder: Path) -> None:
+        try:
+            for name, opened in read_shards(folder):
+                opened.tensors = {f"{name}.{key}" if key else name: tensor for key, tensor in opened.tensors.items()}
+                self._check(folder, opened)
+            self.result.num_files += 1
+        except DamagedFileError as error:
+            self._add(Problem.DAMAGED, folder, None, str(error))
+
+    def _check(self, file: Path, opened: OpenedFile) -> None:
+        """Checks the tensors of a file, in the order of the file, and what else it contains."""
+        is_state = is_state_file(file)
+        plain = {name: as_plain(tensor) for name, tensor in opened.tensors.items()}
+        floats = {name: tensor for name, tensor in plain.items() if tensor is not None}
+        with torch.no_grad():
+            for name, extent in find_extents(floats, self.pool, self.progress, self.checks.need_extents).items():
+                for problem, message in judge(name, floats[name], extent, is_state, self.checks):
+                    self._add(problem, file, name, message)
+        for name in opened.nan_numbers:
+            self._add(Problem.NAN, file, name, "is NaN")
+        self._check_foreign(file, opened.foreign, is_state)
+        if opened.unreadable:
+            text = f"{len(opened.unreadable)} tensors have a dtype that torch lacks and were not checked"
+            self.result.notes.append(printable(f"{file.name}: {text}, e.g. {opened.unreadable[0]}"))
+        self.result.num_tensors += len(opened.tensors)
+        self.result.num_bytes += sum(tensor.nbytes for tensor in opened.tensors.values())
+
+    def _check_foreign(self, file: Path, names: list[str], is_state: bool) -> None:
+        expected = STATE_OBJECTS if is_state else ENGINE_OBJECTS
+        foreign = [name for name in names if not name.startswith(expected)]
+        if foreign:
+            text = f"names {', '.join(foreign[:3])}, which loading it without weights_only would import"
+            self._add(Problem.FOREIGN_OBJECTS, file, None, text)
+
+    def _check_tie(self, folder: Path, weights: dict[str, Tensor]) -> None:
+        pair = find_untied(weights) if is_tied(folder) else None
+        if pair is not None:
+            text = f"differs from {pair[1]}, although config.json says that they are tied; loading keeps only one"
+            self._add(Problem.UNTIED_HEAD, folder, pair[0], text)
+
+    def _add(self, problem: Problem, file: Path, tensor: str | None, message: str) -> None:
+        place = Path(file.name) if file == self.path else file.relative_to(self.path)
+        self.result.findings.append(ScanFinding(problem, printable(str(place)), tensor and printable(tensor, 200), message))  # fmt: skip

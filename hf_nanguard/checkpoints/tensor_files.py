@@ -1,0 +1,157 @@
+"""Opens the tensors of a file that anybody may have written, mapped into memory, without running anything that it contains.
+
+A safetensors file is checked by the safetensors library, whose header has a limit here. A file of `torch.save` goes through
+torch's weights-only loader; objects of other classes become inert ones that hold their state, so that the tensors of a
+DeepSpeed checkpoint can be checked without DeepSpeed. Nothing that a file names is imported.
+"""
+
+import math
+import pickle
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from ..plain_text import first_line, printable
+
+SAFETENSORS = (".safetensors",)
+TORCH_FILES = (".bin", ".pt", ".pth", ".ckpt")
+MAX_HEADER = 100_000_000  # as in the safetensors library
+MAX_OBJECTS = 10_000_000  # of one file of torch.save
+ZIP_START = b"PK\x03\x04"
+
+
+class DamagedFileError(Exception):
+    """A file whose tensors cannot be read; the message is the rest of a sentence that begins with the file."""
+
+
+@dataclass
+class OpenedFile:
+    """The tensors of a file, and what else it contains."""
+
+    tensors: dict[str, Tensor]
+    nan_numbers: list[str] = field(default_factory=list)  # plain numbers that are NaN, e.g. a learning rate
+    foreign: list[str] = field(default_factory=list)  # classes that torch's weights-only loader does not know
+    unreadable: list[str] = field(default_factory=list)  # tensors of a dtype that torch does not have
+
+
+def open_tensors(path: Path) -> OpenedFile:
+    """Opens a file of tensors. The tensors are views of the file: nothing is read yet.
+
+    Raises:
+        DamagedFileError: if it is truncated, of another format, or names something that must not be loaded.
+    """
+    try:
+        if path.stat().st_size == 0:
+            raise DamagedFileError("is empty")
+        return _open_safetensors(path) if path.suffix in SAFETENSORS else open_torch_file(path)
+    except OSError as error:
+        raise DamagedFileError(f"cannot be read ({first_line(error)})") from error
+
+
+def _open_safetensors(path: Path) -> OpenedFile:
+    with path.open("rb") as file:
+        if int.from_bytes(file.read(8), "little") > MAX_HEADER:
+            raise DamagedFileError("is damaged or not a safetensors file: its header would have more than 100 MB")
+    opened = OpenedFile({})
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.keys():  # noqa: SIM118 (not a dictionary)
+                try:
+                    opened.tensors[name] = file.get_tensor(name)
+                except (AttributeError, KeyError, TypeError, ValueError, SafetensorError):  # a dtype that torch lacks
+                    opened.unreadable.append(name)
+    except (SafetensorError, RuntimeError, OverflowError) as error:
+        raise DamagedFileError(_explain_damage(error)) from error
+    return opened
+
+
+class Inert:
+    """Stands for an object of a class that must not be imported: takes any arguments, keeps its state, does nothing."""
+
+    def __new__(cls, *arguments: Any, **options: Any) -> "Inert":
+        made = object.__new__(cls)
+        made.__dict__["arguments"] = arguments
+        return made
+
+    def __init__(self, *arguments: Any, **options: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__["state"] = state
+
+
+def open_torch_file(source: Path | BytesIO) -> OpenedFile:
+    """Opens a file of `torch.save`, or the bytes of one."""
+    try:
+        is_zip = _read_start(source) == ZIP_START  # else of a torch before 1.6, which cannot be mapped
+        foreign = sorted(get_unsafe_globals_in_checkpoint(source)) if is_zip else []
+        if isinstance(source, BytesIO):
+            source.seek(0)
+        inert: list[Any] = [(type("Inert", (Inert,), {}), name) for name in foreign]
+        with safe_globals(inert), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of unusual pickles
+            mmap = is_zip and isinstance(source, Path)
+            content = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+    except pickle.UnpicklingError as error:
+        raise DamagedFileError(_explain_refusal(error)) from error
+    except Exception as error:  # torch's loader raises anything on a damaged file, also struct.error
+        raise DamagedFileError(_explain_damage(error)) from error
+    opened = OpenedFile({}, foreign=foreign)
+    for name, value in walk(content):
+        if isinstance(value, Tensor):
+            opened.tensors[name] = value
+        elif math.isnan(value):
+            opened.nan_numbers.append(name)
+    return opened
+
+
+def _read_start(source: Path | BytesIO) -> bytes:
+    if isinstance(source, BytesIO):
+        return source.getvalue()[: len(ZIP_START)]
+    with source.open("rb") as file:
+        return file.read(len(ZIP_START))
+
+
+def _explain_damage(error: Exception) -> str:
+    return f"is truncated or damaged ({first_line(error).split('. ')[0]})"
+
+
+def _explain_refusal(error: pickle.UnpicklingError) -> str:
+    """Returns what torch's loader refused: its message begins with advice to load the file nevertheless."""
+    lines = str(error).splitlines()
+    named = next((line.strip() for line in lines if "GLOBAL" in line or "REDUCE" in line or "BUILD" in line), lines[-1])
+    return f"is damaged, or contains code that loading it would run; it was not loaded ({printable(named, 200)})"
+
+
+def walk(content: Any) -> Iterator[tuple[str, Tensor | float]]:
+    """Yields tensors and floats of nested containers by name, without recursion, each container once."""
+    stack: list[tuple[str, Any]] = [("", content)]
+    seen: set[int] = set()
+    for _ in range(MAX_OBJECTS):
+        if not stack:
+            return
+        name, value = stack.pop()
+        if isinstance(value, (Tensor, float)):
+            yield name, value
+            continue
+        children = _list_children(value)
+        if not children or id(value) in seen:
+            continue
+        seen.add(id(value))
+        stack.extend((f"{name}.{key}" if name else str(key), child) for key, child in reversed(children))
+
+
+def _list_children(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, (list, tuple)):
+        return list(enumerate(value))
+    return list(vars(value).items()) if isinstance(value, Inert) else []

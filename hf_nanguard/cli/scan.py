@@ -1,0 +1,127 @@
+"""`nanguard scan`: looks for NaN, inf and other bad numbers in checkpoints, without loading a model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import ArgumentError
+from ..plain_text import printable
+from .shared.command_parser import Subparsers
+
+if TYPE_CHECKING:
+    from ..checkpoints.scan_result import ScanResult
+
+MAX_SHOWN = 20  # findings of one checkpoint
+EPILOG = """examples:
+  nanguard scan runs/mine                        # every checkpoint of a run
+  nanguard scan model.safetensors --as float16   # what would overflow
+  nanguard scan --best runs/mine                 # print only the newest good checkpoint
+
+Reads safetensors, files of torch.save, optimizer state, adapters, DeepSpeed and FSDP folders. Nothing in a file is executed.
+
+exit codes: 0 clean, 1 findings, 2 something cannot be used (truncated, incomplete, not a checkpoint) or bad arguments
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Adds the command to the command line."""
+    parser = subparsers.add_parser(
+        "scan",
+        help="look for NaN, inf and damaged files in checkpoints",
+        description="Checks every tensor of checkpoints for NaN, inf, absurd magnitudes, all-zero weights and heads that no\n"
+        "longer match their embedding, and every file for completeness.",
+        epilog=EPILOG,
+    )
+    parser.add_argument("paths", metavar="PATH", nargs="+", help="a file, a model folder, a checkpoint or a run")
+    parser.add_argument(
+        "--deep", action="store_true", help="also count denormal numbers and look for uninitialized rows"
+    )
+    parser.add_argument(
+        "--as", dest="as_dtype", metavar="DTYPE", help="report what would overflow or vanish, e.g. float16"
+    )
+    parser.add_argument(
+        "--best", action="store_true", help="print only the path of the newest good checkpoint of a run"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Scans and returns the exit code."""
+    import torch
+
+    from ..checkpoints.scan import make_checks, scan_paths
+    from ..checkpoints.scan_result import worst_exit_code
+
+    torch.set_num_threads(1)  # the scan has threads of its own
+    if arguments.best:
+        return print_best(arguments)
+    checks = make_checks(arguments.deep, arguments.as_dtype)
+    with progress(arguments.paths) as advance:
+        results = list(scan_paths(arguments.paths, checks, advance))
+    if arguments.json:
+        print(json.dumps({"results": [result.as_dict() for result in results]}, allow_nan=False))
+    else:
+        print("\n".join(line for result in results for line in format_result(result)))
+    return worst_exit_code(results)
+
+
+def print_best(arguments: argparse.Namespace) -> int:
+    """Prints the newest good checkpoint of a run, and nothing else to the standard output."""
+    from ..checkpoints.good_checkpoint import choose_checkpoint
+
+    if len(arguments.paths) != 1 or not Path(arguments.paths[0]).is_dir():
+        raise ArgumentError(f"--best takes the folder of one run, got {printable(' '.join(arguments.paths), 200)!r}.")
+    choice = choose_checkpoint(Path(arguments.paths[0]))
+    if arguments.json:
+        skipped = {str(path): why for path, why in choice.skipped}
+        print(json.dumps({"best": None if choice.path is None else str(choice.path), "skipped": skipped}))
+    elif choice.path is not None:
+        print(choice.path)
+    if choice.path is None:
+        why = choice.format_skipped() or "it has no folder checkpoint-N"
+        print(f"nanguard: no good checkpoint in {printable(arguments.paths[0])}: {why}.", file=sys.stderr)
+    return 2 if choice.path is None else 0
+
+
+def format_result(result: ScanResult) -> Iterator[str]:
+    """Yields the lines about one checkpoint."""
+    state = "good" if not result.findings else "usable, with findings" if result.is_good else "NOT GOOD"
+    tensors, size = f"{result.num_tensors} tensors", f"{result.num_bytes / 1e6:,.1f} MB"
+    yield f"{printable(str(result.path))}: {state} ({tensors} in {result.num_files} files, {size})"
+    yield from (f"  {finding.problem:<18} {finding}" for finding in result.findings[:MAX_SHOWN])
+    if len(result.findings) > MAX_SHOWN:
+        yield f"  ... and {len(result.findings) - MAX_SHOWN} more (--json has all)"
+    yield from (f"  note               {note}" for note in result.notes)
+
+
+@contextmanager
+def progress(paths: list[str]) -> Iterator[Callable[[int], None] | None]:
+    """Yields a function that moves a progress bar by a number of bytes; none where there is no terminal."""
+    from .shared.live_output import build_console
+
+    console = build_console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("scanning"), BarColumn(bar_width=30), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=count_bytes(paths))
+        yield lambda num_bytes: bar.advance(task, num_bytes)
+
+
+def count_bytes(paths: list[str]) -> int:
+    """Returns the size of the files that will be scanned."""
+    from ..checkpoints.checkpoint_files import list_tensor_files
+    from ..checkpoints.scan import find_targets
+
+    files = [file for path in find_targets(paths) for file in (list_tensor_files(path) if path.is_dir() else [path])]
+    return sum(file.stat().st_size for file in files)

@@ -1,0 +1,79 @@
+"""Output of commands that train: a progress bar on a terminal, plain lines elsewhere, and messages of the guard."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+TITLE = 26
+PLAIN_LINES = 3  # progress lines per run in such output
+
+# Called with the number of steps done, a short text about them, and whether these are the last.
+Report = Callable[[int, str, bool], None]
+
+
+def build_console(stderr: bool = False) -> Console:
+    """Returns a console on which nothing can steer the terminal."""
+    from ...report.terminal_console import build_console
+
+    return build_console(stderr=stderr)
+
+
+def print_plain(console: Console, text: str) -> None:
+    """Prints a text as one line, however long and whatever is in it."""
+    from ...report.terminal_console import print_line
+
+    print_line(console, text)
+
+
+@contextmanager
+def guard_log(console: Console) -> Iterator[None]:
+    """Prints log messages of the guard on the command's console."""
+    from rich.logging import RichHandler
+
+    handler = RichHandler(console=console, show_time=False, show_path=False, highlighter=None)
+    guard_logger = logging.getLogger("hf_nanguard")
+    guard_logger.addHandler(handler)
+    propagate, guard_logger.propagate = guard_logger.propagate, False
+    try:
+        yield
+    finally:
+        guard_logger.removeHandler(handler)
+        guard_logger.propagate = propagate
+
+
+@contextmanager
+def progress(console: Console) -> Iterator[Callable[[str, int], Report]]:
+    """Yields a function that takes the name of a run and its number of steps, and returns the function to report progress."""
+    if not console.is_terminal:
+        yield lambda title, total: _report_lines(console, title, total)
+        return
+
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (
+        TextColumn(f"{{task.description:<{TITLE}}}", markup=False),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[text]}", markup=False),
+    )
+    with Progress(*columns, console=console) as bars:
+
+        def begin(title: str, total: int) -> Report:
+            task = bars.add_task(title, total=total, text="")
+            return lambda step, text, is_last: bars.update(task, completed=step, text=text)
+
+        yield begin
+
+
+def _report_lines(console: Console, title: str, total: int) -> Report:
+    def report(step: int, text: str, is_last: bool) -> None:
+        if step % max(round(total / PLAIN_LINES), 1) == 0 or step == total or is_last:
+            console.print(f"{title:<{TITLE}} step {step:>4}/{total}  {text}")
+
+    return report

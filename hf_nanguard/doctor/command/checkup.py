@@ -1,0 +1,95 @@
+"""The result of `nanguard doctor`: its stages, what each found, and the exit code."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ...core.event import strict
+from ...errors import ArgumentError
+from ...plain_text import first_line
+from ..config_check import ConfigReport
+from ..rules.finding import Examination, Finding, Severity
+from ..rules.precision_sources import Source
+
+STAGES = ("rules", "data", "steps")
+"""In the order in which they run: from cheap to expensive."""
+
+
+@dataclass
+class Stage:
+    """One stage.
+
+    Args:
+        name (`str`):
+            Its name, one of `STAGES`.
+        examination (`Examination`):
+            What it found.
+        seconds (`float`):
+            How long it took.
+        problem (`str`, *optional*):
+            Why it could not run.
+        details (`dict`):
+            What else it measured, for `--json`.
+    """
+
+    name: str
+    examination: Examination = field(default_factory=Examination)
+    seconds: float = 0.0
+    problem: str | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def run_stage(name: str, examine: Callable[[Stage], None]) -> Stage:
+    """Runs a stage and measures its time. Bad arguments are a reason why it could not run."""
+    stage, begin = Stage(name), time.perf_counter()
+    try:
+        examine(stage)
+    except ArgumentError as error:
+        stage.problem = first_line(error)
+    stage.seconds = time.perf_counter() - begin
+    return stage
+
+
+@dataclass
+class Checkup:
+    """All stages that were asked for, in their order."""
+
+    stages: list[Stage] = field(default_factory=list)
+    precision: list[Source] = field(default_factory=list)
+    unjudged: list[str] = field(default_factory=list)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The findings of all stages, the worst first."""
+        found = [each for stage in self.stages for each in stage.examination.findings]
+        return sorted(found, key=lambda each: list(Severity).index(each.severity))
+
+    @property
+    def exit_code(self) -> int:
+        """1 if anything above a note was found, else 0."""
+        return int(any(found.severity.is_problem for found in self.findings))
+
+    def count(self, severity: Severity) -> int:
+        """Returns the number of findings of a severity."""
+        return sum(found.severity is severity for found in self.findings)
+
+    def add_config(self, stage: Stage, report: ConfigReport) -> None:
+        """Takes what rules said; the sources of the precision are those of the newest report."""
+        stage.examination.add(report.examination)
+        self.precision = report.precision
+        self.unjudged = list(dict.fromkeys([*self.unjudged, *report.unjudged]))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns everything as strict JSON values."""
+        return strict({
+            "verdict": "sound" if self.exit_code == 0 else "unsound",
+            "findings": [found.as_dict() for found in self.findings],
+            "precision": [asdict(source) for source in self.precision],
+            "unjudged": self.unjudged,
+            "stages": [{
+                "name": stage.name, "seconds": round(stage.seconds, 3), "problem": stage.problem,
+                "findings": [found.rule for found in stage.examination.findings], "sound": stage.examination.sound,
+                "unchecked": stage.examination.unchecked, **stage.details,
+            } for stage in self.stages],
+        })  # fmt: skip

@@ -1,0 +1,155 @@
+"""The stages of `nanguard doctor`, run in their order and printed as they end."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from rich.console import Console
+from transformers import Trainer
+
+from ...errors import ArgumentError
+from ...hf.compat.trainer_protocol import HostTrainer
+from ..config_check import judge_files
+from ..data.sampled_rows import Report, take_sample
+from ..dataset_check import DATA_CHECKS, SAMPLE, judge_sample
+from ..facts.config_file import ConfigFile
+from ..facts.trainer_inspection import find_trainer_facts
+from ..rules.rule_set import RULES, TOPICS
+from .checkup import STAGES, Checkup, Stage, run_stage
+from .measured_steps import measure_steps
+from .printed_report import print_grade, print_stage
+from .shown_rows import print_rows
+
+# Takes a title and a number of steps; returns what is called with the steps done, a text, and whether they are the last.
+Progress = Callable[[str, int], Callable[[int, str, bool], None]]
+Builder = Callable[[], Trainer]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for on the command line."""
+
+    only: tuple[str, ...] = ()
+    skip: tuple[str, ...] = ()
+    num_rows: int | None = SAMPLE  # to check; None for all
+    num_shown: int = 0  # rows to print
+    num_steps: int = 20
+    memory_limit: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_names("--only", self.only, STAGES)
+        _check_names(
+            "--skip",
+            self.skip,
+            (*STAGES, *TOPICS, *(rule.name for rule in RULES), *(check.name for check in DATA_CHECKS)),
+        )
+        if not self.stages:
+            raise ArgumentError("--only and --skip must leave a stage to run, got none.")
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages to run, in their order."""
+        return tuple(name for name in self.only or STAGES if name not in self.skip)
+
+
+def _check_names(flag: str, given: Sequence[str], known: Sequence[str]) -> None:
+    wrong = [name for name in given if name not in known]
+    if wrong:
+        raise ArgumentError(f"{flag} must be of {', '.join(known)}, got {wrong[0]!r}.")
+
+
+def run_stages(
+    options: Options, files: Sequence[ConfigFile], build: Builder, folder: Path, console: Console, progress: Progress
+) -> Checkup:
+    """Runs the stages that were asked for.
+
+    Args:
+        options (`Options`):
+            What was asked for.
+        files (`Sequence[ConfigFile]`):
+            What was read of the configuration; without any, the rules judge the built trainer.
+        build (`Callable`):
+            Builds the trainer. Raises an [`ArgumentError`] if it cannot be built.
+        folder (`Path`):
+            Where events and autopsies go.
+        console (`Console`):
+            Where each stage is printed when it ends.
+        progress (`Callable`):
+            Makes a progress bar.
+    """
+    checkup, wants_rules = Checkup(), "rules" in options.stages
+    later = [name for name in options.stages if name != "rules"]
+
+    def finish(stage: Stage) -> None:
+        checkup.stages.append(stage)
+        print_stage(console, stage)
+
+    if wants_rules and files:
+        finish(run_stage("rules", lambda stage: checkup.add_config(stage, judge_files(files, options.skip))))
+    if not later and files:
+        return checkup
+    trainer, problem = None, ""
+    try:
+        trainer = build()
+    except ArgumentError as error:
+        if not checkup.exit_code:  # nothing that was found explains it
+            raise
+        problem = str(error)
+    if wants_rules and trainer is not None:
+        finish(run_stage("rules", lambda stage: _judge_trainer(stage, checkup, files, trainer, options)))
+    for name in later:
+        if trainer is None:
+            finish(Stage(name, problem=problem))
+        else:
+            finish(_run_later(name, trainer, options, folder, console, progress))
+    return checkup
+
+
+def _judge_trainer(
+    stage: Stage, checkup: Checkup, files: Sequence[ConfigFile], trainer: Trainer, options: Options
+) -> None:
+    """Judges the built trainer; what the files have already said is not repeated."""
+    report = judge_files(files, options.skip, find_trainer_facts(cast(HostTrainer, trainer)))
+    known = {found.rule for found in checkup.findings}
+    report.examination.findings = [found for found in report.examination.findings if found.rule not in known]
+    checkup.stages = [before for before in checkup.stages if before.examination.findings]
+    checkup.add_config(stage, report)
+
+
+def _run_later(
+    name: str, trainer: Trainer, options: Options, folder: Path, console: Console, progress: Progress
+) -> Stage:
+    def check_data(stage: Stage) -> None:
+        if trainer.train_dataset is None:
+            raise ArgumentError("the trainer has no training data.")
+        sample = take_sample(cast(HostTrainer, trainer), options.num_rows, slow_progress(progress, "rows"))
+        found = judge_sample(sample, options.skip)
+        stage.examination = found.examination
+        stage.details |= {"num_rows": found.num_rows, "num_checked": found.num_checked, "bad_rows": found.bad_rows}
+        print_rows(console, sample, options.num_shown)
+
+    def measure(stage: Stage) -> None:
+        report = progress("measured steps", options.num_steps)
+        found = measure_steps(
+            stage, trainer, options.num_steps, folder,
+            lambda step, loss: report(step, f"logged loss {loss:.4g}", False), options.memory_limit,
+        )  # fmt: skip
+        print_grade(console, found)
+
+    return run_stage(name, {"data": check_data, "steps": measure}[name])
+
+
+def slow_progress(progress: Progress, title: str, after: float = 2.0) -> Report:
+    """Returns what reports progress once something has taken longer than two seconds."""
+    begin = time.monotonic()
+    bars: list[Callable[[int, str, bool], None]] = []
+
+    def report(done: int, total: int) -> None:
+        if not bars and time.monotonic() - begin > after:
+            bars.append(progress(title, total))
+        if bars:
+            bars[0](done, "", done == total)
+
+    return report

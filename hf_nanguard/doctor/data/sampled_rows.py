@@ -1,0 +1,180 @@
+"""A sample of a trainer's rows, each through a copy of its own collator, with the random state restored."""
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import datasets
+from torch import Tensor
+from torch.utils.data import IterableDataset, Subset, TensorDataset
+from transformers import PreTrainedTokenizerBase
+
+from ...core.rng import RngState
+from ...hf.compat import trainer as compat
+from ...hf.compat.own_loss import has_own_batches, is_library_code
+from ...hf.compat.prepared_dataset import PreparedRows, find_prepared_rows, find_training_data
+from ...hf.compat.trainer_protocol import HostTrainer
+from ...hf.data.batch_limits import Limits, find_limits
+from ...plain_text import format_error
+from ..facts.trainer_inspection import find_trainer_facts
+from ..rules.run_facts import Facts
+
+# Called with the number of rows done and of all.
+Report = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class SampledRow:
+    """One row.
+
+    Args:
+        number (`int`):
+            Its number in the dataset that the user passed in, if that can be known.
+        example (`Any`):
+            What the dataset returned.
+        batch (`Mapping`, *optional*):
+            What the collator made of it alone; `None` if it failed or makes something else.
+        error (`str`, *optional*):
+            Why dataset or collator failed.
+    """
+
+    number: int
+    example: Any
+    batch: Mapping[str, Any] | None = None
+    error: str | None = None
+
+    def field(self, name: str) -> Tensor | None:
+        """Returns a tensor of the batch."""
+        value = None if self.batch is None else self.batch.get(name)
+        return value if isinstance(value, Tensor) else None
+
+
+@dataclass
+class Sample:
+    """Some rows of a trainer's training data, and what it takes to judge them."""
+
+    rows: list[SampledRow]
+    num_rows: int | None  # of the whole dataset; None for a stream
+    facts: Facts
+    limits: Limits
+    prepared: PreparedRows
+    tokenizer: PreTrainedTokenizerBase | None
+    stop_ids: frozenset[int]
+    label_names: tuple[str, ...]
+    is_packed: bool
+    needs_labels: bool  # whether the loss is the model's own, which it computes from labels
+    response_template: object = None  # of the collator, if it looks for one
+    batch_error: str | None = None  # why the first rows could not be collated together
+    notes: list[str] = field(default_factory=list)
+
+
+def take_sample(trainer: HostTrainer, num_rows: int | None, report: Report | None = None) -> Sample:
+    """Takes rows, evenly spread over the dataset or the first of a stream, and collates each alone.
+
+    Args:
+        trainer (`Trainer`):
+            The trainer; nothing of it changes.
+        num_rows (`int`, *optional*):
+            How many; all if it is `None`.
+        report (`Callable`, *optional*):
+            Called after every row.
+    """
+    facts, model = find_trainer_facts(trainer), trainer.accelerator.unwrap_model(trainer.model)
+    prepared = find_prepared_rows(trainer)
+    processor: Any = trainer.processing_class
+    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else None
+    own_loss = has_own_batches(trainer)
+    with unchanged_randomness(trainer):
+        dataset, collator = find_training_data(trainer)
+        collator = copy.deepcopy(collator)
+        total, numbers = _choose_rows(dataset, num_rows)
+        rows = list(_collate(_read(dataset, numbers), collator, prepared, len(numbers), report))
+        together = [row.example for row in rows[: trainer.args.per_device_train_batch_size] if row.error is None]
+        batch_error = _try(collator, together)[1] if len(together) > 1 else None
+    return Sample(
+        rows, total, facts, find_limits(model, compat.loss_shifts_labels(trainer), own_loss), prepared, tokenizer,
+        find_stop_ids(model, tokenizer), tuple(getattr(trainer, "label_names", ())), bool(getattr(trainer.args, "packing", False)),
+        not own_loss and facts.task == "trainer", getattr(trainer.data_collator, "response_template", None), batch_error,
+    )  # fmt: skip
+
+
+@contextmanager
+def unchanged_randomness(trainer: HostTrainer) -> Iterator[None]:
+    """Restores every generator at the end of the block."""
+    state = RngState.capture(trainer.args.device.type)
+    try:
+        yield
+    finally:
+        state.restore()
+
+
+def is_repeatable(trainer: HostTrainer) -> bool:
+    """Returns whether reading rows leaves no trace: only datasets and collators of libraries, without transforms of the user's."""
+    collator, loader = trainer.data_collator, type(trainer).get_train_dataloader  # type: ignore[attr-defined]
+    is_function = hasattr(collator, "__qualname__")  # which a copy cannot protect from what it changes
+    return _is_plain(trainer.train_dataset) and all(
+        map(is_library_code, (collator if is_function else type(collator), loader))
+    )
+
+
+def _is_plain(dataset: object) -> bool:
+    if isinstance(dataset, Subset):
+        return _is_plain(dataset.dataset)
+    if isinstance(dataset, datasets.Dataset):
+        return dataset.format["type"] != "custom"  # set_transform calls code of the user's
+    return type(dataset) in (list, TensorDataset)
+
+
+def _choose_rows(dataset: Any, num_rows: int | None) -> tuple[int | None, Sequence[int]]:
+    """Returns the size of the dataset and the rows to read, evenly spread; of a stream the first ones."""
+    if isinstance(dataset, IterableDataset | datasets.IterableDataset) or not hasattr(dataset, "__len__"):
+        return None, range(num_rows or 2**62)
+    total = len(dataset)
+    count = total if num_rows is None else min(num_rows, total)
+    return total, [index * total // count for index in range(count)]
+
+
+def _read(dataset: Any, numbers: Sequence[int]) -> Iterator[tuple[int, Any, str | None]]:
+    """Yields number, example and error of each row."""
+    if isinstance(numbers, range):  # a stream
+        yield from ((number, example, None) for number, example in enumerate(islice(iter(dataset), len(numbers))))
+        return
+    for number in numbers:
+        try:
+            yield number, dataset[number], None
+        except Exception as error:  # a dataset may be code of the user's
+            yield number, None, format_error(error)
+
+
+def _collate(
+    rows: Iterator[tuple[int, Any, str | None]],
+    collator: Callable,
+    prepared: PreparedRows,
+    total: int,
+    report: Report | None,
+) -> Iterator[SampledRow]:
+    for done, (number, example, problem) in enumerate(rows, 1):
+        batch, error = (None, problem) if problem is not None else _try(collator, [example])
+        [named] = prepared.name([number]) or [number]
+        yield SampledRow(named, example, batch if isinstance(batch, Mapping) else None, error)
+        if report is not None:
+            report(done, total)
+
+
+def _try(collator: Callable, examples: list[Any]) -> tuple[Any, str | None]:
+    try:
+        return collator(copy.deepcopy(examples)), None  # a collator may change what it is given
+    except Exception as error:  # a collator may be code of the user's
+        return None, format_error(error)
+
+
+def find_stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+    """Returns the tokens at which generation stops: those of the model's generation config, else that of the tokenizer."""
+    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    if ids is None:
+        ids = None if tokenizer is None else tokenizer.eos_token_id
+    return frozenset([ids] if isinstance(ids, int) else ids or ())

@@ -1,0 +1,16 @@
+"""Reads JSON files of a model or checkpoint, which may be missing, large or damaged."""
+
+import json
+from pathlib import Path
+
+from ...yaml_file import read_regular_file
+
+MAX_BYTES = 64 * 2**20
+
+
+def read_json(path: Path) -> object:
+    """Returns what a JSON file contains, `None` if there is none that can be read."""
+    try:
+        return json.loads(read_regular_file(str(path), MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None

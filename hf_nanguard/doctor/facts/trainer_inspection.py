@@ -1,0 +1,184 @@
+"""Facts from a trainer that is built: its arguments, model, tokenizer, collator, device and disk. Nothing is run or changed."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import DistributedType
+from torch import nn
+from transformers import DataCollatorForLanguageModeling, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from ...hf.compat.trainer_protocol import HostTrainer
+from ..rules.run_facts import Facts
+from .argument_facts import find_argument_facts, find_deepspeed_precision
+from .device_facts import find_device_facts
+
+# By the name of the class or of one of its bases, which may be guarded or the user's own.
+TASK_NAMES = {
+    "SFTTrainer": "sft", "DPOTrainer": "dpo", "KTOTrainer": "kto", "RewardTrainer": "reward", "GRPOTrainer": "grpo",
+    "RLOOTrainer": "rloo", "OnlineDPOTrainer": "online_dpo", "ORPOTrainer": "orpo", "CPOTrainer": "cpo",
+    "DistillationTrainer": "distill", "GKDTrainer": "distill",
+}  # fmt: skip
+STATES = {"adam": 2, "lion": 1, "sgd": 0, "adafactor": 0}  # moments that an optimizer keeps of each weight
+
+
+def find_trainer_facts(trainer: HostTrainer) -> Facts:
+    """Returns everything the rules can know about a trainer."""
+    args = trainer.args
+    task = next((TASK_NAMES[c.__name__] for c in type(trainer).__mro__ if c.__name__ in TASK_NAMES), "trainer")
+    facts = find_argument_facts({each.name: getattr(args, each.name, None) for each in fields(args)}, task)
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    facts = facts.update(find_model_facts(model)).update(find_device_facts(args.device.type))
+    facts = facts.update(
+        Facts.of(
+            mixed_precision=trainer.accelerator.mixed_precision,
+            accelerate_precision=facts.accelerate_precision,
+            deepspeed_precision=_find_engine_precision(trainer),
+            world_size=args.world_size,
+            label_names=tuple(getattr(trainer, "label_names", None) or ()),
+        )
+    )
+    facts = facts.update(find_tokenizer_facts(trainer.processing_class, trainer.data_collator))
+    return facts.update(find_resource_facts(facts, args, _is_sharded(trainer)))
+
+
+def _find_engine_precision(trainer: HostTrainer) -> str | None:
+    plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+    return None if plugin is None else find_deepspeed_precision(plugin.deepspeed_config)
+
+
+def _is_sharded(trainer: HostTrainer) -> bool:
+    return trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+
+
+def find_model_facts(model: nn.Module) -> Facts:
+    """Returns what a model, with or without a PEFT adapter, says about itself."""
+    adapters: Mapping[str, Any] = model.peft_config if hasattr(model, "get_base_model") else {}  # type: ignore[assignment]
+    base = model.get_base_model() if adapters else model  # type: ignore[operator]
+    config = getattr(base, "config", None)
+    text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
+    parameters = list(model.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    modules = {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "lora_A")}
+    first = next(iter(adapters.values()), None)
+    quantization = _find_quantization(config)
+    return Facts.of(
+        model_name=getattr(config, "name_or_path", None) or type(base).__name__,
+        model_type=getattr(config, "model_type", None),
+        is_pretrained=bool(getattr(config, "name_or_path", "")) if isinstance(base, PreTrainedModel) else False,
+        adapter="none" if first is None else str(getattr(first.peft_type, "value", first.peft_type)).lower(),
+        adapter_targets=tuple(sorted(modules)) if adapters else None,
+        has_output_head_adapter="lm_head" in modules if adapters else False,
+        parameters=sum(parameter.numel() for parameter in parameters),
+        trainable=sum(parameter.numel() for parameter in trained),
+        model_dtype=_largest_dtype(trained),
+        checkpoint_dtype=None,
+        max_positions=_positive(getattr(text, "max_position_embeddings", None)),
+        embedding_rows=_rows(base, "get_input_embeddings"),
+        head_rows=_rows(base, "get_output_embeddings"),
+        weight_bytes=sum(parameter.nbytes for parameter in parameters),
+        trainable_bytes=sum(parameter.nbytes for parameter in trained),
+        **quantization,
+    )
+
+
+def _largest_dtype(parameters: list[nn.Parameter]) -> str | None:
+    """Returns the dtype of most of the weights."""
+    sizes: dict[str, int] = {}
+    for parameter in parameters:
+        name = str(parameter.dtype).removeprefix("torch.")
+        sizes[name] = sizes.get(name, 0) + parameter.numel()
+    return max(sizes, key=sizes.__getitem__) if sizes else None
+
+
+def _positive(value: object) -> int | None:
+    return value if isinstance(value, int) and value > 0 else None
+
+
+def _rows(base: nn.Module, getter: str) -> int | None:
+    if not isinstance(base, PreTrainedModel):
+        return None
+    try:
+        module = getattr(base, getter)()
+    except (NotImplementedError, AttributeError):  # what transformers raises for a model without token embeddings
+        return None
+    weight = getattr(module, "weight", None)
+    # The logical size: sharded and quantized weights have another shape.
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings
+    return module.out_features if isinstance(module, nn.Linear) and weight is not None else None
+
+
+def _find_quantization(config: object) -> dict[str, Any]:
+    given = getattr(config, "quantization_config", None)
+    values = given if isinstance(given, Mapping) else vars(given) if given is not None else {}
+    bits = (
+        4
+        if values.get("load_in_4bit", values.get("_load_in_4bit"))
+        else 8
+        if values.get("load_in_8bit", values.get("_load_in_8bit"))
+        else 0
+    )
+    compute = values.get("bnb_4bit_compute_dtype") if bits == 4 else None
+    return {
+        "quantization_bits": bits,
+        "compute_dtype": None if compute is None else str(compute).removeprefix("torch."),
+    }
+
+
+def find_tokenizer_facts(processor: Any, collator: object) -> Facts:
+    """Returns what the tokenizer says, and whether the collator masks its pad token."""
+    tokenizer = getattr(processor, "tokenizer", processor)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        return Facts()
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
+    return Facts.of(
+        vocabulary=max(len(tokenizer), 1 + max(tokenizer.get_added_vocab().values(), default=0)),
+        pad_id=tokenizer.pad_token_id,
+        eos_id=tokenizer.eos_token_id,
+        masks_pads=isinstance(collator, DataCollatorForLanguageModeling) and not collator.mlm,
+        has_chat_template=template is not None,
+        has_generation_marks=None if template is None else "{% generation" in template or "{%- generation" in template,
+    )
+
+
+def find_resource_facts(facts: Facts, args: Any, is_sharded: bool) -> Facts:
+    """Returns the memory and disk that a run needs, and what is there. The weights of a sharded model are not all here."""
+    name = facts.optimizer or ""
+    moments = next((count for kind, count in STATES.items() if kind in name), None)
+    state = None if moments is None else int(moments * facts.trainable_bytes / (4 if "8bit" in name else 1))
+    saves = _plain(args.save_strategy) != "no"
+    checkpoint = None
+    if saves and state is not None:
+        kept = facts.trainable_bytes if facts.is_adapter else facts.weight_bytes
+        checkpoint = kept + (0 if args.save_only_model else state)
+    free = _free_disk(args.output_dir) if saves else None
+    limit = args.save_total_limit
+    return Facts.of(
+        optimizer_bytes=None if is_sharded else state,
+        device_memory=None if is_sharded or facts.device_memory is None else facts.device_memory,
+        checkpoint_bytes=checkpoint,
+        num_checkpoints=_count_checkpoints(args, limit) if saves else None,
+        disk_free=free,
+    )
+
+
+def _plain(value: object) -> str:
+    return str(getattr(value, "value", value))
+
+
+def _count_checkpoints(args: Any, limit: int | None) -> int:
+    """Returns how many checkpoints exist at once; one more than the limit while the newest is written."""
+    if limit:
+        return int(limit) + 1
+    if _plain(args.save_strategy) == "steps" and args.max_steps > 0 and args.save_steps >= 1:
+        return max(int(args.max_steps // args.save_steps), 1)
+    return 1
+
+
+def _free_disk(folder: str | None) -> int | None:
+    path = Path(folder or ".").absolute()
+    existing = next((parent for parent in (path, *path.parents) if parent.exists()), None)
+    return None if existing is None else shutil.disk_usage(existing).free

@@ -1,0 +1,137 @@
+"""Documents that share a row do not see each other: changing one does not move the logits of the others."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..trial.law_result import ERROR, NOTE, WARNING, Law, LawResult, NotApplicable, broken, held
+from ..trial.moved_output import find_moved, measure_move
+from ..trial.special_tokens import find_special_tokens, find_stop_tokens
+from ..trial.trial_bench import Inputs, TrialBench
+from ..trial.trial_rows import IDS, MAX_DOCUMENTS, Row, change_document, find_documents
+
+ROUNDING = 64  # equal shapes and masked entries of exactly 0: hardly more than the rounding of a sum
+Document = tuple[int, tuple[int, int]]  # row, begin and end
+
+
+def check_isolation(bench: TrialBench) -> LawResult:
+    """Changes the first and the last document of a batch, one at a time, and compares the outputs of all others."""
+    rows, documents = _choose_documents(bench)
+    inputs, owners = _find_owners(bench, rows, documents)
+    bound = ROUNDING * bench.eps + 10 * bench.noise
+    before, moves = bench.forward(inputs), []
+    for changed in (0, len(documents) - 1):
+        others = bench.find_inputs(bench.collate(_change(bench, rows, documents[changed])))
+        places = (owners >= 0) & (owners != changed)
+        moves.append((measure_move(before, bench.forward(others), places), changed, others, places))
+    worst, changed, others, places = max(moves, key=lambda move: move[0])
+    if worst > bound:
+        return _describe_leak(bench, inputs, others, places, owners, (worst, bound, changed))
+    return _check_first_targets(inputs, documents) or held(
+        f"{len(documents)} documents in one row; changing one moves the others by {worst:.1e} of the logits' spread",
+        move=worst, bound=bound,
+    )  # fmt: skip
+
+
+def _choose_documents(bench: TrialBench) -> tuple[list[Row], list[Document]]:
+    """Returns rows and their documents such that several documents share a row of the batch."""
+    rows = bench.rows
+    if not isinstance(rows[0], Mapping) or IDS not in rows[0]:
+        raise NotApplicable("its rows have no input_ids")
+    packed = next((row for row in rows if len(find_documents(row)) > 1), None)
+    if packed is not None:
+        return [packed], [(0, span) for span in find_documents(packed)][:MAX_DOCUMENTS]
+    if getattr(bench.trainer.args, "packing", False):
+        split = _split_at_stops(bench, rows)
+        if len(split[1]) > 1:
+            return split
+    rows = rows[1:]
+    batch = bench.collate(rows)
+    ids = batch[IDS] if isinstance(batch, Mapping) and IDS in batch else None
+    if ids is None or len(ids) >= len(rows):
+        raise NotApplicable("each row of a batch holds one document")
+    return rows, [(i, (0, len(row[IDS]))) for i, row in enumerate(rows)]
+
+
+def _split_at_stops(bench: TrialBench, rows: list[Row]) -> tuple[list[Row], list[Document]]:
+    """Returns a packed row without boundaries, cut where documents end: after each stop token."""
+    stops = find_stop_tokens(bench.trainer)
+    row = max(rows, key=lambda row: sum(token in stops for token in row[IDS]))
+    ends = [i + 1 for i, token in enumerate(row[IDS]) if token in stops and 3 <= i < len(row[IDS]) - 4]
+    spans = list(zip([0, *ends], [*ends, len(row[IDS])], strict=True))[:MAX_DOCUMENTS]
+    return [row], [(0, span) for span in spans]
+
+
+def _change(bench: TrialBench, rows: list[Row], document: Document) -> list[Row]:
+    at, span = document
+    kept = find_special_tokens(bench.trainer)
+    return [change_document(row, span, kept) if i == at else row for i, row in enumerate(rows)]
+
+
+def _find_owners(bench: TrialBench, rows: list[Row], documents: list[Document]) -> tuple[Inputs, Tensor]:
+    """Returns the model's inputs, and for each of their tokens the document it is from: where the inputs change if the
+    document does. -1 for tokens that never change."""
+    inputs = bench.find_inputs(bench.collate(rows))
+    owners = torch.full(inputs[IDS].shape, -1, device=inputs[IDS].device)
+    for number, document in enumerate(documents):
+        ids = bench.find_inputs(bench.collate(_change(bench, rows, document)))[IDS]
+        if ids.shape != owners.shape:
+            raise NotApplicable("its collator makes batches of another shape of equally long rows")
+        owners[ids != inputs[IDS]] = number
+    return inputs, owners
+
+
+def _describe_leak(
+    bench: TrialBench, inputs: Inputs, others: Inputs, places: Tensor, owners: Tensor, found: tuple[float, float, int]
+) -> LawResult:
+    move, bound, changed = found
+    before, after = bench.forward(inputs), bench.forward(others)
+    spread = (before - after).abs().amax(-1).masked_fill(~places, 0)
+    row, token = divmod(int(spread.argmax()), spread.shape[1])
+    module = find_moved(bench, inputs, others, places, bound)
+    asked = getattr(bench.trainer.args, "packing_strategy", None) == "wrapped"
+    message = (
+        f"Changing document {changed} of a packed row moves the logits of document {int(owners[row, token])} by {move:.1e} of "
+        f"their spread (rounding explains {bound:.0e}), most at token {token} of row {row}"
+        + (f"; the first module that lets it through is {module}" if module else "")
+    )
+    if asked:
+        message += '. packing_strategy="wrapped" does not separate documents; "bfd" does'
+    return broken(
+        NOTE if asked else ERROR, f"{message}.", move=move, bound=bound, row=row, token=token, module=module,
+        position_ids=_show(inputs.get("position_ids"), row),
+    )  # fmt: skip
+
+
+def _show(positions: Any, row: int) -> list[int] | None:
+    return positions[min(row, len(positions) - 1)].flatten()[:64].tolist() if isinstance(positions, Tensor) else None
+
+
+def _check_first_targets(inputs: Inputs, documents: list[Document]) -> LawResult | None:
+    """The first token of a document must not be the target of the document before it."""
+    labels = inputs.get("labels")
+    sizes = [stop - start for _, (start, stop) in documents]
+    starts = [sum(sizes[:i]) for i in range(1, len(sizes))]
+    if (
+        not isinstance(labels, Tensor)
+        or labels.shape != inputs[IDS].shape
+        or len(labels) != 1
+        or labels.shape[1] < sum(sizes)
+    ):
+        return None
+    asked = [start for start in starts if int(labels[0, start]) == int(inputs[IDS][0, start])]
+    if not asked:
+        return None
+    return broken(
+        WARNING,
+        f"The first token of a document (token {asked[0]}) is a label, so the document before it learns to predict it. Set the "
+        "labels of first tokens to -100.",
+        token=asked[0], count=len(asked),
+    )  # fmt: skip
+
+
+LAWS = (
+    Law("isolation", "documents that share a row do not see each other", check_isolation),
+)  # fmt: skip

@@ -1,0 +1,127 @@
+"""Every trainable parameter gets a gradient and moves, and nothing frozen does."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from ...hf.compat.accelerate import bare_optimizer
+from ..trial.borrowed_trainer import find_models
+from ..trial.law_result import ERROR, NOTE, WARNING, Law, LawResult, NotApplicable, broken, held
+from ..trial.trial_bench import TrialBench
+
+STEPS = 3  # the first update of a LoRA moves only one of its two matrices
+ADAPTERS = (
+    "lora_",
+    "adapter",
+    "prompt_encoder",
+    "modules_to_save",
+    "ia3_",
+    "vera_",
+    "oft_",
+    "hada_",
+    "trainable_tokens",
+)
+
+
+@contextmanager
+def _called_modules(model: nn.Module, called: set[str]) -> Iterator[None]:
+    """Adds the names of the modules that are called inside the block."""
+    names = {module: name for name, module in model.named_modules()}
+    handles = [m.register_forward_pre_hook(lambda module, args: called.add(names[module])) for m in names]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def check_gradients(bench: TrialBench) -> LawResult:
+    """Takes a few optimizer steps and asks which trainable parameters had a gradient in any of them."""
+    parameters = bench.trainable()
+    if not parameters:
+        return broken(ERROR, "No parameter is trainable: requires_grad is False for all of them.")
+    called: set[str] = set()
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    frozen = _find_frozen(bench)
+    with _called_modules(bench.bare, called):
+        reached = _take_steps(bench)
+    without = [name for name in parameters if name not in reached]
+    if not without:
+        return _check_movement(bench, before, frozen)
+    adapters = [name for name in without if any(part in name for part in ADAPTERS) and ".experts." not in name]
+    used = [name for name in without if name.rpartition(".")[0] in called and ".experts." not in name]
+    severity = ERROR if adapters or used else NOTE
+    first = (adapters or used or without)[0]
+    why = "its module runs, but nothing flows back" if first in used else "its module is not called in the loss"
+    count = len(adapters or used or without)
+    return broken(
+        severity, f"{count} of {len(parameters)} trainable parameters get no gradient, first {first}: {why}.",
+        count=count, parameters=(adapters or used or without)[:20], total=len(parameters),
+    )  # fmt: skip
+
+
+def _name_parameters(bench: TrialBench) -> dict[str, nn.Parameter]:
+    """Returns the parameters of all models of the trainer; those of the trained one by their own names."""
+    models = find_models(bench.trainer).items()
+    return {
+        name if owner == "model" else f"{owner}.{name}": p
+        for owner, model in models
+        for name, p in model.named_parameters()
+    }
+
+
+def _find_frozen(bench: TrialBench) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in _name_parameters(bench).items() if not p.requires_grad}
+
+
+def _take_steps(bench: TrialBench) -> set[str]:
+    """Takes optimizer steps and returns which parameters had a gradient."""
+    optimizer = bench.trainer.optimizer
+    if optimizer is None:
+        raise NotApplicable("the trainer has no optimizer")
+    for group in bare_optimizer(optimizer).param_groups:
+        if not group["lr"]:  # the first step of a warm-up
+            group["lr"] = bench.trainer.args.learning_rate or 1e-4
+    reached: set[str] = set()
+    for step in range(STEPS):
+        run = bench.run(steady=False, seed=step)
+        reached |= {name for name, g in run.gradients.items() if bool((g != 0).any())}
+        for name, parameter in bench.trainable().items():
+            parameter.grad = run.gradients.get(name)
+        optimizer.step()
+        optimizer.zero_grad()
+    return reached
+
+
+def _check_movement(bench: TrialBench, before: dict[str, Tensor], frozen: dict[str, Tensor]) -> LawResult:
+    now = _name_parameters(bench)
+    moved = [name for name, value in frozen.items() if not torch.equal(now[name], value)]
+    if moved:
+        off = float((now[moved[0]].float() - frozen[moved[0]].float()).abs().max())
+        return broken(
+            ERROR, f"{len(moved)} frozen parameters moved within {STEPS} steps, first {moved[0]} by {off:.1e}.",
+            count=len(moved), parameters=moved[:20], move=off,
+        )  # fmt: skip
+    owned = {id(p) for group in bare_optimizer(bench.trainer.optimizer).param_groups for p in group["params"]}
+    stuck = [name for name, value in before.items() if torch.equal(now[name], value)]
+    absent = [name for name in stuck if id(now[name]) not in owned]
+    if absent:
+        return broken(
+            ERROR, f"{len(absent)} trainable parameters are in no group of the optimizer and never move, first {absent[0]}.",
+            count=len(absent), parameters=absent[:20],
+        )  # fmt: skip
+    if stuck:
+        return broken(
+            WARNING,
+            f"{len(stuck)} trainable parameters with a gradient do not move within {STEPS} steps, first {stuck[0]}: updates "
+            f"of learning rate {bench.trainer.args.learning_rate:g} are below the rounding of {bench.dtype}, or zero.",
+            count=len(stuck), parameters=stuck[:20],
+        )  # fmt: skip
+    return held(f"{len(before)} trainable parameters move, {len(frozen)} frozen ones do not", steps=STEPS)
+
+
+LAWS = (
+    Law("gradients", "every trainable parameter gets a gradient and moves, nothing frozen does", check_gradients, writes=True),
+)  # fmt: skip

@@ -1,0 +1,79 @@
+"""Padding has no effect: a sample has the outputs in a batch that it has alone."""
+
+import torch
+from torch import Tensor
+
+from ..trial.law_result import ERROR, NOTE, Law, LawResult, NotApplicable, broken, held
+from ..trial.trial_bench import Inputs, TrialBench
+from ..trial.trial_rows import IDS
+
+MASK = "attention_mask"
+
+
+def check_padding(bench: TrialBench) -> LawResult:
+    """Compares the outputs of the shortest row alone with those it has beside the longest, where it is padded."""
+    short, long = bench.rows[0], bench.rows[-1]
+    alone, padded = bench.find_inputs(bench.collate([short])), bench.find_inputs(bench.collate([short, long]))
+    pair = _find_padded(alone, padded)
+    if pair is None:
+        raise NotApplicable("its batches have no padding")
+    outputs = bench.forward(alone), bench.forward(padded)
+    at, row = pair
+    before, after = _real_outputs(bench, alone, outputs[0], at), _real_outputs(bench, padded, outputs[1], row)
+    if before.shape != after.shape:
+        raise NotApplicable("its outputs cannot be matched with tokens")
+    move = (before - after).abs().flatten(1).amax(1) / max(float(before.std()), 1e-12)
+    move = torch.where(torch.isfinite(move), move, torch.inf)
+    worst, bound = float(move.max()), bench.allow()
+    if worst <= bound:
+        return held(f"a sample beside padding moves by {worst:.1e} of the logits' spread", move=worst, bound=bound)
+    is_left = not bool(padded[MASK][row, 0])
+    first_only = bool((move[1:] <= bound).all()) and len(move) > 1
+    place = f"token {int(move.argmax())}" if len(move) > 1 else "its output"
+    message = (
+        f"A sample moves by {worst:.1e} of the logits' spread (rounding explains {bound:.0e}) if it is padded on the "
+        f"{'left' if is_left else 'right'}, most at {place}"
+    )
+    if is_left and not first_only and _has_learned_positions(bench):
+        return broken(NOTE, f"{message}: its positions are counted from the padding.", move=worst, bound=bound)
+    if is_left and first_only:
+        return broken(NOTE, f"{message}, which has nothing before it to attend to.", move=worst, bound=bound)
+    return broken(ERROR, f"{message}. Real tokens see padding.", move=worst, bound=bound, token=int(move.argmax()))
+
+
+def _find_padded(alone: Inputs, padded: Inputs) -> tuple[int, int] | None:
+    """Returns a row of the lone sample, and the row of the same tokens in the batch, if there is padding in it."""
+    masks = [each.get(MASK) for each in (alone, padded)]
+    if not all(isinstance(mask, Tensor) and mask.ndim == 2 for mask in masks) or IDS not in alone:
+        return None
+    for row, (ids, mask) in enumerate(zip(padded[IDS], padded[MASK], strict=True)):
+        if mask.all():
+            continue
+        for at, (own, real) in enumerate(zip(alone[IDS], alone[MASK], strict=True)):
+            if torch.equal(own[real.bool()], ids[mask.bool()]) and real.sum() > 0:
+                return at, row
+    return None
+
+
+def _real_outputs(bench: TrialBench, inputs: Inputs, output: Tensor, row: int) -> Tensor:
+    """Returns the outputs of one sample that are not of padding, one for each token or one in all."""
+    if output.ndim < 3:
+        return output[row : row + 1].float()
+    labels = inputs.get("labels")
+    if bench.is_seq2seq and isinstance(labels, Tensor):
+        return output[row][: int((labels[row] != -100).sum())].float()
+    return output[row][inputs[MASK][row].bool()].float()
+
+
+def _has_learned_positions(bench: TrialBench) -> bool:
+    """Whether the model adds an embedding of absolute positions, which padding on the left shifts."""
+    return any(
+        "position" in name or name.endswith("wpe")
+        for name, m in bench.bare.named_modules()
+        if hasattr(m, "embedding_dim")
+    )
+
+
+LAWS = (
+    Law("padding", "padding changes nothing for the samples beside it", check_padding),
+)  # fmt: skip

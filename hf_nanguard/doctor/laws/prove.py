@@ -1,0 +1,131 @@
+"""Tries every law on a trainer, one after the other, and leaves no trace in it."""
+
+import time
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from dataclasses import replace
+
+from transformers import Trainer
+
+from ...errors import ArgumentError
+from ...plain_text import format_error
+from ..trial.borrowed_trainer import borrowed, calm, prepare
+from ..trial.law_result import COULD_NOT_RUN, NOTE, Law, LawResult, NotApplicable
+from ..trial.trial_bench import TrialBench
+from . import (
+    accumulated_batches,
+    document_isolation,
+    gradient_flow,
+    padding_invariance,
+    resumed_step,
+    same_gradients,
+    sampled_policy,
+    saved_weights,
+    supervised_tokens,
+    train_and_eval,
+    training_precision,
+)
+
+LAWS: tuple[Law, ...] = (
+    *document_isolation.LAWS,
+    *padding_invariance.LAWS,
+    *accumulated_batches.LAWS,
+    *same_gradients.LAWS,
+    *gradient_flow.LAWS,
+    *supervised_tokens.LAWS,
+    *train_and_eval.LAWS,
+    *saved_weights.LAWS,
+    *training_precision.LAWS,
+    *resumed_step.LAWS,
+    *sampled_policy.LAWS,
+)
+
+# Called before each law with its position, the number of laws and its name.
+Progress = Callable[[int, int, str], None]
+
+
+def prove(
+    trainer: Trainer, only: Collection[str] | None = None, skip: Collection[str] = (), progress: Progress | None = None
+) -> list[LawResult]:
+    """Tries relations that must hold for this model, data, loss and kernels, in seconds and without a reference run.
+
+    Nothing is trained: weights, optimizer, random state, metrics and files are afterwards as they were. The weights are held
+    once more in main memory meanwhile.
+
+    Args:
+        trainer (`Trainer`):
+            Any trainer, stock or guarded, that is not training. It may have been trained.
+        only (`Collection[str]`, *optional*):
+            Names of the laws to try, all by default.
+        skip (`Collection[str]`, *optional*):
+            Names of laws that are not tried.
+        progress (`Callable`, *optional*):
+            Called before each law with its position, the number of laws and its name.
+
+    Returns:
+        `list[LawResult]`: one for each law: `.status` is `"held"`, `"broken"` or `"could not run"`, `.message` says where and
+        by how much, or why.
+
+    Example:
+
+    ```python
+    for result in prove(trainer):
+        print(result.name, result.status, result.message)
+    ```
+    """
+    if not isinstance(trainer, Trainer):
+        raise ArgumentError(f"prove() must be given a Trainer, got {type(trainer).__name__}.")
+    laws = choose_laws(only, skip)
+    if trainer.args.world_size > 1:
+        return [
+            _could_not(law, "the laws are tried in one process, without torchrun or accelerate launch") for law in laws
+        ]
+    results = []
+    has_trained, own_forward = trainer.state.global_step > 0, vars(trainer.model).get("forward")
+    with borrowed(trainer):
+        calm(trainer)
+        failure = _prepare(trainer)
+        bench = TrialBench(trainer, has_trained, own_forward)
+        for at, law in enumerate(laws):
+            if progress is not None:
+                progress(at, len(laws), law.name)
+            results.append(_could_not(law, failure) if failure else _try(law, bench))
+    return results
+
+
+def choose_laws(only: Collection[str] | None, skip: Collection[str]) -> list[Law]:
+    """Returns the laws that were asked for; a name that is no law is an error."""
+    names = {law.name for law in LAWS}
+    unknown = sorted(
+        {*([only] if isinstance(only, str) else only or ()), *([skip] if isinstance(skip, str) else skip)} - names
+    )
+    if unknown:
+        raise ArgumentError(
+            f"only and skip must be names of laws, got {', '.join(unknown)}. Laws: {', '.join(sorted(names))}."
+        )
+    return [law for law in LAWS if (only is None or law.name in only) and law.name not in skip]
+
+
+def _prepare(trainer: Trainer) -> str | None:
+    """Prepares the trainer; returns why it could not."""
+    try:
+        prepare(trainer)
+    except Exception as error:  # the user's code may raise anything, as it would in a run
+        return f"train() fails before its first step: {format_error(error)}"
+    return None
+
+
+def _try(law: Law, bench: TrialBench) -> LawResult:
+    start = time.perf_counter()
+    try:
+        with borrowed(bench.trainer) if law.writes else nullcontext():
+            result = law.check(bench)
+    except NotApplicable as reason:
+        result = _could_not(law, str(reason))
+    except Exception as error:  # the user's and the hosts' code may raise anything; the other laws are still tried
+        result = _could_not(law, f"it raised {format_error(error)}")
+    return replace(result, name=law.name, seconds=time.perf_counter() - start)
+
+
+def _could_not(law: Law, reason: str) -> LawResult:
+    return LawResult(law.name, COULD_NOT_RUN, NOTE, reason)

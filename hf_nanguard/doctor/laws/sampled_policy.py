@@ -1,0 +1,101 @@
+"""Online training: the sampler draws from the policy that the loss trains, and advantages are as the config says."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...hf.compat.online_trainer import policy_logps
+from ..trial.law_result import ERROR, NOTE, Law, LawResult, NotApplicable, broken, held
+from ..trial.trial_bench import TrialBench
+
+SMALL = 1e-4  # that TRL adds to a standard deviation
+
+
+def check_sampler(bench: TrialBench) -> LawResult:
+    """Compares the log-probabilities with which tokens were sampled with those that the loss computes for them."""
+    sampled = bench.sampled
+    if sampled.drawn is None:
+        raise NotApplicable("its sampler does not show its probabilities")
+    batch, mask = sampled.batch, sampled.batch["completion_mask"].bool()
+    if sampled.prompts is not None and not _same_prompts(sampled.prompts, batch):
+        return broken(
+            ERROR,
+            "The sampler saw other prompts than those the loss is computed for. Is the chat template applied twice?",
+        )
+    with bench.steady():
+        bench.model.train()
+        trained = policy_logps(bench.trainer, bench.model, batch)
+    off, bound = (sampled.drawn - trained)[mask].abs(), bench.tolerance
+    values = {"difference": float(off.max()), "mean_difference": float(off.mean()), "bound": bound}
+    if _is_close(off, bound):
+        return held(f"log-probabilities of {int(mask.sum())} sampled tokens agree within {off.max():.1e}", **values)
+    cuts = _find_cuts(bench)
+    if cuts and sampled.scaled is not None and _is_close((sampled.scaled - trained)[mask].abs(), bound):
+        return broken(NOTE, f"Tokens are sampled with {cuts}, which the loss does not know: their log-probabilities differ by up to "
+                      f"{off.max():.2g}.", **values)  # fmt: skip
+    plain = sampled.plain is not None and _is_close((sampled.plain - trained)[mask].abs(), bound)
+    why = ": the loss computes them at temperature 1" if plain else ""
+    return broken(
+        ERROR, f"The sampler's log-probabilities differ from those of the loss by {off.mean():.2g} on average and {off.max():.2g} at "
+        f"most (rounding explains {bound:.0e}), most at sampled token {int(off.argmax())}{why}.", token=int(off.argmax()), **values,
+    )  # fmt: skip
+
+
+def _is_close(off: Tensor, bound: float) -> bool:
+    return float(off.mean()) <= bound and float(off.max()) <= 10 * bound
+
+
+def _same_prompts(prompts: Tensor, batch: dict[str, Any]) -> bool:
+    mine = [ids[mask.bool()] for ids, mask in zip(batch["prompt_ids"], batch["prompt_mask"], strict=True)]
+    return all(torch.equal(own, ids[len(ids) - len(own) :]) for own, ids in zip(mine, prompts, strict=True))
+
+
+def _find_cuts(bench: TrialBench) -> str:
+    """Returns the settings by which the sampler leaves tokens out, which TRL's loss does not model."""
+    trainer = bench.trainer
+    settings = {"top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+    found = {name: getattr(trainer, name, usual) for name, usual in settings.items()}
+    return ", ".join(
+        f"{n}={v}" for n, v in found.items() if v not in (None, settings[n]) and not (n == "top_k" and v in (0, -1))
+    )
+
+
+def check_advantages(bench: TrialBench) -> LawResult:
+    """Compares advantages with the rewards they are made of, by the config's rule."""
+    sampled = bench.sampled
+    trainer, rewards = bench.trainer, sampled.rewards
+    advantages = sampled.batch.get("advantages")
+    if rewards is None or advantages is None or advantages.ndim != 1:
+        raise NotApplicable("its advantages are not one number for each completion")
+    if getattr(trainer, "multi_objective_aggregation", "sum_then_normalize") != "sum_then_normalize":
+        raise NotApplicable("its rewards are normalised one by one before they are summed")
+    groups = rewards.view(-1, trainer.num_generations)
+    if not bool(torch.isfinite(groups).all()) or not bool((groups.std(1) > 0).any()):
+        raise NotApplicable("its rewards are equal in every group, or not finite")
+    rule = _read_rule(trainer)
+    centred = groups - groups.mean(1, keepdim=True)
+    scale = {"group": groups.std(1, keepdim=True), "batch": rewards.std()}.get(rule)
+    expected = (centred if scale is None else centred / (scale + SMALL)).flatten()
+    off = float((expected - advantages.to(expected)).abs().max())
+    sums = float(advantages.view(-1, trainer.num_generations).sum(1).abs().max())
+    values = {"difference": off, "largest_group_sum": sums, "scale_rewards": rule}
+    if off <= 1e-3 * max(float(expected.abs().max()), 1.0):
+        return held(f"advantages are the centred rewards, scaled by {rule}; groups sum to {sums:.1e} at most", **values)
+    return broken(
+        ERROR, f"Advantages differ by up to {off:.2g} from what scale_rewards={rule!r} says, and groups sum to up to {sums:.2g} "
+        "instead of 0.", **values,
+    )  # fmt: skip
+
+
+def _read_rule(trainer: Any) -> str:
+    rule = getattr(trainer, "scale_rewards", None)
+    if rule not in ("group", "batch", "none"):
+        raise NotApplicable("its config does not say how rewards are scaled")
+    return str(rule)
+
+
+LAWS = (
+    Law("sampler", "tokens are sampled with the probabilities that the loss trains", check_sampler, writes=True),
+    Law("advantages", "advantages are the rewards, centred and scaled as the config says", check_advantages, writes=True),
+)  # fmt: skip

@@ -1,0 +1,176 @@
+"""The loss asks for the right tokens: the next ones, the stop token too, no prompt and no padding."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..trial.asked_targets import find_targets, has_own_loss
+from ..trial.law_result import ERROR, NOTE, WARNING, Law, LawResult, NotApplicable, broken, held
+from ..trial.special_tokens import find_stop_tokens, show_token
+from ..trial.trial_bench import TrialBench
+from ..trial.trial_rows import IDS, MASKED
+
+CHUNK = 8  # rows of one batch
+SHARE = 0.9
+CONTENT = ("labels", "completion_mask", "assistant_masks")
+
+
+@dataclass
+class Targets:
+    """Which token each token of a batch is asked to predict next, -100 for none."""
+
+    ids: Tensor
+    target: Tensor
+    real: Tensor
+
+    @property
+    def asked(self) -> Tensor:
+        return self.target != MASKED
+
+
+def check_next_token(bench: TrialBench) -> LawResult:
+    """Each position must be asked for the token after it, and none for padding."""
+    found = _find_targets(bench, bench.batch)
+    asked, follows = found.asked, found.ids.roll(-1, 1)
+    follows[:, -1] = MASKED
+    if not bool(asked.any()):
+        raise NotApplicable("no label of its rows is unmasked")
+    right = (found.target == follows)[asked].float().mean().item()
+    if right >= SHARE:
+        return _check_padding_labels(bench, found, right)
+    others = {"itself": found.ids, "the token after the next": found.ids.roll(-2, 1)}
+    shares = {name: (found.target == ids)[asked].float().mean().item() for name, ids in others.items()}
+    name = max(shares, key=lambda each: shares[each])
+    if shares[name] < SHARE:
+        raise NotApplicable(f"its labels are not the tokens of its inputs (only {right:.0%} are the next token)")
+    hint = "Labels are shifted twice." if name == "the token after the next" else "Labels are not shifted."
+    return broken(ERROR, f"{shares[name]:.0%} of the labels ask a token for {name}, {right:.0%} for the next one. {hint}",
+                  next_token=right, other=shares[name])  # fmt: skip
+
+
+def _check_padding_labels(bench: TrialBench, found: Targets, right: float) -> LawResult:
+    padded = found.asked & ~found.real.roll(-1, 1)
+    padded[:, -1] = False
+    if bool(padded.any()):
+        row, token = divmod(int(padded.flatten().float().argmax()), padded.shape[1])
+        return broken(
+            ERROR, f"{int(padded.sum())} of {int(found.asked.sum())} labels ask for padding, first at token {token} of row {row}. "
+            "Set the labels of padding to -100.", count=int(padded.sum()), row=row, token=token,
+        )  # fmt: skip
+    return held(f"{int(found.asked.sum())} labels, {right:.0%} of them the next token", labels=int(found.asked.sum()))
+
+
+def check_stop_token(bench: TrialBench) -> LawResult:
+    """Where the text before a stop token is learned, the stop token must be learned too."""
+    stops = find_stop_tokens(bench.trainer)
+    if not stops:
+        raise NotApplicable("neither tokenizer nor model say which token ends a text")
+    seen = learned = ends = rows = 0
+    example = None
+    for found, size in _read_batches(bench):
+        rows += size
+        is_stop = torch.isin(found.ids, torch.tensor(sorted(stops), device=found.ids.device)) & found.real
+        wanted = is_stop & found.asked.roll(1, 1).roll(1, 1)  # the token before it is a target
+        wanted[:, :2] = False
+        got = wanted & found.asked.roll(1, 1)
+        seen, learned = seen + int(wanted.sum()), learned + int(got.sum())
+        ends += int(is_stop.any(1).sum())
+        if example is None and bool((wanted & ~got).any()):
+            example = int(found.ids[wanted & ~got][0])
+    values = {"stop_tokens": seen, "supervised": learned, "rows": rows}
+    if not ends:
+        return _judge_absent(bench, stops, values)
+    if not seen:
+        raise NotApplicable("no stop token of its rows follows a supervised token")
+    if learned < seen / 2:
+        token = show_token(bench.trainer, example if example is not None else min(stops))
+        return broken(
+            ERROR, f"The stop token {token} is supervised at {learned} of the {seen} places where the text before it is, so the "
+            "model does not learn to stop. Is it masked as padding, or left out of the completion?", **values,
+        )  # fmt: skip
+    return held(f"{learned} of {seen} stop tokens are supervised", **values)
+
+
+def _judge_absent(bench: TrialBench, stops: set[int], values: dict[str, Any]) -> LawResult:
+    """No row has a stop token: meant in pretraining on pieces of text, a fault where answers are learned."""
+    learns_answers = any(any(_content_mask(row, name) for name in CONTENT) for row in bench.all_rows[:CHUNK])
+    last = {row[IDS][-1] for row in bench.all_rows[:CHUNK] if isinstance(row, Mapping) and row.get(IDS)}
+    ending = f"; rows end with {show_token(bench.trainer, last.pop())}" if len(last) == 1 else ""
+    names = ", ".join(show_token(bench.trainer, token) for token in sorted(stops))
+    return broken(
+        WARNING if learns_answers else NOTE,
+        f"None of {values['rows']} rows has a stop token ({names}){ending}: generation will not end by itself.", **values,
+    )  # fmt: skip
+
+
+def _content_mask(row: Any, name: str) -> bool:
+    """Whether a row says which of its tokens are learned, and not all are."""
+    value = row.get(name) if isinstance(row, Mapping) else None
+    return isinstance(value, list) and any(item in (0, MASKED) for item in value)
+
+
+def check_prompt_tokens(bench: TrialBench) -> LawResult:
+    """Tokens that a row marks as prompt must not be targets."""
+    args: Any = bench.trainer.args
+    wanted = bool(getattr(args, "completion_only_loss", False) or getattr(args, "assistant_only_loss", False))
+    rows = _read_rows(bench)[: 2 * CHUNK]
+    masks = [_prompt_tokens(row) for row in rows]
+    if not any(any(mask) for mask in masks):
+        if wanted:
+            return broken(ERROR, "completion_only_loss or assistant_only_loss is set, but no row marks any token as prompt: "
+                          "all tokens are learned.")  # fmt: skip
+        raise NotApplicable("its rows do not mark prompt tokens")
+    leaked = prompts = 0
+    for row, mask in zip(rows, masks, strict=True):
+        found = _find_targets(bench, bench.collate([row]))
+        own = found.real[0].nonzero().flatten()[: len(mask)]
+        asked = found.asked.roll(1, 1)[0, own]
+        asked[:1] = False
+        prompt = torch.tensor(mask[: len(own)], device=asked.device, dtype=torch.bool)
+        leaked, prompts = leaked + int((asked & prompt).sum()), prompts + int(prompt.sum())
+    if leaked:
+        return broken(ERROR, f"{leaked} of {prompts} prompt tokens are supervised, although the rows mark them as prompt.",
+                      supervised=leaked, prompt_tokens=prompts)  # fmt: skip
+    return held(f"none of {prompts} prompt tokens is supervised", prompt_tokens=prompts)
+
+
+def _prompt_tokens(row: Any) -> list[bool]:
+    if not isinstance(row, Mapping) or not isinstance(row.get(IDS), list):
+        return []
+    for name, prompt in (("completion_mask", 0), ("assistant_masks", 0), ("labels", MASKED)):
+        if isinstance(row.get(name), list) and len(row[name]) == len(row[IDS]):
+            return [item == prompt for item in row[name]]
+    return []
+
+
+def _read_rows(bench: TrialBench) -> list[Any]:
+    """Returns whole rows of the dataset; short ones if a forward pass is needed to see what is asked."""
+    return bench.rows if bench.is_online or has_own_loss(bench) else bench.all_rows
+
+
+def _read_batches(bench: TrialBench) -> list[tuple[Targets, int]]:
+    rows = _read_rows(bench)
+    chunks = [rows[i : i + CHUNK] for i in range(0, len(rows), CHUNK)]
+    return [(_find_targets(bench, bench.collate(chunk)), len(chunk)) for chunk in chunks]
+
+
+def _find_targets(bench: TrialBench, batch: Any) -> Targets:
+    """Returns what each position is asked for, from the labels, or from the loss of a user who computes it alone."""
+    if bench.is_online or not isinstance(batch, Mapping) or IDS not in batch or "labels" not in batch:
+        raise NotApplicable("its batches have no input_ids and labels")
+    ids, labels = batch[IDS], batch["labels"]
+    if not bench.is_causal or ids.shape != labels.shape:
+        raise NotApplicable("its model does not predict the next token of its inputs")
+    target = find_targets(bench, batch)
+    mask = batch.get("attention_mask", torch.ones_like(ids))
+    return Targets(ids, target, mask.bool() if mask.shape == ids.shape else torch.ones_like(ids, dtype=torch.bool))
+
+
+LAWS = (
+    Law("next_token", "each label is the next token, and none is padding", check_next_token),
+    Law("stop_token", "the stop token is supervised where the text before it is", check_stop_token),
+    Law("prompt_tokens", "prompt tokens are not supervised", check_prompt_tokens),
+)  # fmt: skip

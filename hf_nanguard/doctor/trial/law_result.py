@@ -1,0 +1,62 @@
+"""The result of trying one law on a trainer: held, broken (by how much and where), or could not run (why)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..rules.finding import Severity
+
+HELD, BROKEN, COULD_NOT_RUN = "held", "broken", "could not run"
+NOTE, WARNING, ERROR = Severity.NOTE, Severity.WARNING, Severity.ERROR
+
+
+class NotApplicable(Exception):  # noqa: N818 - not an error: the law says nothing about this trainer
+    """Raised by a law that cannot be tried on a trainer; its text says why."""
+
+
+@dataclass(frozen=True)
+class LawResult:
+    """What became of one law.
+
+    Args:
+        name (`str`):
+            The law.
+        status (`str`):
+            `"held"`, `"broken"` or `"could not run"`.
+        severity (`Severity`):
+            Of a broken law: `error` (the run trains something else than intended), `warning`, or `note` (true, and mostly
+            harmless). `note` otherwise.
+        message (`str`):
+            By how much and where it is broken, what was compared, or why it could not run.
+        values (`dict`):
+            The figures of the message.
+        seconds (`float`):
+            How long it took.
+    """
+
+    name: str
+    status: str
+    severity: Severity
+    message: str
+    values: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Law:
+    """A law: its name, what must hold, the function that tries it, and whether that writes to weights or settings."""
+
+    name: str
+    statement: str
+    check: Callable[[Any], LawResult]
+    writes: bool = False
+
+
+def held(message: str, **values: Any) -> LawResult:
+    """Returns the result of a law that held."""
+    return LawResult("", HELD, NOTE, message, values)
+
+
+def broken(severity: Severity, message: str, **values: Any) -> LawResult:
+    """Returns the result of a broken law."""
+    return LawResult("", BROKEN, severity, message, values)

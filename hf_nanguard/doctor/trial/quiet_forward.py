@@ -1,0 +1,42 @@
+"""A model whose forward draws no random numbers: rates of dropout, layer drop and jitter are 0 for a while, and weights of
+auxiliary losses too."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+RANDOM = ("drop", "jitter")
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+AUXILIARY = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef")
+
+
+def _list_owners(owner: Any, recurse: bool) -> list[Any]:
+    modules = list(owner.modules()) if recurse and isinstance(owner, nn.Module) else [owner]
+    configs = [value for each in modules for value in vars(each).values() if isinstance(value, PreTrainedConfig)]
+    configs += [part for config in configs for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
+    return list({id(each): each for each in (*modules, *configs)}.values())
+
+
+def _is_rate(owner: Any, name: str) -> bool:
+    return any(part in name.lower() for part in RANDOM) or (name == "p" and isinstance(owner, DROPOUTS))
+
+
+@contextmanager
+def without_randomness(owner: Any, recurse: bool = True) -> Iterator[None]:
+    """Sets these rates to 0 in an object, its modules and its configs inside the block."""
+    found = [
+        (each, name, value)
+        for each in _list_owners(owner, recurse)
+        for name, value in vars(each).items()
+        if type(value) is float and value and (_is_rate(each, name) or name in AUXILIARY)
+    ]
+    for each, name, _ in found:
+        vars(each)[name] = 0.0
+    try:
+        yield
+    finally:
+        for each, name, value in found:
+            vars(each)[name] = value

@@ -1,0 +1,285 @@
+"""Trial runs of a borrowed trainer: a few rows through its collator, its loss and its backward pass."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...hf.compat.accelerate import replaced_method
+from ...hf.compat.online_trainer import is_online
+from ...hf.compat.trainer import prepare_inputs, set_accumulation_steps
+from .borrowed_trainer import find_models
+from .law_result import NotApplicable
+from .quiet_forward import without_randomness
+from .sampled_completions import Sampled, sample_completions
+from .trial_rows import MASKED, choose_rows, read_rows, shorten, vary_labels, vary_lengths
+
+NUM_ROWS = 4
+WORK = 4e9  # parameters times tokens of a row: a run of four rows takes about a second on two cores
+SHORTEST, LONGEST = 24, 256
+LOSS_ONLY = ("labels", "shift_labels", "fused_lm_head", "num_items_in_batch", "logits_to_keep")
+Batch = Any
+Inputs = dict[str, Any]
+
+
+@dataclass
+class Run:
+    """Loss and gradients of one accumulation group."""
+
+    loss: float
+    gradients: dict[str, Tensor] = field(repr=False)
+
+    @property
+    def norm(self) -> float:
+        """The norm over all gradients."""
+        return float(torch.stack([g.float().norm() for g in self.gradients.values()] or [torch.zeros(())]).norm())
+
+
+class TrialBench:
+    """A borrowed and prepared trainer with a few rows of its data.
+
+    Args:
+        trainer (`Trainer`):
+            The trainer, inside [`borrowed`] and after [`prepare`].
+        has_trained (`bool`):
+            Whether it had taken steps before.
+        own_forward (`Callable`, *optional*):
+            What somebody else than accelerate has put in the place of the model's forward.
+    """
+
+    def __init__(self, trainer: Any, has_trained: bool = False, own_forward: Any = None):
+        self.trainer = trainer
+        self.has_trained = has_trained
+        self.own_forward = own_forward
+        self.model: nn.Module = trainer.model_wrapped
+        self.bare: Any = trainer.model  # without what accelerate and others wrap around it
+        self.device = trainer.args.device
+        self.is_online = is_online(trainer)
+
+    # ---- data ----
+
+    @cached_property
+    def limit(self) -> int:
+        """Tokens of a row, so that trials take seconds also with larger models."""
+        size = sum(p.numel() for p in self.bare.parameters())
+        return int(min(max(WORK / max(size, 1), SHORTEST), LONGEST))
+
+    @cached_property
+    def loader(self) -> Any:
+        return self.trainer.get_train_dataloader()
+
+    @cached_property
+    def all_rows(self) -> list[Any]:
+        """Some rows of the dataset, as they are."""
+        return read_rows(self.loader.dataset)
+
+    @cached_property
+    def rows(self) -> list[Any]:
+        """Four short rows of different lengths."""
+        if self.is_online:
+            raise NotApplicable("its data are sampled completions, not rows")
+        rows = choose_rows([shorten(row, self.limit) for row in self.all_rows], NUM_ROWS)
+        varied = vary_lengths(rows)
+        try:
+            self.collate(varied)
+        except Exception:  # the collator may be the user's, and stack rows of one length only
+            return vary_labels(rows)
+        return varied
+
+    def collate(self, rows: list[Any]) -> Batch:
+        """Returns a batch of the trainer's own collator. The token after padding on the left is no label: nothing real comes
+        before it, so what it is predicted from means nothing."""
+        batch = self.loader.collate_fn([copy.deepcopy(row) for row in rows])
+        mask, labels = (
+            (batch.get(name) for name in ("attention_mask", "labels")) if isinstance(batch, Mapping) else (None, None)
+        )
+        if isinstance(mask, Tensor) and isinstance(labels, Tensor) and self.is_causal and mask.shape == labels.shape:
+            labels[:, 1:][(mask[:, 1:] != 0) & (mask[:, :-1] == 0)] = MASKED
+        return batch
+
+    @cached_property
+    def batch(self) -> Batch:
+        """One batch of all trial rows; of an online trainer, sampled completions with advantages of both signs."""
+        if not self.is_online:
+            return self.collate(self.rows)
+        batch = self.sampled.batch
+        signs = torch.ones_like(batch["advantages"])
+        signs[1::2] = -1
+        return {**batch, "advantages": signs}
+
+    @cached_property
+    def sampled(self) -> Sampled:
+        """Completions of an online trainer, drawn once."""
+        if not self.is_online:
+            raise NotApplicable("it does not sample completions")
+        torch.manual_seed(0)
+        with self.steady():
+            return sample_completions(self.trainer, self.all_rows)
+
+    # ---- runs ----
+
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """The parameters that are trained, by name."""
+        return {name: p for name, p in self.bare.named_parameters() if p.requires_grad}
+
+    def run(self, batches: list[Batch] | None = None, steady: bool = True, seed: int = 0) -> Run:
+        """Runs batches as one accumulation group through `training_step` and returns their gradients."""
+        parameters = self.trainable()
+        for parameter in parameters.values():
+            parameter.grad = None
+        with self.steady(steady):
+            loss = self._run_group([self.batch] if batches is None else batches, seed)
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+        for parameter in parameters.values():
+            parameter.grad = None
+        return Run(loss, gradients)
+
+    def _run_group(self, batches: list[Batch], seed: int) -> float:
+        trainer = self.trainer
+        torch.manual_seed(seed)
+        set_accumulation_steps(trainer, len(batches))
+        copies, num_items = [copy.copy(batch) for batch in batches], None
+        with ExitStack() as stack:
+            if self.is_online:
+                hold = lambda prepare: lambda inputs: inputs  # noqa: E731 - its preparation would sample anew
+                stack.enter_context(replaced_method(trainer, "_prepare_inputs", hold))
+            else:
+                copies, num_items = trainer.get_batch_samples(iter(copies), len(copies), self.device)
+            losses = [trainer.training_step(self.model, batch, num_items) for batch in copies]
+        return float(sum(float(loss) for loss in losses))
+
+    def compute_loss(self, batch: Batch | None = None) -> Tensor:
+        """Returns the trainer's own loss of a batch, with a graph if gradients are on."""
+        self.model.train()
+        set_accumulation_steps(self.trainer, 1)
+        inputs, num_items = copy.copy(self.batch if batch is None else batch), None
+        if not self.is_online:
+            (inputs,), num_items = self.trainer.get_batch_samples(iter([inputs]), 1, self.device)
+            inputs = prepare_inputs(self.trainer, inputs)
+        with self.trainer.compute_loss_context_manager():
+            return self.trainer.compute_loss(self.model, inputs, num_items_in_batch=num_items)
+
+    @contextmanager
+    def steady(self, active: bool = True) -> Iterator[None]:
+        """Turns off dropout and other random parts of the models inside the block, and auxiliary losses, which are no sums
+        over samples."""
+        with ExitStack() as stack:
+            for model in find_models(self.trainer).values() if active else ():
+                stack.enter_context(without_randomness(model))
+            if active:
+                stack.enter_context(without_randomness(self.trainer, recurse=False))
+            yield
+
+    @cached_property
+    def noise(self) -> float:
+        """How far two runs of the same batch differ, relatively, from kernels or from random parts that stay on."""
+        first, second = self.run(seed=0), self.run(seed=1)
+        return compare(first, second)[0]
+
+    def need_steady(self) -> None:
+        """Raises if two equal runs differ so much that nothing can be concluded from a difference."""
+        if not self.noise <= self.tolerance:
+            raise NotApplicable(
+                f"two runs of one batch with dropout off differ by {self.noise:.1e}: its loss is random or not finite"
+            )
+
+    # ---- the model's own inputs ----
+
+    def find_inputs(self, batch: Batch | None = None) -> Inputs:
+        """Returns the keyword arguments of the first call of the model in the trainer's loss."""
+        calls: list[Inputs] = []
+
+        def note(module: nn.Module, args: tuple, kwargs: Inputs) -> None:
+            if not args:
+                calls.append(dict(kwargs))
+
+        with self.model.register_forward_pre_hook(note, with_kwargs=True), torch.no_grad(), self.steady():
+            self.compute_loss(batch)
+        if not calls:
+            raise NotApplicable("its loss does not call the model with named inputs")
+        return calls[0]
+
+    def forward(self, inputs: Inputs, training: bool = False) -> Tensor:
+        """Returns the model's output for inputs of [`find_inputs`]: logits, or what it has in their place."""
+        self.model.train(training)
+        plain = {name: value for name, value in inputs.items() if name not in LOSS_ONLY}
+        if self.is_seq2seq and "labels" in inputs:  # the decoder's inputs are made of them
+            plain["labels"] = inputs["labels"]
+        with torch.no_grad(), self.steady(), self.trainer.compute_loss_context_manager():
+            return find_output(self.model(**plain))
+
+    @cached_property
+    def is_causal(self) -> bool:
+        """Whether the model predicts the next token of its inputs."""
+        name = type(self.bare.get_base_model() if hasattr(self.bare, "get_base_model") else self.bare).__name__
+        others = ("MaskedLM", "Classification", "QuestionAnswering", "MultipleChoice")
+        return not self.is_seq2seq and not any(other in name for other in others)
+
+    @property
+    def is_seq2seq(self) -> bool:
+        return bool(getattr(getattr(self.bare, "config", None), "is_encoder_decoder", False))
+
+    # ---- bounds ----
+
+    def remove_autocast(self) -> None:
+        """Makes the model compute in the precision of its weights; the trainer must be given back afterwards."""
+        vars(self.bare).pop("forward", None)
+        if self.own_forward is not None:
+            vars(self.bare)["forward"] = self.own_forward
+        vars(self.trainer.accelerator)["autocast"] = nullcontext
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The precision of the run: that of autocast, or the lowest of the weights."""
+        mixed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(self.trainer.accelerator.mixed_precision))
+        found = [p.dtype for p in self.bare.parameters() if p.is_floating_point()]
+        return mixed or max(found, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)
+
+    @property
+    def eps(self) -> float:
+        """The rounding of that precision."""
+        return float(torch.finfo(self.dtype).eps)
+
+    @property
+    def tolerance(self) -> float:
+        """Relative difference of gradients or outputs that rounding explains, where sums are taken in another order:
+        1e-3 in float32, 1.6e-2 in float16, 0.06 in bfloat16."""
+        return min(max(16 * self.eps, 1e-3), 0.06)
+
+    def allow(self, factor: float = 1.0) -> float:
+        """Returns the tolerance together with ten times the noise that was measured."""
+        return factor * self.tolerance + 10 * min(self.noise, self.tolerance)
+
+
+def find_output(output: Any) -> Tensor:
+    """Returns logits or the first float tensor of a model's output."""
+    named = output if isinstance(output, Mapping) else {}
+    values = [named[name] for name in ("logits", "log_probs", "last_hidden_state") if named.get(name) is not None]
+    values += list(named.values()) if named else [output] if isinstance(output, Tensor) else list(output)
+    found = next((v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim > 0), None)
+    if found is None:
+        raise NotApplicable("its model returns no logits")
+    return found.detach()
+
+
+def compare(one: Run, other: Run) -> tuple[float, float, str]:
+    """Returns the relative difference of all gradients (or of the loss, if larger), the largest of a single parameter and
+    its name. A parameter counts with at least a thousandth of the whole norm, below which there is only rounding."""
+    whole = max(one.norm, 1e-30)
+    total, worst, name = 0.0, 0.0, ""
+    for each in one.gradients.keys() | other.gradients.keys():
+        a, b = one.gradients.get(each), other.gradients.get(each)
+        zero = torch.zeros((), device=(b if a is None else a).device)  # type: ignore[union-attr]
+        a, b = (zero if a is None else a.float()), (zero if b is None else b.float())
+        off = float((a - b).norm())
+        total += off**2
+        share = off / max(float(a.norm()), float(b.norm()) * 1e-3, 1e-3 * whole)
+        if not share <= worst:
+            worst, name = share, each
+    off_loss = abs(one.loss - other.loss) / max(abs(one.loss), 1e-12)
+    return max(total**0.5 / whole, off_loss), worst, name

@@ -1,0 +1,118 @@
+"""Writes and opens the files of a run: no link is followed, nothing blocks, and what is written is there whole or not at all.
+
+Only regular files are opened; a pipe, a device, a folder or a link in their place is an `OSError` whose message says so.
+Modes are set when a file is created, so a file is never readable for longer than it should be, and nothing fails on a
+file system without modes.
+"""
+
+import errno
+import os
+import shutil
+import stat
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+NO_BLOCK = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | NO_BLOCK
+DRAFT = ".partial"  # ends the name of what is being written; readers ignore it
+
+
+def make_folder(path: Path, private: bool = False) -> None:
+    """Makes a folder and those above it; a private one only for its owner. One that exists stays as it is."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(0o700 if private else 0o777, exist_ok=True)
+
+
+def append_line(path: Path, line: bytes, private: bool = False) -> None:
+    """Appends a line, in one write. After a short write, as on a full disk, the file is as before.
+
+    A last line that a crash has cut is ended first, so that nothing is glued to it.
+    """
+    descriptor = _open_regular(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | NO_FOLLOW, private)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and _read_byte(descriptor, size - 1) != b"\n":
+            line = b"\n" + line
+        num_written = os.write(descriptor, line)
+        if num_written < len(line):
+            end = os.lseek(descriptor, 0, os.SEEK_CUR)
+            if os.fstat(descriptor).st_size == end:  # else another process has appended to it
+                os.ftruncate(descriptor, end - num_written)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, content: bytes, private: bool = False) -> None:
+    """Writes a file whole or not at all: a draft beside it takes its place."""
+    if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
+        raise _not_regular(path)
+    draft = draft_of(path)
+    with suppress(FileNotFoundError):
+        draft.unlink()
+    try:
+        with os.fdopen(_open_regular(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW, private), "wb") as file:
+            file.write(content)
+        os.replace(draft, path)
+    except BaseException:  # also an interrupt: no draft is left behind
+        with suppress(OSError):
+            draft.unlink()
+        raise
+
+
+def open_to_read(path: Path) -> BinaryIO:
+    """Opens a regular file. A link is followed, because reading its target harms nobody."""
+    return os.fdopen(_open_regular(path, os.O_RDONLY | NO_BLOCK, False), "rb")
+
+
+def draft_of(path: Path) -> Path:
+    """Returns where this process writes what will become `path`."""
+    return path.with_name(f".{path.name}.{os.getpid()}{DRAFT}")
+
+
+def remove_drafts(folder: Path, names: str = "*") -> None:
+    """Removes drafts of processes that have ended: those of a pattern of file names in a folder."""
+    for draft in folder.glob(f".{names}{DRAFT}"):
+        owner = draft.name.split(".")[-2]
+        if not owner.isdecimal() or (int(owner) != os.getpid() and _is_running(int(owner))):
+            continue
+        if draft.is_dir() and not draft.is_symlink():
+            shutil.rmtree(draft, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                draft.unlink()
+
+
+def _open_regular(path: Path, flags: int, private: bool) -> int:
+    try:
+        descriptor = os.open(path, flags, 0o600 if private else 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV):
+            raise _not_regular(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _not_regular(path)
+    return descriptor
+
+
+def _not_regular(path: Path) -> OSError:
+    return OSError(errno.EINVAL, "not a regular file but a link, a pipe, a device or a folder", str(path))
+
+
+def _read_byte(descriptor: int, place: int) -> bytes:
+    os.lseek(descriptor, place, os.SEEK_SET)  # appends go to the end all the same
+    return os.read(descriptor, 1)
+
+
+def _is_running(process: int) -> bool:
+    if os.name != "posix":  # elsewhere signal 0 ends the process
+        return False
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # of another user
+        pass
+    return True

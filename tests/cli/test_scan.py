@@ -1,0 +1,88 @@
+"""`nanguard scan`: what it prints and its exit codes."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hf_nanguard.cli.main import main
+
+
+@pytest.fixture(autouse=True)
+def threads(monkeypatch):
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)  # it would outlast this test
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of three checkpoints: good, NaN, interrupted."""
+    for step, value in ((10, 1.0), (20, float("nan")), (30, 1.0)):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        save_file({"w": torch.full((2, 2), value)}, folder / "model.safetensors")
+        if step != 30:
+            (folder / "trainer_state.json").write_text("{}")
+    return tmp_path
+
+
+def test_clean(run, capsys):
+    assert main(["scan", str(run / "checkpoint-10")]) == 0
+    assert "checkpoint-10: good (1 tensors in 1 files, 0.0 MB)" in capsys.readouterr().out
+
+
+def test_findings(run, capsys):
+    assert main(["scan", str(run / "checkpoint-20")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("checkpoint-20: NOT GOOD (1 tensors in 1 files, 0.0 MB)")
+    assert lines[1].split() == [
+        "nan",
+        "model.safetensors:",
+        "w",
+        "contains",
+        "NaN",
+        "in",
+        "4",
+        "of",
+        "4",
+        "entries",
+        "(rows",
+        "0,",
+        "1)",
+    ]
+
+
+def test_unusable(run, capsys):
+    assert main(["scan", str(run / "checkpoint-30")]) == 2
+    assert "no trainer_state.json" in capsys.readouterr().out
+
+
+def test_a_run_has_the_worst_of_its_exit_codes(run, capsys):
+    assert main(["scan", str(run)]) == 2
+    assert capsys.readouterr().out.count("checkpoint-") == 3 + 1  # the folder is named in its finding
+
+
+def test_json(run, capsys):
+    assert main(["scan", "--json", str(run)]) == 2
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [result["good"] for result in results] == [True, False, False]
+    assert results[1]["findings"][0]["problem"] == "nan"
+
+
+def test_best_prints_only_the_path(run, capsys):
+    assert main(["scan", "--best", str(run)]) == 0
+    assert capsys.readouterr().out == f"{run / 'checkpoint-10'}\n"
+
+
+def test_best_of_nothing(run, capsys):
+    (run / "checkpoint-10" / "model.safetensors").write_bytes(b"")
+    assert main(["scan", "--best", str(run)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "checkpoint-10: model.safetensors is empty" in captured.err
+
+
+@pytest.mark.parametrize("words", [["nowhere"], ["--as", "int4", "."], ["--best", "nowhere"], []])
+def test_bad_arguments(words, capsys):
+    assert main(["scan", *words]) == 2
+    assert capsys.readouterr().err.startswith("nanguard: ")

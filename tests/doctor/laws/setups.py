@@ -1,0 +1,140 @@
+"""Sound set-ups of many kinds, all made in code: no law may be broken on them, beyond a note."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from datasets import Dataset
+from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, Trainer, TrainingArguments
+
+from ...models import VOCAB, tiny_tokenizer
+from ...trainers import common_arguments
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+DECODER = {**SIZES, "vocab_size": VOCAB, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+           "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen3": ("Qwen3", {"head_dim": 8}),
+    "gemma": ("Gemma", {"head_dim": 8}),
+    "gemma3": ("Gemma3", {"head_dim": 8, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "output_router_logits": True}),
+    "phi3": ("Phi3", {}),
+    "olmo2": ("Olmo2", {}),
+    "mamba": ("Mamba", {"state_size": 4}),
+    "mamba2": ("Mamba2", {"num_heads": 4, "head_dim": 8, "n_groups": 1, "state_size": 4, "chunk_size": 8}),
+    "qwen3_next": (
+        "Qwen3Next",
+        {"head_dim": 8, "linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 8,
+         "linear_value_head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "num_experts": 2,
+         "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    ),
+}  # fmt: skip
+
+
+def build_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, **more: Any) -> Any:
+    """Returns a tiny causal language model of a family."""
+    torch.manual_seed(seed)
+    if family == "gpt2":
+        config = transformers.GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=64, bos_token_id=1,
+                                         eos_token_id=2, **more)  # fmt: skip
+        return transformers.GPT2LMHeadModel(config).to(dtype)
+    name, settings = FAMILIES[family]
+    text = "Gemma3TextConfig" if family == "gemma3" else f"{name}Config"
+    config = getattr(transformers, text)(**{**DECODER, **settings, **more})
+    return getattr(transformers, f"{name}ForCausalLM")(config).to(dtype)
+
+
+def add_adapter(model: Any, **more: Any) -> Any:
+    """Returns the model with a LoRA."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    settings = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", "lora_dropout": 0.1}
+    return get_peft_model(model, LoraConfig(**{**settings, **more}))
+
+
+def text_rows(num_rows: int = 24, seed: int = 0) -> Dataset:
+    """Texts of 3 to 10 words."""
+    rng = random.Random(seed)
+    return Dataset.from_list(
+        [{"text": " ".join(f"w{rng.randrange(40)}" for _ in range(rng.randrange(3, 11)))} for _ in range(num_rows)]
+    )
+
+
+def answer_rows(num_rows: int = 24, conversational: bool = False) -> Dataset:
+    """Prompts and completions."""
+    rng = random.Random(1)
+    rows = []
+    for _ in range(num_rows):
+        texts = [" ".join(f"w{rng.randrange(40)}" for _ in range(rng.randrange(3, 8))) for _ in range(2)]
+        prompt, completion = f"{texts[0]} ", texts[1]
+        rows.append(
+            {
+                "prompt": [{"role": "user", "content": texts[0]}],
+                "completion": [{"role": "assistant", "content": texts[1]}],
+            }
+            if conversational
+            else {"prompt": prompt, "completion": completion}
+        )
+    return Dataset.from_list(rows)
+
+
+def build_sft(folder: Path, model: Any, dataset: Dataset | None = None, trainer_class: Any = None, collator: Any = None,
+              tokenizer: Any = None, **arguments: Any) -> Any:  # fmt: skip
+    """Returns an SFT trainer of TRL."""
+    import trl
+
+    args = trl.SFTConfig(**{"max_length": 32, **common_arguments(folder), **arguments})
+    more = {} if collator is None else {"data_collator": collator}
+    return (trainer_class or trl.SFTTrainer)(
+        model, args=args, train_dataset=text_rows() if dataset is None else dataset,
+        processing_class=tokenizer or tiny_tokenizer(), **more,
+    )  # fmt: skip
+
+
+def token_rows(num_rows: int = 24, seed: int = 0) -> list[dict]:
+    """Rows of tokens of different lengths that end with the end token."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(num_rows):
+        ids = [rng.randrange(7, VOCAB) for _ in range(rng.randrange(4, 11))] + [2]
+        rows.append({"input_ids": ids, "attention_mask": [1] * len(ids), "labels": list(ids)})
+    return rows
+
+
+def build_plain(folder: Path, model: Any, rows: Any = None, collator: Any = None, trainer_class: Any = Trainer,
+                extra: dict | None = None, **arguments: Any) -> Any:  # fmt: skip
+    """Returns a plain Trainer with a collator that pads."""
+    tokenizer = tiny_tokenizer()
+    collator = collator or DataCollatorForSeq2Seq(tokenizer, padding=True)
+    rows = token_rows() if rows is None else rows
+    rows = Dataset.from_list(rows) if isinstance(rows, list) else rows
+    args = TrainingArguments(**{**common_arguments(folder), **arguments})
+    return trainer_class(
+        model, args, train_dataset=rows, data_collator=collator, processing_class=tokenizer, **(extra or {})
+    )
+
+
+def build_classifier(folder: Path, **arguments: Any) -> Any:
+    """Returns a BERT that sorts texts into two classes."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        **SIZES, vocab_size=VOCAB, max_position_embeddings=64, pad_token_id=0, num_labels=2
+    )
+    rows = [{**row, "labels": i % 2} for i, row in enumerate(token_rows())]
+    return build_plain(folder, transformers.BertForSequenceClassification(config), rows,
+                       DataCollatorWithPadding(tiny_tokenizer()), **arguments)  # fmt: skip
+
+
+def build_translator(folder: Path, **arguments: Any) -> Any:
+    """Returns a T5 with inputs and outputs of different lengths."""
+    torch.manual_seed(0)
+    config = transformers.T5Config(vocab_size=VOCAB, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2,
+                                   decoder_start_token_id=0)  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config)
+    rows = [{**a, "labels": b["input_ids"]} for a, b in zip(token_rows(), token_rows(seed=9), strict=True)]
+    return build_plain(folder, model, rows, DataCollatorForSeq2Seq(tiny_tokenizer(), model), **arguments)

@@ -1,0 +1,181 @@
+"""Other training frameworks, as they are on PyPI: a row that ruins a stock run is survived and named, and `pip check` is clean.
+
+Each has its own environment in `.matrix/`, built on first use (gigabytes): `make slow` and `make matrix` run these tests. A row whose
+text has a "z" makes the loss 0/0, by a patch of the model that every process of the run imports first.
+"""
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from hf_nanguard.examples.tasks.sums import build_model, build_tokenizer
+from hf_nanguard.report.run_files import read_events
+
+from ..version_matrix import ROOT, VersionSet
+
+PLANTED = """
+import functools
+
+import torch
+from transformers.models.llama import modeling_llama
+
+forward = modeling_llama.LlamaForCausalLM.forward
+
+
+@functools.wraps(forward)  # whose signature tells which columns are kept
+def planted(self, *args, **kwargs):
+    output = forward(self, *args, **kwargs)
+    if output.loss is not None and (kwargs["input_ids"] == {token}).any():
+        output.loss = output.loss * (torch.zeros(()) / torch.zeros(()))
+    return output
+
+
+modeling_llama.LlamaForCausalLM.forward = planted
+"""
+BAD_ROW, NUM_ROWS = 20, 32
+TEXTS = [f"{row % 9}+{row % 5}=" for row in range(NUM_ROWS)]
+TEXTS[BAD_ROW] = "z" + TEXTS[BAD_ROW]
+AXOLOTL = """
+base_model: model
+datasets: [{path: rows.jsonl, ds_type: json, type: completion, field: text}]
+dataset_prepared_path: prepared
+val_set_size: 0
+output_dir: out
+sequence_len: 64
+micro_batch_size: 4
+gradient_accumulation_steps: 1
+num_epochs: 1
+optimizer: adamw_torch
+lr_scheduler: constant
+learning_rate: 0.001
+bf16: false
+fp16: false
+tf32: false
+attn_implementation: sdpa
+logging_steps: 1
+save_strategy: "no"
+special_tokens: {pad_token: "<pad>"}
+"""
+LLAMAFACTORY = """
+model_name_or_path: model
+stage: sft
+do_train: true
+finetuning_type: full
+dataset: sums
+dataset_dir: .
+template: default
+cutoff_len: 64
+output_dir: out
+per_device_train_batch_size: 4
+learning_rate: 1.0e-3
+num_train_epochs: 1
+logging_steps: 1
+save_strategy: "no"
+report_to: none
+use_cpu: true
+"""
+SWIFT = (
+    "swift sft --model model --model_type llama --template dummy --dataset rows.jsonl --tuner_type full --output_dir out "
+    "--per_device_train_batch_size 4 --gradient_accumulation_steps 1 --num_train_epochs 1 --learning_rate 1e-3 "
+    "--save_steps 100 --torch_dtype float32 --split_dataset_ratio 0 --add_version false --report_to none "
+    "--attn_impl sdpa --logging_steps 1"
+)
+
+
+@dataclass(frozen=True)
+class Integrator:
+    """A framework: what is installed, the files of a run, and its commands."""
+
+    versions: VersionSet
+    stock: str
+    guarded: str
+    files: dict[str, str] = field(default_factory=dict)
+    remove: str = "torchvision torchaudio torchcodec"  # builds for CUDA that come along and cannot be imported here
+
+
+INTEGRATORS = (
+    Integrator(
+        VersionSet("axolotl-itself", "3.11", "torch==2.13.0 axolotl==0.19.0"),
+        "python -m axolotl.cli.train stock.yaml",
+        "python -m axolotl.cli.train guarded.yaml",
+        {
+            "stock.yaml": AXOLOTL,
+            "guarded.yaml": f"{AXOLOTL}plugins: [hf_nanguard.integrations.axolotl.NanGuardPlugin]\n",
+        },
+    ),
+    Integrator(
+        VersionSet("llamafactory-itself", "3.11", "torch==2.13.0 llamafactory==0.9.5"),
+        "llamafactory-cli train run.yaml",
+        "nanguard run llamafactory-cli train run.yaml",
+        {
+            "run.yaml": LLAMAFACTORY,
+            "dataset_info.json": '{"sums": {"file_name": "rows.json"}}',
+            "torchaudio/__init__.py": "",  # it is imported and not used
+        },
+    ),
+    Integrator(
+        VersionSet("ms-swift-itself", "3.11", "torch==2.13.0 ms-swift==4.6.0"),
+        SWIFT,
+        f"{SWIFT} --external_plugins guard.py --callbacks nanguard",
+        {"guard.py": "from hf_nanguard.integrations.ms_swift import register\n\nregister()\n"},
+    ),
+)
+
+
+def write_run(folder: Path, integrator: Integrator) -> None:
+    """Writes model, rows and the files of a run."""
+    tokenizer = build_tokenizer()
+    build_model().save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    [token] = tokenizer("z", add_special_tokens=False)["input_ids"]
+    rows = [
+        {"text": text + "7", "instruction": text, "input": "", "output": "7",
+         "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "7"}]}
+        for text in TEXTS
+    ]  # fmt: skip
+    (folder / "rows.json").write_text(json.dumps(rows))
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, text in {"sitecustomize.py": PLANTED.format(token=token), **integrator.files}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def run(command: str, interpreter: Path, folder: Path) -> subprocess.CompletedProcess:
+    added = {
+        "PATH": f"{interpreter.parent}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": f"{folder}", "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "AXOLOTL_DO_NOT_TRACK": "1", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, env={**os.environ, **added}, capture_output=True, text=True, timeout=900
+    )
+
+
+def find_bad_weights(folder: Path) -> list[str]:
+    [file] = sorted((folder / "out").rglob("model.safetensors"))[-1:]
+    return [name for name, tensor in load_file(file).items() if not tensor.isfinite().all()]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("integrator", INTEGRATORS, ids=lambda each: each.versions.name)
+def test_the_planted_row_is_survived_and_named(integrator, tmp_path):
+    interpreter = integrator.versions.install(without=integrator.remove)
+    for way in ("stock", "guarded"):
+        folder = tmp_path / way
+        folder.mkdir()
+        write_run(folder, integrator)
+        done = run(getattr(integrator, way), interpreter, folder)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    if "swift" not in integrator.versions.name:  # it drops NaN gradients itself, without a word
+        assert find_bad_weights(tmp_path / "stock")
+    assert not find_bad_weights(tmp_path / "guarded")
+    [guards] = (tmp_path / "guarded" / "out").rglob("events.jsonl")
+    [event] = read_events(guards)
+    assert (event["signal"], event["cause"]) == ("loss_nonfinite", "div_by_zero")
+    assert event["culprit"]["rows"], "the row is named"
+    assert f"{ROOT}" not in json.dumps(event["culprit"])

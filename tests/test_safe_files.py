@@ -1,0 +1,165 @@
+"""The writer of all files: only regular ones, never through a link, whole lines, private from the first moment on."""
+
+import errno
+import os
+import resource
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from hf_nanguard.safe_files import append_line, draft_of, make_folder, open_to_read, remove_drafts, write_file
+
+WRITERS = {"append": append_line, "replace": write_file}
+
+
+def plant_odd(kind, path):
+    """Puts something that is not a regular file in the place of one; returns a function that says whether it was harmed."""
+    victim = path.with_name("victim")
+    victim.write_bytes(b"precious")
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "link":
+        path.symlink_to(victim)
+    elif kind == "dangling link":
+        path.symlink_to(path.with_name("nobody"))
+    elif kind == "device":
+        path.symlink_to("/dev/full")
+    before = path.lstat()
+    return lambda: (
+        victim.read_bytes() == b"precious"
+        and not path.with_name("nobody").exists()
+        and stat.S_IFMT(path.lstat().st_mode) == stat.S_IFMT(before.st_mode)
+    )
+
+
+ODD = ("pipe", "folder", "link", "dangling link", "device")
+
+
+def mode_of(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+@pytest.fixture
+def loose_umask():
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.parametrize("kind", ODD)
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_only_regular_files_are_written(write, kind, tmp_path):
+    path = tmp_path / "file"
+    is_unharmed = plant_odd(kind, path)
+    with pytest.raises(OSError, match="not a regular file but a link, a pipe, a device or a folder"):
+        write(path, b"line\n")
+    assert is_unharmed()
+    assert not list(tmp_path.glob(".*")), "no draft is left"
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_only_regular_files_are_read(kind, tmp_path):
+    plant_odd(kind, tmp_path / "file")
+    with pytest.raises(OSError, match="not a regular file"):
+        open_to_read(tmp_path / "file")
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_modes_are_those_of_the_owner_or_of_the_umask(write, tmp_path, loose_umask):
+    write(tmp_path / "mine", b"a\n", private=True)
+    write(tmp_path / "ours", b"a\n")
+    make_folder(tmp_path / "a" / "private", private=True)
+    make_folder(tmp_path / "a" / "shared")
+    assert [mode_of(tmp_path / name) for name in ("mine", "ours")] == [0o600, 0o644]
+    assert [mode_of(tmp_path / "a" / name) for name in ("", "private", "shared")] == [0o755, 0o700, 0o755]
+
+
+@pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+def test_modes_are_set_at_creation(write, tmp_path, monkeypatch):
+    """A file system without modes is accepted, and a file is at no moment readable for others."""
+    for name in ("chmod", "fchmod"):
+        monkeypatch.setattr(os, name, lambda *args, **kwargs: pytest.fail("a mode was changed"))
+    write(tmp_path / "file", b"a\n", private=True)
+    assert mode_of(tmp_path / "file") == 0o600
+
+
+def test_a_line_is_one_write(tmp_path, monkeypatch):
+    written = []
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: written.append(data) or write(descriptor, data))
+    append_line(tmp_path / "file", b"x" * 100_000 + b"\n")
+    assert [len(data) for data in written] == [100_001]
+
+
+def test_a_line_that_a_full_disk_cuts_is_taken_back(tmp_path):
+    path = tmp_path / "file"
+    append_line(path, b"first\n")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))  # writes beyond it are short, as on a full disk
+    try:
+        with pytest.raises(OSError, match="No space left on device"):
+            append_line(path, b"second\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_bytes() == b"first\n"
+    append_line(path, b"third\n")
+    assert path.read_bytes() == b"first\nthird\n"
+
+
+def test_what_another_process_appended_meanwhile_is_not_taken_back(tmp_path, monkeypatch):
+    path, write = tmp_path / "file", os.write
+
+    def write_half(descriptor, data):
+        half = write(descriptor, data[:3])
+        with path.open("ab") as other:
+            other.write(b"other\n")
+        return half
+
+    monkeypatch.setattr(os, "write", write_half)
+    with pytest.raises(OSError, match="No space left"):
+        append_line(path, b"second\n")
+    assert path.read_bytes() == b"secother\n"
+
+
+def test_a_cut_last_line_is_ended_first(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"first\nsec")
+    append_line(path, b"third\n")
+    assert path.read_bytes() == b"first\nsec\nthird\n"
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
+def test_a_replacement_that_fails_leaves_the_old_file(error, tmp_path, monkeypatch):
+    path = tmp_path / "file"
+    write_file(path, b"old")
+
+    def fail(*args):
+        raise error
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(type(error)):
+        write_file(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["file"]
+
+
+def test_drafts_of_processes_that_have_ended_are_removed(tmp_path):
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], stdout=subprocess.PIPE, check=True)
+    drafts = {owner: tmp_path / f".a.{owner}.partial" for owner in (int(ended.stdout), os.getpid(), os.getppid(), "x")}
+    for draft in drafts.values():
+        draft.mkdir()
+        (draft / "content").touch()
+    (tmp_path / "victim").mkdir()
+    (tmp_path / ".link.999999999.partial").symlink_to(tmp_path / "victim")
+    (tmp_path / "a.999999999.partial").touch()  # not hidden: not ours
+    remove_drafts(tmp_path)
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert left == sorted([drafts[os.getppid()].name, ".a.x.partial", "a.999999999.partial", "victim"])
+
+
+def test_a_draft_lies_beside_its_target(tmp_path):
+    assert draft_of(tmp_path / "state.json").parent == tmp_path
