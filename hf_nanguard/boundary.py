@@ -48,7 +48,7 @@ class Agreement(Protocol):
 
 
 @dataclass(frozen=True)
-class Failure:
+class GuardFailure:
     """An error inside the guard, as plain values: the error itself would keep the tensors of its frames alive."""
 
     part: str  # of the guard
@@ -92,7 +92,7 @@ class HostCall:
         return self.result
 
 
-def log_failure(failure: Failure) -> None:
+def log_failure(failure: GuardFailure) -> None:
     """Reports an error of the guard where there is no journal."""
     logging.getLogger("hf_nanguard").warning("hf_nanguard: %s.", failure)
 
@@ -102,13 +102,13 @@ class Boundary:
 
     Args:
         report (`Callable`, *optional*):
-            Called with every [`Failure`]. Errors in it are ignored, because there is nobody left to tell.
+            Called with every [`GuardFailure`]. Errors in it are ignored, because there is nobody left to tell.
         ranks (`Agreement`, *optional*):
             The ranks that decide together. If there are several, no override is turned off, because the other ranks may
             wait for this one.
     """
 
-    def __init__(self, report: Callable[[Failure], None] = log_failure, ranks: Agreement | None = None):
+    def __init__(self, report: Callable[[GuardFailure], None] = log_failure, ranks: Agreement | None = None):
         self.report = report
         self.ranks = ranks
         self.num_failures: Counter[str] = Counter()
@@ -220,10 +220,12 @@ class Boundary:
                 why = str(self.note(part, error))
         return otherwise(why)
 
-    def note(self, part: str, error: Exception, max_failures: int = MAX_FAILURES, can_turn_off: bool = True) -> Failure:
+    def note(
+        self, part: str, error: Exception, max_failures: int = MAX_FAILURES, can_turn_off: bool = True
+    ) -> GuardFailure:
         """Counts and reports an error of the guard. The first few of a part are reported."""
         number = self._count(part, max_failures if can_turn_off else None)
-        failure = Failure(part, quote_error(error), find_place(error), number, part in self.off)
+        failure = GuardFailure(part, quote_error(error), find_place(error), number, part in self.off)
         if number <= max_failures:
             with suppress(Exception):  # a journal, a log handler or a disk that fails too
                 self.report(failure)

@@ -66,6 +66,15 @@ def open_to_read(path: Path) -> BinaryIO:
     return os.fdopen(_open_regular(path, os.O_RDONLY | NO_BLOCK, False), "rb")
 
 
+def read_file(path: Path, max_bytes: int) -> bytes:
+    """Returns the content of a regular file; a larger one is a `ValueError`."""
+    with open_to_read(path) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"larger than {max_bytes // 2**20} MiB")
+    return content
+
+
 def draft_of(path: Path) -> Path:
     """Returns where this process writes what will become `path`."""
     return path.with_name(f".{path.name}.{os.getpid()}{DRAFT}")
@@ -88,7 +97,8 @@ def _open_regular(path: Path, flags: int, private: bool) -> int:
     try:
         descriptor = os.open(path, flags, 0o600 if private else 0o666)
     except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.ENODEV):
+        is_link = error.errno == errno.ELOOP and flags & NO_FOLLOW == NO_FOLLOW
+        if is_link or error.errno in (errno.ENXIO, errno.EISDIR, errno.ENODEV):
             raise _not_regular(path) from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -98,7 +108,9 @@ def _open_regular(path: Path, flags: int, private: bool) -> int:
 
 
 def _not_regular(path: Path) -> OSError:
-    return OSError(errno.EINVAL, "not a regular file but a link, a pipe, a device or a folder", str(path))
+    is_folder = path.is_dir() and not path.is_symlink()
+    number = errno.EISDIR if is_folder else errno.EINVAL
+    return OSError(number, os.strerror(number) if is_folder else "not a regular file", str(path))
 
 
 def _read_byte(descriptor: int, place: int) -> bytes:

@@ -5,14 +5,14 @@ the number of values are limited, with aliases counted as if they were written o
 Dates stay text.
 """
 
-import os
-import stat
 from collections.abc import Hashable
+from pathlib import Path
 
 import yaml
 
 from .errors import ArgumentError
 from .plain_text import first_line, format_value
+from .safe_files import read_file
 
 MAX_BYTES = 2**20
 MAX_NODES = 10_000
@@ -28,10 +28,10 @@ BAD_VALUES = (ValueError, LookupError, AttributeError, TypeError, ArithmeticErro
 def read_yaml(path: str, source: str = "--config", example: str = "learning_rate: 1.0e-5") -> dict[str, object]:
     """Returns the names and values of a YAML file. Errors name `source`, the flag or variable that names the file."""
     try:
-        text = read_regular_file(path, MAX_BYTES).decode("utf-8")
+        text = read_file(Path(path), MAX_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ArgumentError(f"{source} must be a readable YAML file, got {path!r} (not text).") from error
-    except (OSError, ValueError) as error:  # ValueError: not a regular file, too large, or a zero byte in the path
+    except (OSError, ValueError) as error:  # ValueError: too large, or a zero byte in the path
         reason = (error.strerror if isinstance(error, OSError) else None) or first_line(error)
         raise ArgumentError(f"{source} must be a readable YAML file, got {path!r} ({reason}).") from error
     try:
@@ -41,18 +41,6 @@ def read_yaml(path: str, source: str = "--config", example: str = "learning_rate
     if not isinstance(content, dict):
         raise ArgumentError(f"{source} must be a YAML file of names and values, got {path!r}. For example {example}.")
     return {str(name): value for name, value in content.items()}
-
-
-def read_regular_file(path: str, max_bytes: int) -> bytes:
-    """Returns the content of a file. Raises a `ValueError` if it is larger, or not a regular file, which could block."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("not a regular file")
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise ValueError(f"larger than {max_bytes // 2**20} MiB")
-    return content
 
 
 def _format_problem(error: yaml.YAMLError) -> str:

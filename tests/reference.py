@@ -5,10 +5,11 @@ from typing import Any
 import torch
 
 
-def without(trainer_class: type, *dropped: tuple[int, int]) -> type:
+def without(trainer_class: type, *dropped: tuple[int, int], generates: bool = True) -> type:
     """Returns a stock trainer class in which the given (step, micro-step) batches never come.
 
-    A group with nothing left does not step and holds the schedule; losses are normalised by what is left.
+    A group with nothing left does not step and holds the schedule; losses are normalised by what is left. An online trainer
+    `generates` the completions of dropped batches, or not.
     """
 
     class Without(trainer_class):
@@ -34,8 +35,9 @@ def without(trainer_class: type, *dropped: tuple[int, int]) -> type:
             self.micro_step += 1
             self.optimizer._is_overflow = self.num_good == 0
             if place in dropped:
-                if hasattr(self, "_buffered_inputs"):  # RL: the completions are generated all the same
-                    self._prepare_inputs(inputs)
+                if hasattr(self, "_buffered_inputs"):  # RL
+                    if generates:
+                        self._prepare_inputs(inputs)
                     self._step += 1
                 return torch.zeros((), device=self.args.device)
             self.current_gradient_accumulation_steps = self.num_good
@@ -50,9 +52,9 @@ def tensors_of(trainer: Any) -> dict[str, torch.Tensor]:
     model = trainer.accelerator.unwrap_model(trainer.model)
     found = {f"model.{name}": value for name, value in model.state_dict().items()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for parameter, state in trainer.optimizer.state.items():
+    for number, (parameter, state) in enumerate(trainer.optimizer.state.items()):
         for key, value in state.items():
-            found[f"optimizer.{names[id(parameter)]}.{key}"] = torch.as_tensor(value)
+            found[f"optimizer.{names.get(id(parameter), number)}.{key}"] = torch.as_tensor(value)
     found["rng"] = torch.get_rng_state()
     return {name: value.detach().clone() for name, value in found.items()}
 

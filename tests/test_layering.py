@@ -53,7 +53,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
     "hf.trainer": (
         "the guard of one trainer, in the order of a step",
         "core core.rerun core.autopsy core.autopsy.evidence core.monitors core.step report hf.compat hf.data hf.generation "
-        "hf.monitors",
+        "hf.monitors doctor doctor.facts",
     ),
     "hf.rl": (
         "completions, rewards and log-ratios of online trainers",
@@ -70,9 +70,12 @@ FOLDERS: dict[str, tuple[str, str]] = {
     ),
     "takeover": (
         "`nanguard run`: every Trainer that a script builds becomes guarded",
-        "core report hf hf.compat hf.trainer hf.rl",
+        "core report hf hf.compat hf.trainer hf.rl takeover.startup",
     ),
-    "takeover.startup": ("what a child process imports when it starts", "takeover"),
+    "takeover.startup": (
+        "what a guarded process imports when it starts: nothing of ours, until transformers comes",
+        "",
+    ),
     "bundle_replay": (
         "model and loss of a bundle built again, without trust",
         "core core.rerun core.autopsy core.autopsy.evidence core.autopsy.bundle hf hf.compat hf.trainer",
@@ -120,7 +123,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
     "cli": (
         "one command a file, nothing heavy at the head",
         "cli.shared checkpoints core core.autopsy core.autopsy.evidence core.autopsy.bundle report hf.trainer takeover "
-        "bundle_replay verification doctor.facts doctor.command "
+        "takeover.startup bundle_replay verification doctor.facts doctor.command "
         "examples examples.demo examples.recipe",
     ),
 }

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from hf_nanguard.safe_files import append_line, draft_of, make_folder, open_to_read, remove_drafts, write_file
+from hf_nanguard.safe_files import append_line, draft_of, make_folder, read_file, remove_drafts, write_file
 
 WRITERS = {"append": append_line, "replace": write_file}
 
@@ -55,7 +55,7 @@ def loose_umask():
 def test_only_regular_files_are_written(write, kind, tmp_path):
     path = tmp_path / "file"
     is_unharmed = plant_odd(kind, path)
-    with pytest.raises(OSError, match="not a regular file but a link, a pipe, a device or a folder"):
+    with pytest.raises(OSError, match="Is a directory" if kind == "folder" else "not a regular file"):
         write(path, b"line\n")
     assert is_unharmed()
     assert not list(tmp_path.glob(".*")), "no draft is left"
@@ -64,8 +64,15 @@ def test_only_regular_files_are_written(write, kind, tmp_path):
 @pytest.mark.parametrize("kind", ["pipe", "folder"])
 def test_only_regular_files_are_read(kind, tmp_path):
     plant_odd(kind, tmp_path / "file")
-    with pytest.raises(OSError, match="not a regular file"):
-        open_to_read(tmp_path / "file")
+    with pytest.raises(OSError, match="Is a directory" if kind == "folder" else "not a regular file"):
+        read_file(tmp_path / "file", 100)
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path):
+    (tmp_path / "file").write_bytes(b"x" * (2**20 + 1))
+    assert len(read_file(tmp_path / "file", 2**20 + 1)) == 2**20 + 1
+    with pytest.raises(ValueError, match="larger than 1 MiB"):
+        read_file(tmp_path / "file", 2**20)
 
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)

@@ -45,6 +45,8 @@ bounded_loss clamp_weight distillation_loss dtype_eps masked_cross_entropy norma
 
 ARGUMENTS = {
     "nanguard_mode": (str, "act"),
+    "nanguard_doctor": (str, "warn"),
+    "nanguard_precision": (str, "keep"),
     "nanguard_on_nonfinite": (str, "drop"),
     "nanguard_loss_floor": (float, 1e-6),
     "nanguard_on_loss_error": (str, "raise"),
@@ -52,6 +54,11 @@ ARGUMENTS = {
     "nanguard_skip_grad_norm": (float | None, None),
     "nanguard_on_spike": (str, "observe"),
     "nanguard_max_bad_steps": (int, 10),
+    "nanguard_max_rewinds": (int, 3),
+    "nanguard_rewind_lr_factor": (float, 1.0),
+    "nanguard_snapshot_steps": (int | None, None),
+    "nanguard_on_param_nonfinite": (str, "rewind"),
+    "nanguard_on_bad_start": (str, "halt"),
     "nanguard_on_halt": (str, "raise"),
     "nanguard_autopsy": (bool, True),
     "nanguard_max_autopsies": (int, 5),

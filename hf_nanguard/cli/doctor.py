@@ -7,7 +7,6 @@ import json
 import math
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import ArgumentError
-from ..report.run_files import GUARD_FOLDER, events_path
+from ..report.run_files import GUARD_FOLDER, events_path, new_run_id
 from .shared.command_parser import Subparsers, between, load_recipe, needs_trl
 from .shared.live_output import build_console, guard_log, print_plain, progress
 
@@ -104,7 +103,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--memory_limit", "--memory-limit", type=_gigabytes, metavar="GB", help="an error if the memory peak is higher"
     )
     parser.add_argument("--output_dir", "--output-dir", metavar="FOLDER",
-                        help="folder for events and autopsies (default: a temporary folder, kept if there are events)")  # fmt: skip
+                        help="folder for events and autopsies (default: a new folder here, kept if there are events)")  # fmt: skip
     parser.set_defaults(run=run)
 
 
@@ -234,13 +233,13 @@ def build_recipe(task: str, words: Sequence[str], folder: Path, console: Console
 
 @contextmanager
 def _open_folder(given: str | None) -> Iterator[Path]:
-    """Yields the given folder, or a temporary one that is kept if it contains events."""
+    """Yields the given folder, or a new one in the current folder, which is removed if it contains no events."""
     from ..examples.output_folder import make_folder
 
     if given is not None:
         yield make_folder("--output_dir", given)
         return
-    folder = Path(tempfile.mkdtemp(prefix="nanguard-doctor-"))
+    folder = make_folder("--output_dir", f"nanguard-doctor-{new_run_id()}")
     try:
         yield folder
     finally:

@@ -109,3 +109,14 @@ class Event:
                 "bundle": self.bundle,
             }
         )
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a run cannot continue from the state that it is in; the same on every rank.
+
+    Whoever resolves it rewinds the run or halts it, and writes the event with that action.
+    """
+
+    reason: str  # the message of a halt
+    event: Event | None  # `None` if it was written already

@@ -72,9 +72,9 @@ class EventSummary:
         remedies = sorted(set().union(*(kind.remedies for kind in alike)))
         return text + (f" The examined batch was finite with {' or '.join(remedies)}." if remedies else "")
 
-    def format_end(self, path: object) -> str | None:
+    def format_end(self, path: object, note: str | None = None) -> str | None:
         """Returns the block that is logged at the end of a run whose events are in `path`; `None` without events."""
-        lines = self.format()
+        lines = self.format() + ([] if note is None else [note])
         block = ["---- hf_nanguard: events of this run ----", *lines, f"more in {path}"]
         return "\n  ".join(map(printable, block)) if lines else None
 

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
-from ..boundary import Boundary, Failure
+from ..boundary import Boundary, GuardFailure
 from ..plain_text import printable, show
 from .event import Culprit, Event, JsonObject, JsonValue
 from .event_summary import EventSummary
@@ -46,7 +46,7 @@ class Journal:
         if self.ranks.rank == 0:
             self.write(event)
 
-    def write_failure(self, step: int, failure: Failure) -> None:
+    def write_failure(self, step: int, failure: GuardFailure) -> None:
         """Writes what happened to a part of the guard on this rank."""
         values: dict[str, JsonValue] = {
             "part": failure.part,

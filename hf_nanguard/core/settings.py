@@ -17,7 +17,6 @@ from ..plain_text import format_value
 PREFIX = "nanguard_"
 TRUTHS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 LARGEST = sys.float_info.max
-HINTS = {"rewind": " Rewinding needs snapshots, which this version does not have."}
 
 
 def setting(
@@ -46,6 +45,18 @@ class Policy:
         "`act` corrects bad steps, `observe` only records events and leaves the run unchanged, `off` disables the guard.",
         ("act", "observe", "off"),
     )
+    doctor: str = setting(
+        "warn",
+        "Check settings and a few rows of the data at the start of a run: `warn` logs everything above a note, `strict` raises "
+        "ArgumentError instead of starting, `off` checks nothing.",
+        ("warn", "strict", "off"),
+    )
+    precision: str = setting(
+        "keep",
+        "`keep` trains in the precision of `bf16` and `fp16`. `auto`, in a guarded config, sets them to what is safe on this device: "
+        "bfloat16, else float16 with a loss scaler, else float32.",
+        ("keep", "auto"),
+    )
     on_nonfinite: str = setting(
         "drop",
         "What to do if the loss or the gradients contain NaN or inf. `drop` repeats the accumulation group without the bad "
@@ -70,7 +81,40 @@ class Policy:
         "`observe` records an event, `clip` clips the norm to the spike threshold, `skip` skips the step.",
         ("observe", "clip", "skip"),
     )
-    max_bad_steps: int = setting(10, "Halt the run after this many bad steps in a row.", at_least=1)
+    max_bad_steps: int = setting(
+        10, "After this many bad steps in a row, rewind the run to its last snapshot, or halt it.", at_least=1
+    )
+    max_rewinds: int = setting(
+        3,
+        "How often a run may go back to a snapshot before it halts. A rewind restores weights, optimizer, schedule and random "
+        "state and leaves out the batches since the snapshot. With 0 the run halts at once.",
+        at_least=0,
+    )
+    rewind_lr_factor: float = setting(
+        1.0,
+        "Multiply the learning rate by this after a rewind, until the next snapshot. A rate that is shown to be too high is divided by 10 "
+        "for the rest of the run, whatever this says.",
+        above=0,
+        at_most=1,
+    )
+    snapshot_steps: int | None = setting(
+        None,
+        "Copy the state of the run to host memory every this many steps, if it is finite and neither loss nor norm spike. `None` "
+        "means 100, if snapshots fit into a tenth of the free host memory. 0 disables snapshots.",
+        at_least=0,
+    )
+    on_param_nonfinite: str = setting(
+        "rewind",
+        "What to do if weights or optimizer state contain NaN or inf: `rewind` to the last snapshot (and halt without one), or "
+        "`halt`.",
+        ("rewind", "halt"),
+    )
+    on_bad_start: str = setting(
+        "halt",
+        "What to do if weights or optimizer state contain NaN, or optimizer state contains inf, before the first step of a run or after a "
+        "resume: `halt` before anything is trained, or `observe`, by which the run continues without snapshots.",
+        ("halt", "observe"),
+    )
     on_halt: str = setting(
         "raise",
         "How a halted run ends once the last good state is saved: `raise` raises NonFiniteError, `stop` ends the training "
@@ -245,8 +289,7 @@ class Setting:
     def check(self, value: object, spelling: str) -> None:
         """Raises an [`ArgumentError`] if a value is not allowed. `spelling` is the name of the setting as the user wrote it."""
         if not self._allows(value):
-            hint = HINTS.get(value, "") if isinstance(value, str) else ""
-            raise ArgumentError(f"{spelling} must be {self._expectation()}, got {format_value(value)}.{hint}")
+            raise ArgumentError(f"{spelling} must be {self._expectation()}, got {format_value(value)}.")
 
     def _allows(self, value: object) -> bool:
         if value is None:

@@ -84,4 +84,4 @@ class Cause(StrEnum):
 
 
 # Names that are part of the public schema although nothing emits them yet.
-RESERVED: frozenset[StrEnum] = frozenset({Action.REWOUND})
+RESERVED: frozenset[StrEnum] = frozenset()

@@ -25,6 +25,7 @@ from ..report.terminal_console import build_console, print_line
 
 # How a run ends whose numbers are not finite; any other error is a mistake in the recipe and is raised.
 FAILURES = (ArithmeticError, IndexError, RuntimeError, ValueError)
+MAX_ROWS = 8
 
 Figures = dict[str, float | str]  # measurements of a run by name
 EventRow = dict[str, Any]  # a line of events.jsonl
@@ -164,10 +165,17 @@ def format_event(event: EventRow) -> str:
     parts = [
         f"step {event['step']}: {event['signal']}, {event['action']}",
         event["cause"],
-        *(f"{name.replace('_', ' ')} {culprit[name]}" for name in names if culprit.get(name)),
+        *(f"{name.replace('_', ' ')} {_shorten_list(culprit[name])}" for name in names if culprit.get(name)),
         f"would have helped: {', '.join(works)}" if works else None,
     ]
     return "; ".join(part for part in parts if part)
+
+
+def _shorten_list(value: object) -> object:
+    """Returns the ends of a long list as text; a rewind leaves out the rows of many batches."""
+    if not isinstance(value, list) or len(value) <= MAX_ROWS:
+        return value
+    return f"{value[0]} ... {value[-1]} ({len(value)})"
 
 
 def find_first(events: Sequence[EventRow]) -> EventRow:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.event import parse_strict
+from ..plain_text import text_of
 from ..safe_files import append_line, make_folder, open_to_read
 
 logger = logging.getLogger("hf_nanguard")
@@ -40,7 +41,7 @@ class JsonlWriter:
 
     def __call__(self, item: Mapping[str, object]) -> None:
         """Writes one object. Non-finite floats must be strings (`core.event.strict`)."""
-        line = json.dumps({"run": self.run, **item}, allow_nan=False, default=str) + "\n"
+        line = json.dumps({"run": self.run, **item}, allow_nan=False, default=text_of) + "\n"
         try:
             make_folder(self.path.parent)
             append_line(self.path, line.encode("ascii"), self.private)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..core.event import JsonObject, parse_strict
-from ..safe_files import open_to_read, write_file
+from ..safe_files import read_file, write_file
 
 logger = logging.getLogger("hf_nanguard")
 
@@ -29,8 +29,7 @@ def write_state(path: Path, state: JsonObject) -> None:
 def read_state(path: Path) -> JsonObject | None:
     """Returns the state in a file, `None` if there is none. One that is not what `write_state` wrote is logged and left out."""
     try:
-        with open_to_read(path) as file:
-            state: Any = parse_strict(file.read(MAX_BYTES))
+        state: Any = parse_strict(read_file(path, MAX_BYTES))
         if not isinstance(state, dict) or state.pop(CHECKSUM, None) != _checksum(state):
             raise ValueError("its content does not match its checksum")
     except FileNotFoundError:

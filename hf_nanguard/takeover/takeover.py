@@ -3,24 +3,20 @@
 `Trainer.__new__` returns an instance of a temporary subclass. Its `__init__` first sets the class back to the one that
 was asked for, runs the script's own constructor, and then does what [`attach`] does. So nothing of the guard exists while
 a constructor runs, whatever its signature, and classes that were imported before or are defined later are reached alike.
-If transformers is not imported yet, the takeover waits for that import, because a script may set environment variables
-before it. Nothing here imports transformers at the head.
+Nothing here imports transformers at the head.
 
 A copy or a pickle of a guarded trainer contains the class the script knows, and is guarded if it is restored during the
 takeover. Not reached: a class whose own `__new__` calls `object.__new__` directly.
 """
 
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
-from .import_hook import ImportHook
 from .pickling import reduce_as, restore_state
 
 if TYPE_CHECKING:
@@ -28,8 +24,6 @@ if TYPE_CHECKING:
 
     from ..hf.trainer.arguments import GuardArguments
     from ..hf.trainer.mixin import GuardedTrainerMixin
-
-HOST = "transformers.trainer"
 
 
 class _StandIn:
@@ -41,8 +35,7 @@ class Takeover:
     """Context manager that guards every Trainer built inside it.
 
     `settings` are fields of `GuardArguments` and take precedence over the script's own. `say` is called with a sentence, on
-    the first rank only: which trainer is guarded or cannot be, and at the end how many events there are. `on_build` is
-    called on every rank when a trainer was built.
+    the first rank only: which trainer is guarded or cannot be, and at the end how many events there are.
 
     Example:
 
@@ -52,35 +45,27 @@ class Takeover:
     ```
     """
 
-    def __init__(
-        self, settings: Mapping[str, object], say: Callable[[str], None], on_build: Callable[[], None] | None = None
-    ):
+    def __init__(self, settings: Mapping[str, object], say: Callable[[str], None]):
         self.settings = dict(settings)
         self.say = say
-        self.on_build = on_build
         self.began = time.time()
         self.process = os.getpid()
         self.num_built = 0
         # Event files of the first rank by absolute path: the path to print, and the number of lines of earlier runs.
         self.event_files: dict[Path, tuple[Path, int]] = {}
-        self._import_hook = ImportHook(HOST, self._replace_new)
         self._trainer_class: Any = None
         self._stand_ins: dict[type, type] = {}
 
     def __enter__(self) -> "Takeover":
-        module = sys.modules.get(HOST)
-        if module is None:
-            sys.meta_path.insert(0, self._import_hook)
-        else:
-            self._replace_new(module)
+        from transformers.trainer import Trainer
+
+        self._trainer_class = Trainer
+        self._set_new(self._stand_in_for)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._import_hook in sys.meta_path:
-            sys.meta_path.remove(self._import_hook)
-        if self._trainer_class is not None:
-            # Python cannot delete a `__new__` completely: `object.__new__` would then refuse arguments.
-            self._set_new(lambda cls: cls)
+        # Python cannot delete a `__new__` completely: `object.__new__` would then refuse arguments.
+        self._set_new(lambda cls: cls)
         self.report_events()
 
     def report_events(self) -> None:
@@ -100,10 +85,6 @@ class Takeover:
         self.say(f"{'; '.join(parts)}.")
 
     # ---- Trainer.__new__ ----
-
-    def _replace_new(self, module: ModuleType) -> None:
-        self._trainer_class = vars(module)["Trainer"]
-        self._set_new(self._stand_in_for)
 
     def _set_new(self, find_class: Callable[[type], type]) -> None:
         def new(cls: type, *args: object, **kwargs: object) -> object:
@@ -161,8 +142,6 @@ class Takeover:
         from ..hf.trainer.mixin import GuardedTrainerMixin
 
         self.num_built += 1
-        if self.on_build is not None:
-            self.on_build()
         cls = type(trainer)
         if obstacle := _find_obstacle(trainer):
             self._say_unguarded(cls, obstacle, trainer)
@@ -256,7 +235,7 @@ def _find_obstacle(trainer: "Trainer") -> str | None:
 def _is_first_rank(trainer: "Trainer | None" = None) -> bool:
     """Returns whether this is rank 0; without arguments of a trainer, as launchers say it."""
     rank = getattr(getattr(trainer, "args", None), "process_index", None)
-    return int(os.environ.get("RANK", "0") if rank is None else rank) == 0
+    return str(os.environ.get("RANK", "0") if rank is None else rank) == "0"
 
 
 def _count_lines(path: Path) -> int:

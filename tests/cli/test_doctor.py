@@ -23,7 +23,7 @@ CHECKS = (
 
 @pytest.fixture(autouse=True)
 def temporary(tmp_path, monkeypatch):
-    """Temporary folders go below the test's own, where what stays can be seen."""
+    """The system's temporary folder and the current folder are below the test's own, where what stays can be seen."""
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
@@ -31,8 +31,9 @@ def temporary(tmp_path, monkeypatch):
     return folder
 
 
-def stays(folder):
-    return list(folder.glob("nanguard-doctor-*"))
+def stays(temporary):
+    assert list(temporary.iterdir()) == []
+    return [path.relative_to(temporary.parent) for path in temporary.parent.glob("nanguard-doctor-*")]
 
 
 def test_the_embedded_task(temporary, capsys):

@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 
 from hf_nanguard.cli.main import main
 from hf_nanguard.report.run_files import read_jsonl
+from hf_nanguard.takeover.hidden_frames import hide_frames, hide_in_tracebacks
+from hf_nanguard.takeover.takeover import Takeover
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -43,6 +45,21 @@ def run_stock(words: list[str], monkeypatch) -> None:
     runpy.run_path(words[0], run_name="__main__")
 
 
+def run_guarded(words: list[str], monkeypatch, **settings: object) -> list[str]:
+    """Runs a script under a takeover in this process, as `nanguard run` does in its own, and returns what was said."""
+    said: list[str] = []
+    with Takeover(settings, said.append):
+        run_stock(words, monkeypatch)
+    return said
+
+
+def run_command(*words: str, **options) -> subprocess.CompletedProcess:
+    """Runs `nanguard run` in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **options.pop("env", {})}
+    command = [sys.executable, "-m", "hf_nanguard.run", *words]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100, **options)
+
+
 def is_sound(folder: Path) -> bool:
     return all(tensor.isfinite().all() for tensor in load_file(folder / "model.safetensors").values())
 
@@ -52,7 +69,7 @@ def told_by(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "trainer", "sign", "row"), PLANTED, ids=[name for name, *_ in PLANTED])
-def test_what_ruins_a_script_is_survived(name, trainer, sign, row, tmp_path, monkeypatch, capsys):
+def test_what_ruins_a_script_is_survived(name, trainer, sign, row, tmp_path, monkeypatch):
     stock, guarded = tmp_path / "stock", tmp_path / "guarded"
     if name == "rewards":
         with pytest.raises(RuntimeError, match="probability tensor contains"):
@@ -60,30 +77,23 @@ def test_what_ruins_a_script_is_survived(name, trainer, sign, row, tmp_path, mon
     else:
         run_stock(arguments_of(name, stock), monkeypatch)
         assert not is_sound(stock)
-    capsys.readouterr()
-    assert main(["run", *arguments_of(name, guarded)]) == 0
+    said = run_guarded(arguments_of(name, guarded), monkeypatch)
     assert is_sound(guarded)
     file = guarded / "nanguard" / "events.jsonl"
     [event] = read_jsonl(file)
     assert (event["signal"], row in event["culprit"]["rows"]) == (sign, True)
-    assert told_by(capsys.readouterr().err) == [
-        f"nanguard: {trainer} is guarded; events go to {file}",
-        f"nanguard: 1 event in {file}.",
-    ]
+    assert said == [f"{trainer} is guarded; events go to {file}", f"1 event in {file}."]
 
 
-def test_a_healthy_script_ends_bit_identical(tmp_path, monkeypatch, capsys):
+def test_a_healthy_script_ends_bit_identical(tmp_path, monkeypatch):
     stock, guarded = tmp_path / "stock", tmp_path / "guarded"
     run_stock([*arguments_of("weighted", stock), "--rows", "12"], monkeypatch)
     torch.manual_seed(4321)
-    assert main(["run", *arguments_of("weighted", guarded), "--rows", "12"]) == 0
+    said = run_guarded([*arguments_of("weighted", guarded), "--rows", "12"], monkeypatch)
     expected, actual = (load_file(folder / "model.safetensors") for folder in (stock, guarded))
     assert expected.keys() == actual.keys()
     assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
-    assert (
-        told_by(capsys.readouterr().err)[-1]
-        == f"nanguard: no events, so there is no {guarded / 'nanguard' / 'events.jsonl'}."
-    )
+    assert said[-1] == f"no events, so there is no {guarded / 'nanguard' / 'events.jsonl'}."
 
 
 # ---- settings ----
@@ -95,21 +105,6 @@ def printing(tmp_path) -> str:
     file = tmp_path / "printing.py"
     file.write_text("import sys\nprint(*sys.argv[1:])\n")
     return str(file)
-
-
-def test_settings_reach_the_trainer(tmp_path, monkeypatch, capsys):
-    config = tmp_path / "guard.yaml"
-    config.write_text("nanguard_max_bad_steps: 7\nnanguard_on_spike: clip\n")
-    monkeypatch.setenv("NANGUARD_AUTOPSY", "no")
-    monkeypatch.setenv("NANGUARD_ON_SPIKE", "observe")
-    words = ["run", "--config", str(config), "--nanguard_on_spike=skip", "--", *arguments_of("transcripts", tmp_path)]
-    assert main(words) == 0
-    output = capsys.readouterr()
-    settings = "nanguard_on_spike=skip, nanguard_max_bad_steps=7, nanguard_autopsy=False"
-    assert f"Seq2SeqTrainer is guarded with {settings};" in output.err
-    assert "autopsy of" not in output.err
-    assert not (tmp_path / "nanguard" / "autopsy").exists()
-    assert os.environ["NANGUARD_ON_SPIKE"] == "observe"
 
 
 @pytest.mark.parametrize(
@@ -146,13 +141,21 @@ def test_nothing_to_run(words, capsys):
     ],
     ids=str,
 )
-def test_what_follows_the_script_is_its_own(words, seen, printing, monkeypatch, capsys):
-    monkeypatch.chdir(Path(printing).parent)
-    monkeypatch.setattr(sys, "path", ["before", *sys.path[1:]])
-    assert main(["run", *words]) == 0
-    output = capsys.readouterr()
-    assert output.out == f"{seen}\n"
-    assert output.err == "nanguard: no Trainer was built, so nothing was guarded.\n"
+def test_what_follows_the_script_is_its_own(words, seen, printing):
+    done = run_command(*words, cwd=Path(printing).parent)
+    assert (done.returncode, done.stdout) == (0, f"{seen}\n")
+    assert done.stderr == "nanguard: no Trainer was built, so nothing was guarded.\n"
+
+
+@pytest.mark.parametrize("flag", ["-I", "-E", "-S"])
+def test_python_must_start_with_its_environment(flag, printing):
+    code = (
+        f"import sys; sys.path[:] = {[str(ROOT), *sys.path]!r}; from hf_nanguard.cli.main import main; sys.exit(main())"
+    )
+    command = [sys.executable, flag, "-c", code, "run", printing]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "cannot guard under -I, -E and -S" in done.stderr
 
 
 def test_help_names_every_setting_and_its_variable(capsys):
@@ -175,38 +178,6 @@ def write(folder: Path, text: str) -> str:
     return str(file)
 
 
-@pytest.mark.parametrize(("code", "seen"), [("3", 3), ("None", None), ("'gone'", "gone"), ("0", 0)])
-def test_the_exit_code_is_the_scripts(code, seen, tmp_path, capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["run", write(tmp_path, f"raise SystemExit({code})")])
-    assert stop.value.code == seen
-    assert bool(told_by(capsys.readouterr().err)) == (not seen)
-
-
-FAILING = """
-def inner():
-    raise KeyError("gone")
-try:
-    inner()
-except KeyError as error:
-    raise RuntimeError("failed") from error
-"""
-
-
-def test_a_traceback_is_the_scripts(tmp_path, capsys):
-    script = write(tmp_path, FAILING)
-    assert main(["run", script]) == 1
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
-    assert done.returncode == 1
-    assert capsys.readouterr().err == done.stderr
-
-
-def test_a_syntax_error_is_shown_as_python_does(tmp_path, capsys):
-    script = write(tmp_path, "x = (\n")
-    assert main(["run", script]) == 1
-    assert capsys.readouterr().err == subprocess.run([sys.executable, script], capture_output=True, text=True).stderr
-
-
 RAISING = f"""
 import sys
 sys.path.insert(0, {str(SCRIPTS)!r})
@@ -222,86 +193,56 @@ finally:
 """
 
 
-@pytest.mark.parametrize("full", [False, True])
-def test_frames_of_the_guard_are_left_out_and_that_is_said(full, tmp_path, capsys):
+def test_frames_of_the_guard_are_left_out_and_that_is_said(tmp_path, monkeypatch, capsys):
     words = [write(tmp_path, RAISING), "--output_dir", str(tmp_path / "run")]
-    before = list(sys.path)
-    assert main(["run", *(["--full-traceback"] if full else []), *words]) == 1
-    assert sys.path == before
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    frames = os.path.join("hf_nanguard", "hf", "trainer", "mixin.py")
+    with pytest.raises(ZeroDivisionError, match="in the loss") as raised:
+        run_guarded(words, monkeypatch)
     sys.modules.pop("weighted")
-    error = capsys.readouterr().err
-    assert "ZeroDivisionError: in the loss" in error
-    assert (os.path.join("hf_nanguard", "hf", "trainer", "mixin.py") in error) == full
-    assert ("frames of the guard hidden above" in error) == (not full)
-    assert told_by(error)[-1].startswith("nanguard: 1 event in ")
+    error = raised.value
+    sys.__excepthook__(type(error), error, error.__traceback__)
+    assert frames in capsys.readouterr().err
+    said: list[str] = []
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    hide_in_tracebacks(said.append)
+    sys.excepthook(type(error), error, error.__traceback__)
+    shown = capsys.readouterr().err
+    assert "ZeroDivisionError: in the loss" in shown
+    assert frames not in shown
+    assert len(said) == 1
+    assert "frames of the guard hidden above; --full-traceback shows all." in said[0]
 
 
-def test_the_environment_is_as_before(tmp_path, capsys):
-    before = dict(os.environ)
-    assert main(["run", "--nanguard_mode", "observe", write(tmp_path, "pass")]) == 0
-    assert dict(os.environ) == before
+def test_a_hook_of_the_script_stays_and_errors_of_the_guard_are_shown_whole(monkeypatch):
+    own = lambda *error: None  # noqa: E731
+    monkeypatch.setattr(sys, "excepthook", own)
+    hide_in_tracebacks(pytest.fail)
+    assert sys.excepthook is own
+    with pytest.raises(AttributeError) as raised:
+        hide_frames(7, set())  # type: ignore[arg-type]
+    assert hide_frames(raised.value, set()) == 0
 
 
 # ---- processes ----
 
 
-def test_a_script_that_forks_and_ends_both(tmp_path, capfd):
-    script = write(
-        tmp_path,
-        """
-import os, sys
-child = os.fork()
-if child == 0:
-    sys.exit(5)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-sys.exit(0)
-""",
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "hf_nanguard.run", script]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60)
-    assert (done.returncode, done.stdout) == (0, "5\n")
-    assert told_by(done.stderr) == ["nanguard: no Trainer was built, so nothing was guarded."]
-
-
-def test_a_child_needs_no_settings_file(tmp_path, monkeypatch, capfd):
+def test_a_child_needs_no_settings_file(tmp_path):
     """What the file says is handed on as it is: a child may start in another folder."""
     (tmp_path / "guard.yaml").write_text("nanguard_mode: observe\n")
-    monkeypatch.setenv("NANGUARD_CONFIG", "guard.yaml")
-    monkeypatch.chdir(tmp_path)
-    child = "import os, sys; print(type(sys.meta_path[0]).__name__, os.environ['NANGUARD_MODE'])"
+    child = "import os, sys; print(type(sys.meta_path[0]).__name__, os.environ['NANGUARD_MODE'], os.environ.get('NANGUARD_CONFIG'))"
     script = write(
         tmp_path, f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}], check=True, cwd='/')"
     )
-    assert main(["run", script]) == 0
-    assert capfd.readouterr().out == "ImportHook observe\n"
-    assert os.environ["NANGUARD_CONFIG"] == "guard.yaml"
-
-
-def test_processes_that_a_script_starts_are_guarded_too(tmp_path, capfd):
-    """What a child will do is seen without importing transformers: it waits for it."""
-    hidden = tmp_path / "machine"
-    hidden.mkdir()
-    (hidden / "sitecustomize.py").write_text("import sys\nsys.of_the_machine = True\n")
-    child = """import os, sys
-print(type(sys.meta_path[0]).__name__, sys.of_the_machine, sys.path[0] == '', os.environ["NANGUARD_MODE"])"""
-    script = write(
-        tmp_path,
-        f"""
-import os, subprocess, sys
-os.environ["PYTHONPATH"] += os.pathsep + {str(hidden)!r}
-subprocess.run([sys.executable, "-c", {child!r}], check=True)
-""",
-    )
-    assert main(["run", "--nanguard_mode", "observe", script]) == 0
-    assert capfd.readouterr().out == "ImportHook True True observe\n"
+    done = run_command(script, cwd=tmp_path, env={"NANGUARD_CONFIG": "guard.yaml"})
+    assert done.stdout == "ImportHook observe None\n"
 
 
 FREE = f"""
 import os, sys
 assert "transformers" not in sys.modules and "torch" not in sys.modules
 os.environ["HF_HUB_OFFLINE"] = "1"
-sys.argv = [{str(SCRIPTS / "weighted.py")!r}, "--output_dir", sys.argv[1], "--rows", "4"]
+sys.argv = [{str(SCRIPTS / "weighted.py")!r}, "--output_dir", sys.argv[1]]
 import runpy
 from transformers import Trainer
 import transformers.trainer, inspect
@@ -316,10 +257,18 @@ time.sleep(60)
 
 
 def test_a_process_of_its_own_and_ctrl_c(interruptible, tmp_path):
-    """A script is free to set its environment before it imports anything; Ctrl-C ends it with 130, events whole."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NANGUARD_ON_SPIKE": "skip"}
+    """The whole command: flags, variables and YAML, a planted failure, a sound end.
+
+    The script is free to set its environment before it imports anything. Ctrl-C ends it as it ends Python, with its events
+    reported.
+    """
+    config = tmp_path / "guard.yaml"
+    config.write_text("nanguard_max_bad_steps: 7\nnanguard_on_spike: clip\n")
+    variables = {"PYTHONPATH": str(ROOT), "NANGUARD_AUTOPSY": "no", "NANGUARD_ON_SPIKE": "observe"}
+    environment = {**os.environ, **variables}
     environment.pop("HF_HUB_OFFLINE")
-    command = [sys.executable, "-m", "hf_nanguard.run", write(tmp_path, FREE), str(tmp_path / "run")]
+    options = ["--config", str(config), "--nanguard_on_spike=skip", "--"]
+    command = [sys.executable, "-m", "hf_nanguard.run", *options, write(tmp_path, FREE), str(tmp_path / "run")]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
     )
@@ -332,14 +281,17 @@ def test_a_process_of_its_own_and_ctrl_c(interruptible, tmp_path):
             process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=100)
     assert (lines[0], lines[-1]) == ("offline True", "done"), error
-    assert process.returncode == 130, error
+    assert process.returncode == -signal.SIGINT, error
     events = tmp_path / "run" / "nanguard" / "events.jsonl"
     assert told_by(error) == [
-        f"nanguard: Trainer is guarded with nanguard_on_spike=skip; events go to {events}",
-        f"nanguard: no events, so there is no {events}.",
-        "nanguard: stopped by Ctrl-C; all files written so far are complete.",
+        "nanguard: Trainer is guarded with nanguard_on_spike=skip, nanguard_max_bad_steps=7, nanguard_autopsy=False; "
+        f"events go to {events}",
+        f"nanguard: 1 event in {events}.",
     ]
-    assert "Traceback" not in error
+    assert is_sound(tmp_path / "run")
+    assert not (tmp_path / "run" / "nanguard" / "autopsy").exists()
+    assert "\nKeyboardInterrupt\n" in error
+    assert "hf_nanguard" not in error.partition("Traceback")[2]
 
 
 # ---- ranks ----

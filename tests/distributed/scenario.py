@@ -291,6 +291,11 @@ def policies(world: int, culprit: int) -> list[Scenario]:
         Scenario("nothing-left-twice", NORM, gone=(*whole_step(1, 3, world), *whole_step(2, 3, world)),
                  faults=tuple(Fault("loss", s, m, r) for s in (1, 2) for m in range(3) for r in range(world)),
                  events=tuple(Expected("loss_nonfinite", "skipped", s, m, r) for s in (1, 2) for m in range(3) for r in range(world))),
+        # The weights of one rank are bad, so its batches are too; all ranks go back to the state before step 0.
+        Scenario("rewind", guard={"autopsy": False}, faults=(Fault("weight", 1, 1, culprit, parameter=NAMED[LLAMA]),),
+                 gone=(*whole_step(0, 3, world), *whole_step(1, 3, world)),
+                 events=(*(Expected("loss_nonfinite", "dropped", 1, micro, culprit) for micro in range(3)),
+                         Expected("param_nonfinite", "rewound", 1, None, 0, rows=False, parameter=NAMED[LLAMA]))),
         Scenario("transient", faults=(Fault("gradient", 1, 1, culprit, parameter=NAMED[LLAMA], once=True),),
                  events=(Expected("grad_nonfinite", "repaired", 1, None, 0, rows=False, parameter=NAMED[LLAMA]),)),
     ]  # fmt: skip
@@ -315,6 +320,7 @@ def rollouts(world: int, culprit: int) -> list[Scenario]:
         Scenario("sampling-everywhere", faults=tuple(bad("sampling", r) for r in range(world)), compared=False,
                  events=tuple(told("logits_nonfinite", "dropped", r) for r in range(world))),
         Scenario("policy", faults=tuple(bad("policy", r, parameter=NAMED[GRPO]) for r in range(world)), compared=False, stops_at=1,
+                 guard={"max_rewinds": 0},
                  events=(*(told("logits_nonfinite", "dropped", r) for r in range(world)),
                          told("param_nonfinite", "halted", 0, NAMED[GRPO]))),
         Scenario("reward-inf", faults=(bad("reward", culprit, value=float("inf")),), stock_faults=none,

@@ -25,6 +25,9 @@ from hf_nanguard.core.journal import Journal
 from hf_nanguard.core.monitors.weight_updates import UpdateMonitor
 from hf_nanguard.core.monitors.weights import WeightMonitor
 from hf_nanguard.core.ranks import Ranks
+from hf_nanguard.core.settings import Policy
+from hf_nanguard.core.step.decision import Escalation
+from hf_nanguard.core.step.run_recovery import Recovery
 from tests.distributed.ending import hang_up
 
 PATIENCE = 30
@@ -96,6 +99,7 @@ def play(case: Case) -> dict[str, Any]:
     ranks = Ranks()
     journal = Journal(ranks, events.append)
     weights = WeightMonitor(model, journal, 1, optimizer=optimizer)
+    recovery = Recovery(Policy(), journal, Escalation(1), lambda: False)
     updates = UpdateMonitor(model, journal, 1, optimizer=optimizer)
     rows, reason = [], None
     for step in range(NUM_STEPS):
@@ -108,8 +112,9 @@ def play(case: Case) -> dict[str, Any]:
         rows.append(updates.metrics())
         if step == BAD_STEP and ranks.rank == CULPRIT:
             plant(case, model, optimizer)
-        reason = weights.after_update(step)
-        if reason is not None:
+        failure = weights.after_update(step)
+        if failure is not None:
+            reason = recovery.resolve(failure, step)
             break
     return {"outcome": "finished", "reason": reason, "events": events, "rows": rows}
 

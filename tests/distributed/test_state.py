@@ -24,7 +24,8 @@ def test_ranks_agree_and_rank_0_tells(played: Played, case: Case):
     assert first["rows"] == second["rows"]
     assert len(first["rows"]) == (BAD_STEP + 1 if case.plant else NUM_STEPS)
     assert second["events"] == []
-    assert [(e["signal"], e["step"]) for e in first["events"]] == ([(case.signal, BAD_STEP)] if case.signal else [])
+    step = BAD_STEP if case.plant else 0  # rounding is there from the first step on
+    assert [(e["signal"], e["step"]) for e in first["events"]] == ([(case.signal, step)] if case.signal else [])
 
 
 @pytest.mark.parametrize(("name", "row"), [("weight", 1), ("moment", 3), ("weight-replicated", 1)])

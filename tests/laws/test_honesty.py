@@ -195,7 +195,7 @@ def test_a_checkpoint_of_an_earlier_run_is_not_the_last_good_state(tmp_path):
 
 
 def test_too_many_bad_steps_in_a_row_halt(tmp_path):
-    extra = {"guard": GuardArguments(nanguard_max_bad_steps=3)}
+    extra = {"guard": GuardArguments(nanguard_max_bad_steps=3, nanguard_max_rewinds=0)}
     trainer = build("plain", tmp_path, gradient_accumulation_steps=1, max_steps=10, extra=extra)
     plant(trainer, Fault("loss", 1), *[Fault("gradient", step, parameter=LAYER) for step in (3, 4, 5)])
     with pytest.raises(NonFiniteError, match="3 bad steps in a row"):
@@ -205,7 +205,7 @@ def test_too_many_bad_steps_in_a_row_halt(tmp_path):
 
 
 def test_a_nan_weight_is_named_and_halts_at_once(tmp_path):
-    trainer = build("plain", tmp_path)
+    trainer = build("plain", tmp_path, extra={"guard": GuardArguments(nanguard_max_rewinds=0)})
     plant(trainer, Fault("weight", 1, 0, parameter=LAYER))
     with pytest.raises(NonFiniteError, match="earlier checkpoint"):
         trainer.train()
@@ -411,7 +411,7 @@ def test_minus_inf_masks_are_healthy(tmp_path):
 
 def test_a_nan_moment_ends_the_run_with_the_parameter_named(tmp_path):
     """Loss and gradients are finite when Adam's moment is not; the weight it ruins is named one step later."""
-    trainer = build("plain", tmp_path)
+    trainer = build("plain", tmp_path, extra={"guard": GuardArguments(nanguard_max_rewinds=0)})
     plant(trainer, Fault("moment", 1, 0, parameter=LAYER))
     with pytest.raises(NonFiniteError, match=f"parameter {LAYER} contains NaN at step 2"):
         trainer.train()

@@ -1,12 +1,9 @@
-"""Unusual but legitimate set-ups: guarded, in each way and with each policy for bad input, they train as the stock trainer.
-
-To add one, write a function with `@setup` (or `@slow_setup`) that returns a [`Run`]. It is called anew for every trainer.
-"""
+"""Unusual but legitimate labels, losses, models, data and types: guarded, they train as the stock trainer."""
 
 import random
 from collections import UserDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -25,94 +22,18 @@ from transformers import (
     PerceiverForMaskedLM,
     Trainer,
     TrainerCallback,
-    TrainingArguments,
     default_data_collator,
 )
 from transformers.modeling_outputs import CausalLMOutput
 
-from hf_nanguard import GuardArguments, NanGuardCallback, attach, guarded
+from hf_nanguard import GuardArguments
 from hf_nanguard.testing import Fault, plant
 from tests.models import VOCAB, tiny_llama, tiny_t5, token_rows
-from tests.reference import assert_same, tensors_of
-from tests.trainers import common_arguments, events_of
+from tests.trainers import events_of
 
+from .unusual_run import Run, Table, attached, check_as_stock
 
-@dataclass
-class Run:
-    """How a trainer is built.
-
-    Args:
-        model: the model.
-        rows: its training data.
-        trainer_class: the class of the trainer.
-        extra: further arguments of the constructor.
-        arguments: training arguments.
-        change: called with the trainer once it is built.
-    """
-
-    model: nn.Module = field(default_factory=tiny_llama)
-    rows: Any = field(default_factory=lambda: token_rows(24))
-    trainer_class: type[Trainer] = Trainer
-    extra: dict[str, Any] = field(default_factory=dict)
-    arguments: dict[str, Any] = field(default_factory=dict)
-    change: Callable[[Any], object] = id
-
-    def build(self, folder: Any, wrap: Callable[[type], Callable[..., Any]] = lambda cls: cls, **given: Any) -> Any:
-        """Builds the trainer from its class, or from what `wrap` makes of it."""
-        arguments = {"gradient_accumulation_steps": 2, "max_steps": 3, "remove_unused_columns": False}
-        args = TrainingArguments(**common_arguments(folder, **{**arguments, **self.arguments}))
-        trainer = wrap(self.trainer_class)(self.model, args, train_dataset=self.rows, **{**self.extra, **given})
-        self.change(trainer)
-        return trainer
-
-
-def as_class(run: Run, folder: Any, guard: GuardArguments) -> Any:
-    return run.build(folder, guarded, guard=guard)
-
-
-def attached(run: Run, folder: Any, guard: GuardArguments) -> Any:
-    return attach(run.build(folder), guard)
-
-
-def by_callback(run: Run, folder: Any, guard: GuardArguments) -> Any:
-    return run.build(folder, callbacks=[NanGuardCallback(guard), *run.extra.get("callbacks", ())])
-
-
-WAYS = ((attached, "halt"), (as_class, "drop_samples"), (by_callback, "repair"))
-SETUPS: list[Any] = []
-
-
-def setup(make: Callable[[], Run]) -> Callable[[], Run]:
-    """Adds a set-up to the table."""
-    SETUPS.append(pytest.param(make, id=make.__name__))
-    return make
-
-
-def slow_setup(make: Callable[[], Run]) -> Callable[[], Run]:
-    """Adds a set-up that is run by `make slow`."""
-    SETUPS.append(pytest.param(make, id=make.__name__, marks=pytest.mark.slow))
-    return make
-
-
-NOT_COMPARED = (
-    "nanguard/", "train_runtime", "train_samples_per", "train_steps_per", "eval_runtime", "eval_samples_per", "eval_steps_per",
-)  # fmt: skip
-
-
-def seeded(make: Callable[[], Run]) -> Run:
-    """Builds a set-up from a fixed random state."""
-    torch.manual_seed(0)
-    return make()
-
-
-def train(trainer: Any) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-    """Trains from a fixed random state; returns what training changes, and the log without times."""
-    torch.manual_seed(5)
-    random.seed(5)
-    trainer.train()
-    history = trainer.state.log_history
-    tensors = {k: torch.where(v.isnan(), 7, v) for k, v in tensors_of(trainer).items()}  # NaN is not equal to itself
-    return tensors, [{k: v for k, v in row.items() if not k.startswith(NOT_COMPARED)} for row in history]
+TABLE = Table()
 
 
 # ---- losses, models and labels of the user's own ----
@@ -135,12 +56,12 @@ def loss_ignoring(index: int) -> Callable[..., torch.Tensor]:
     return loss
 
 
-@setup
+@TABLE.setup
 def a_loss_function_with_another_ignored_label() -> Run:
     return Run(rows=labelled(-1, -1, 4, 9), extra={"compute_loss_func": loss_ignoring(-1)})
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_loss_function_that_ignores_every_label_of_some_batches() -> Run:
     return Run(
         rows=labelled(255),
@@ -158,17 +79,17 @@ class OrdinalTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-@slow_setup
+@TABLE.slow_setup
 def an_overridden_loss_with_labels_above_the_vocabulary() -> Run:
     return Run(rows=labelled(1000, 2500, -900), trainer_class=OrdinalTrainer)
 
 
-@slow_setup
+@TABLE.slow_setup
 def an_overridden_loss_with_labels_that_are_all_masked() -> Run:
     return Run(rows=labelled(-100), trainer_class=OrdinalTrainer)
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_loss_set_on_the_trainer() -> Run:
     def change(trainer: Any) -> None:
         trainer.compute_loss = lambda model, inputs, **kwargs: (
@@ -178,7 +99,7 @@ def a_loss_set_on_the_trainer() -> Run:
     return Run(rows=labelled(4000, -5), change=change)
 
 
-@slow_setup
+@TABLE.slow_setup
 def float_labels_whose_nan_means_missing() -> Run:
     class Masked(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -189,7 +110,7 @@ def float_labels_whose_nan_means_missing() -> Run:
     return Run(rows=labelled(0.5, float("nan"), 1.5), trainer_class=Masked)
 
 
-@slow_setup
+@TABLE.slow_setup
 def several_tasks_with_labels_of_their_own() -> Run:
     class Tasks(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -215,7 +136,7 @@ class OwnHead(LlamaForCausalLM):
         return CausalLMOutput(loss=loss, logits=outputs.logits)
 
 
-@setup
+@TABLE.setup
 def a_model_class_with_its_own_labels_and_ids() -> Run:
     rows = [{**row, "input_ids": [i + 3 * VOCAB for i in row["input_ids"]]} for row in labelled(-7, 5, -7, 11)]
     return Run(OwnHead(tiny_llama().config), rows)
@@ -234,12 +155,12 @@ class PlainModel(nn.Module):
         return {"loss": loss, "logits": logits}
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_plain_module() -> Run:
     return Run(PlainModel(), labelled(-3, 400))
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_loss_function_set_on_the_model() -> Run:
     model = tiny_llama()
     model.loss_function = lambda logits, labels, vocab_size, **kwargs: functional.cross_entropy(
@@ -248,7 +169,7 @@ def a_loss_function_set_on_the_model() -> Run:
     return Run(model, labelled(0, 0, 0, 7))
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_forward_set_on_the_model() -> Run:
     model = tiny_llama()
     forward = model.forward
@@ -268,7 +189,7 @@ class HashedEmbedding(nn.Embedding):
         return super().forward(ids % self.num_embeddings)
 
 
-@slow_setup
+@TABLE.slow_setup
 def an_embedding_that_takes_ids_modulo_its_rows() -> Run:
     model = tiny_llama()
     hashed = HashedEmbedding(VOCAB, 16)
@@ -276,14 +197,14 @@ def an_embedding_that_takes_ids_modulo_its_rows() -> Run:
     return Run(model, [{**row, "input_ids": [i * 977 for i in row["input_ids"]]} for row in token_rows(24)])
 
 
-@slow_setup
+@TABLE.slow_setup
 def ids_that_a_hook_of_the_embedding_maps() -> Run:
     model = tiny_llama()
     model.get_input_embeddings().register_forward_pre_hook(lambda module, args: (args[0] % VOCAB,))
     return Run(model, [{**row, "input_ids": [i + 640 for i in row["input_ids"]]} for row in token_rows(24)])
 
 
-@slow_setup
+@TABLE.slow_setup
 def ids_and_labels_that_the_trainer_maps_when_it_prepares_them() -> Run:
     class Shifted(Trainer):
         def _prepare_inputs(self, inputs):
@@ -295,7 +216,7 @@ def ids_and_labels_that_the_trainer_maps_when_it_prepares_them() -> Run:
     return Run(rows=rows, trainer_class=Shifted)
 
 
-@slow_setup
+@TABLE.slow_setup
 def labels_that_the_trainer_maps_in_its_step() -> Run:
     class Mapped(Trainer):
         def training_step(self, model, inputs, *args, **kwargs):
@@ -305,7 +226,7 @@ def labels_that_the_trainer_maps_in_its_step() -> Run:
     return Run(rows=labelled(4096, 81), trainer_class=Mapped)
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_perceiver_whose_input_embedding_is_a_parameter() -> Run:
     torch.manual_seed(0)
     config = PerceiverConfig(
@@ -319,7 +240,7 @@ def a_perceiver_whose_input_embedding_is_a_parameter() -> Run:
     return Run(PerceiverForMaskedLM(config), rows)
 
 
-@slow_setup
+@TABLE.slow_setup
 def embeddings_in_place_of_ids() -> Run:
     torch.manual_seed(1)
     rows = [{"inputs_embeds": torch.randn(8, 16), "labels": torch.tensor(row["labels"])} for row in token_rows(24)]
@@ -334,19 +255,19 @@ def tiny_bert(cls: Any, **settings: Any) -> Any:
     return cls(config)
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_regression() -> Run:
     rows = [{**row, "labels": -3.5 * i} for i, row in enumerate(token_rows(24))]
     return Run(tiny_bert(BertForSequenceClassification, num_labels=1), rows)
 
 
-@slow_setup
+@TABLE.slow_setup
 def several_classes_at_once() -> Run:
     rows = [{**row, "labels": [1.0, 0.0, float(i % 2)]} for i, row in enumerate(token_rows(24))]
     return Run(tiny_bert(BertForSequenceClassification, num_labels=3), rows)
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_custom_head_for_other_classes() -> Run:
     class Head(nn.Module):
         def __init__(self):
@@ -361,12 +282,12 @@ def a_custom_head_for_other_classes() -> Run:
     return Run(model, labelled(0, 1, 2, -100))
 
 
-@slow_setup
+@TABLE.slow_setup
 def label_smoothing() -> Run:
     return Run(rows=labelled(-100, 3, 4), arguments={"label_smoothing_factor": 0.1})
 
 
-@slow_setup
+@TABLE.slow_setup
 def an_ignored_label_that_travels_with_the_batch() -> Run:
     def collate(examples):
         return {**default_data_collator(examples), "ignore_index": 0}
@@ -374,13 +295,13 @@ def an_ignored_label_that_travels_with_the_batch() -> Run:
     return Run(rows=labelled(0, 0, 5), extra={"data_collator": collate})
 
 
-@slow_setup
+@TABLE.slow_setup
 def labels_that_are_shifted_beforehand() -> Run:
     rows = [{**row, "shift_labels": [*row["labels"][1:], -100], "labels": [-100] * 8} for row in token_rows(24)]
     return Run(rows=rows)
 
 
-@slow_setup
+@TABLE.slow_setup
 def an_attention_mask_that_masks_a_whole_sample() -> Run:
     rows = [{**row, "attention_mask": [int(i % 3 != 0)] * 8} for i, row in enumerate(token_rows(24))]
     return Run(PlainModel(), rows)
@@ -440,19 +361,19 @@ class Steering(TrainerCallback):
         train_dataloader.collate_fn.scale += 0.5
 
 
-@setup
+@TABLE.setup
 def a_collator_known_by_identity_and_steered_by_a_callback() -> Run:
     collator = Collator()
     return Run(trainer_class=ScaledTrainer, extra={"data_collator": collator, "callbacks": [Steering()]})
 
 
-@slow_setup
+@TABLE.slow_setup
 def batches_with_hardly_anything_to_learn_from() -> Run:
     rows = [{**row, "input_ids": [5] * 8} for row in token_rows(24)]
     return Run(rows=rows, trainer_class=ScaledTrainer, extra={"data_collator": Collator()}, arguments={"max_steps": 6})
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_collator_that_is_wrapped_by_the_trainer() -> Run:
     class Wrapping(Trainer):
         def get_train_dataloader(self):
@@ -472,7 +393,7 @@ def a_collator_that_is_wrapped_by_the_trainer() -> Run:
     return Run(rows=token_rows(24), trainer_class=Wrapping)
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_collator_that_returns_the_same_object_each_time() -> Run:
     batch: dict[str, Any] = {}
 
@@ -516,7 +437,7 @@ class OwnIterator(Sampler):
         return self.size // 2
 
 
-@setup
+@TABLE.setup
 def a_batch_sampler_that_is_its_own_iterator() -> Run:
     return with_batches(OwnIterator)
 
@@ -540,7 +461,7 @@ class Yielding(Sampler):
             yield self.make(order[start : start + 2])
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_batch_sampler_that_yields_generators() -> Run:
     return with_batches(lambda data: Yielding(data, lambda rows: (row for row in rows)), max_steps=8)
 
@@ -558,22 +479,22 @@ class Drawing(Sampler):
         return self.size // 2
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_batch_sampler_that_draws_from_the_global_random_state() -> Run:
     return with_batches(Drawing, max_steps=8)
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_batch_sampler_that_yields_tuples() -> Run:
     return with_batches(lambda data: Yielding(data, tuple), max_steps=8)
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_batch_sampler_that_yields_tensors() -> Run:
     return with_batches(lambda data: Yielding(data, torch.tensor), max_steps=8)
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_batch_sampler_that_yields_the_same_list_each_time() -> Run:
     buffer: list[int] = []
 
@@ -584,7 +505,7 @@ def a_batch_sampler_that_yields_the_same_list_each_time() -> Run:
     return with_batches(lambda data: Yielding(data, refill), max_steps=8)
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_batch_sampler_that_is_a_list() -> Run:
     return with_batches(lambda data: [[0, 1], [4, 3], [5, 7], [8, 9], [2, 11], [20, 21]])
 
@@ -604,12 +525,12 @@ class Slotted:
         return self.size // 2
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_batch_sampler_with_slots() -> Run:
     return with_batches(Slotted)
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_batch_sampler_over_keys_that_are_no_numbers() -> Run:
     class Keyed(Dataset):
         rows = {f"row {i}": row for i, row in enumerate(token_rows(24))}
@@ -625,7 +546,7 @@ def a_batch_sampler_over_keys_that_are_no_numbers() -> Run:
     return run
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_sampler_of_the_trainers_own() -> Run:
     class Own(Trainer):
         def _get_train_sampler(self, train_dataset=None):
@@ -644,12 +565,12 @@ def with_loader(make: Callable[[Any], Any]) -> Run:
     return Run(trainer_class=Own, arguments={"max_steps": 8})
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_dataloader_that_is_a_list() -> Run:
     return with_loader(list)
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_dataloader_with_an_iterator_of_its_own() -> Run:
     class Cycled(DataLoader):
         def __iter__(self):
@@ -659,7 +580,7 @@ def a_dataloader_with_an_iterator_of_its_own() -> Run:
     return with_loader(lambda loader: Cycled(loader.dataset, batch_size=2, collate_fn=default_data_collator))
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_dataloader_of_ready_batches() -> Run:
     class Batches(Dataset):
         rows = [default_data_collator(token_rows(24)[i : i + 2]) for i in range(0, 24, 2)]
@@ -680,29 +601,29 @@ class Stream(IterableDataset):
         return iter(token_rows(24))
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_stream() -> Run:
     return Run(rows=Stream())
 
 
-@slow_setup
+@TABLE.slow_setup
 def workers_that_are_spawned() -> Run:
     arguments = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "spawn", "max_steps": 2}
     return Run(extra={"data_collator": Collator()}, trainer_class=ScaledTrainer, arguments=arguments)
 
 
-@slow_setup
+@TABLE.slow_setup
 def workers_that_persist() -> Run:
     arguments = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True, "max_steps": 9}
     return Run(arguments=arguments)
 
 
-@slow_setup
+@TABLE.slow_setup
 def workers_that_answer_in_any_order() -> Run:
     return Run(arguments={"dataloader_num_workers": 1, "dataloader_in_order": False})
 
 
-@slow_setup
+@TABLE.slow_setup
 def batches_that_the_trainer_reorders() -> Run:
     class Reordering(Trainer):
         def get_batch_samples(self, *args, **kwargs):
@@ -712,7 +633,7 @@ def batches_that_the_trainer_reorders() -> Run:
     return Run(trainer_class=Reordering)
 
 
-@slow_setup
+@TABLE.slow_setup
 def batches_that_are_an_iterator() -> Run:
     class Once(tuple):
         """A group of batches that is no list."""
@@ -760,34 +681,34 @@ class Ready:
         return len(self.labels)
 
 
-@slow_setup
+@TABLE.slow_setup
 def batches_that_are_dataclasses() -> Run:
     run = batches_as(lambda b: Ready(b["input_ids"], b["labels"]), lambda batch: (batch.input_ids, batch.labels))
     run.model = PlainModel()
     return run
 
 
-@slow_setup
+@TABLE.slow_setup
 def batches_that_are_tuples() -> Run:
     return batches_as(lambda batch: (batch["input_ids"], batch["labels"]), tuple)
 
 
-@slow_setup
+@TABLE.slow_setup
 def batches_that_are_user_dicts() -> Run:
     return batches_as(lambda batch: UserDict(batch))
 
 
-@slow_setup
+@TABLE.slow_setup
 def batches_that_are_encodings() -> Run:
     return Run(extra={"data_collator": lambda examples: BatchEncoding(default_data_collator(examples))})
 
 
-@slow_setup
+@TABLE.slow_setup
 def batches_with_none_and_other_objects() -> Run:
     return batches_as(lambda batch: {**batch, "extra": None, "texts": ["a", None], "number": 3, "when": object()})
 
 
-@slow_setup
+@TABLE.slow_setup
 def batches_with_nested_and_sparse_tensors() -> Run:
     def make(batch):
         ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
@@ -796,7 +717,7 @@ def batches_with_nested_and_sparse_tensors() -> Run:
     return batches_as(make)
 
 
-@slow_setup
+@TABLE.slow_setup
 def batches_with_conjugate_and_complex_tensors() -> Run:
     def make(batch):
         wave = torch.randn(2, 3, dtype=torch.complex64)
@@ -805,7 +726,7 @@ def batches_with_conjugate_and_complex_tensors() -> Run:
     return batches_as(make)
 
 
-@slow_setup
+@TABLE.slow_setup
 def batches_with_tensors_that_require_gradients_and_views() -> Run:
     def make(batch):
         return {
@@ -825,17 +746,17 @@ def labels_as(change: Callable[[torch.Tensor], torch.Tensor], back: Callable[[to
     )
 
 
-@slow_setup
+@TABLE.slow_setup
 def labels_of_uint8() -> Run:
     return labels_as(lambda labels: labels.to(torch.uint8), lambda labels: labels.long())
 
 
-@slow_setup
+@TABLE.slow_setup
 def labels_of_bool() -> Run:
     return labels_as(lambda labels: labels > 20, lambda labels: labels.long())
 
 
-@slow_setup
+@TABLE.slow_setup
 def labels_of_no_dimension() -> Run:
     run = batches_as(
         lambda batch: {**batch, "labels": torch.tensor(7)},
@@ -859,12 +780,12 @@ def with_sparse_gradients(make_optimizer: Callable[[Any], Any]) -> Run:
     return Run(model, trainer_class=Unclipped, extra=extra, arguments={"max_grad_norm": 0.0})
 
 
-@slow_setup
+@TABLE.slow_setup
 def sparse_gradients() -> Run:
     return with_sparse_gradients(lambda model: torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@slow_setup
+@TABLE.slow_setup
 def sparse_gradients_alone() -> Run:
     def make(model):
         model.head.requires_grad_(False)
@@ -887,13 +808,13 @@ class Evaluating(Trainer):
         return None, None, None
 
 
-@slow_setup
+@TABLE.slow_setup
 def an_evaluation_without_a_loss() -> Run:
     arguments = {"eval_strategy": "steps", "eval_steps": 1}
     return Run(trainer_class=Evaluating, extra={"eval_dataset": token_rows(4)}, arguments=arguments)
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_loss_of_a_function() -> Run:
     class OfFunction(Trainer):
         def training_step(self, model, inputs, *args, **kwargs):
@@ -925,12 +846,12 @@ class Transitions(PlainModel):
 SAVING = {"save_strategy": "steps", "save_steps": 1, "weight_decay": 0.0}
 
 
-@setup
+@TABLE.setup
 def a_parameter_with_inf_by_design() -> Run:
     return Run(Transitions(), arguments=SAVING)
 
 
-@slow_setup
+@TABLE.slow_setup
 def buffers_with_nan_and_inf_by_design() -> Run:
     model = Transitions(0.0, none=torch.tensor([float("nan"), 1.0]), mask=torch.full((2, 2), -float("inf")))
     return Run(model, arguments=SAVING)
@@ -939,39 +860,30 @@ def buffers_with_nan_and_inf_by_design() -> Run:
 # ---- others ----
 
 
-@slow_setup
+@TABLE.slow_setup
 def a_model_of_tied_weights_in_bfloat16() -> Run:
     return Run(tiny_llama(dtype=torch.bfloat16, tied=True))
 
 
-@slow_setup
+@TABLE.slow_setup
 def an_encoder_and_a_decoder() -> Run:
     return Run(tiny_t5())
 
 
-@slow_setup
+@TABLE.slow_setup
 def masked_language_modelling_with_few_labels() -> Run:
     return Run(tiny_bert(BertForMaskedLM), labelled(-100, -100, -100, 9))
 
 
-@pytest.mark.parametrize("make", SETUPS)
+@pytest.mark.parametrize("make", TABLE.cases)
 def test_an_unusual_setup_trains_as_stock_does(make, tmp_path):
-    tensors, log = train(seeded(make).build(tmp_path / "stock"))
-    for index, (guard_by, policy) in enumerate(WAYS):
-        trainer = guard_by(seeded(make), tmp_path / str(index), GuardArguments(nanguard_on_bad_input=policy))
-        ours = train(trainer)
-        assert_same(ours[0], tensors)
-        assert str(ours[1]) == str(log)  # as text, because NaN is not equal to itself
-        assert trainer.nanguard.guard.counter.seen > 0
-        events = events_of(trainer)
-        assert {event["action"] for event in events} <= {"observed"}
-        assert len({event["signal"] for event in events}) == len(events)
+    check_as_stock(make, tmp_path)
 
 
 @pytest.mark.parametrize("fault", ["a bad batch", "nan in the parameter", "inf in another parameter"])
 def test_a_parameter_with_inf_by_design_hides_no_fault(fault, tmp_path):
     run = Run(Transitions(), arguments={**SAVING, "gradient_accumulation_steps": 1, "max_steps": 4})
-    trainer = attached(run, tmp_path, GuardArguments(nanguard_on_halt="stop"))
+    trainer = attached(run, tmp_path, GuardArguments(nanguard_on_halt="stop", nanguard_max_rewinds=0))
     place = {"nan in the parameter": ("transitions", "nan"), "inf in another parameter": ("head.bias", "inf")}.get(
         fault
     )

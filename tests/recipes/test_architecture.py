@@ -31,7 +31,7 @@ PACKAGE = Path(hf_nanguard.__file__).parent  # as it is in the code objects of c
 PAGE, GUIDE = read_page("docs/architecture.md"), read_page("CONTRIBUTING.md")
 HOP = r"`([\w/]+\.py): ([\w.]+)`"
 WALKS = {title: re.findall(rf"^\d+\. {HOP}", body, re.MULTILINE) for title, body in find_sections(PAGE, 3).items()}
-HEALTHY, BAD, REFUSED, GRPO = WALKS
+HEALTHY, BAD, REWIND, GRPO = WALKS
 MAX_HOPS = 25
 # A healthy step calls these files so often that each of their functions must be a hop or be named as left out.
 CENTRAL = (
@@ -108,7 +108,7 @@ def run_bad(tmp_path, calls):
     assert planted.triggered
 
 
-def run_refused(tmp_path, calls):
+def run_rewind(tmp_path, calls):
     trainer = build("sft", tmp_path, save_strategy="steps", save_steps=3)
     planted = plant(trainer, Fault("moment", parameter="model.layers.0.mlp.up_proj.weight"))
     calls.record(trainer, "_save_checkpoint", "_save_checkpoint", step=3)
@@ -120,7 +120,7 @@ def run_grpo(tmp_path, calls):
     calls.record(trainer, "_generate_and_score_completions", "_generate_and_score_completions", step=0)
 
 
-RUNS = {HEALTHY: run_healthy, BAD: run_bad, REFUSED: run_refused, GRPO: run_grpo}
+RUNS = {HEALTHY: run_healthy, BAD: run_bad, REWIND: run_rewind, GRPO: run_grpo}
 
 
 def find_missing(walk, made):

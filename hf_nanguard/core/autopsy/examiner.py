@@ -129,16 +129,15 @@ class Examiner:
         self.policy = policy
         self.journal = journal
         self.boundary = journal.boundary
+        self.begin_run(folder)
+
+    def begin_run(self, folder: Path | None) -> None:
+        """Begins another run, with all the autopsies that it may have and a folder for their bundles."""
         self.folder = folder
         self.known: dict[tuple, Verdict] = {}
         self.spared: set[str] = set()
         self.num_traces = 0
         self.logged_finite: set[bool] = set()  # the outcomes of a finite trace that were logged
-
-    def write_to(self, folder: Path) -> None:
-        """Writes bundles there from now on. Verdicts that name a bundle of another folder are forgotten."""
-        if folder != self.folder:
-            self.folder, self.known = folder, {}
 
     @property
     def due(self) -> bool:

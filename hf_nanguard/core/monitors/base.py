@@ -3,7 +3,7 @@
     monitor.begin_step(step)       before the first forward of a step: add hooks if a check is due
     monitor.end_backward(step)     after the last backward, before any decision: remove the hooks
     monitor.before_update(step)    right before the optimizer steps (not called if the step is skipped)
-    monitor.after_update(step)     right after; returns a reason to halt, the same on every rank, or `None`
+    monitor.after_update(step)     right after; returns why the run cannot continue, the same on every rank, or `None`
 
 `step` is `state.global_step` at the beginning of the step, the number that its events carry. If a group is run again, that
 happens between `end_backward` and `before_update`, when no hook is left.
@@ -18,7 +18,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from ...plain_text import format_error
-from ..event import Culprit, Event, JsonObject, JsonValue, Remedy
+from ..event import Culprit, Event, Failure, JsonObject, JsonValue, Remedy
 from ..journal import Journal
 from ..ranks import Ranks
 from ..vocabulary import Action, Cause, Signal
@@ -107,13 +107,23 @@ class Monitor:
         """Runs right before the optimizer steps."""
         return
 
-    def after_update(self, step: int) -> str | None:
-        """Runs after the optimizer has stepped, on every rank; returns a reason to halt, the same on every rank."""
+    def after_update(self, step: int) -> Failure | None:
+        """Runs after the optimizer has stepped, on every rank; returns why the run cannot continue, the same on every rank."""
         return None
 
-    def check_before_save(self, step: int) -> str | None:
+    def check_before_save(self, step: int) -> Failure | None:
         """Runs before a checkpoint is saved, on every rank; returns a reason not to, the same on every rank."""
         return None
+
+    def check_start(self, step: int, halts: bool) -> Failure | None:
+        """Runs before the first step of a run, on every rank; returns why it cannot begin. Unless a bad start `halts` the run, what
+        is bad is reported once and ignored from then on."""
+        return None
+
+    @property
+    def ignored(self) -> frozenset[str]:
+        """The tensors that were bad before the first step and are ignored."""
+        return frozenset()
 
     def is_sound(self) -> bool:
         """Returns whether what a checkpoint would hold is finite on this rank, as far as this monitor checks it."""

@@ -1,10 +1,14 @@
 """Detects a loss that diverges in finite numbers: it stays above where the run began, or above its own best.
 
-A level is the median of the last `NUM_LEVEL` losses, in logarithms. It must exceed the first level, or the best one, by a
-factor and by a multiple of the noise from one step to the next, and stay there. A diverged loss is noisier than a healthy one,
-so the noise against the start is at most that of the first losses. New data (a curriculum, another task) and a
-learning rate that restarts raise a loss above its best as well, but then it falls again. So there it must also have lost half
-of what was gained, and not be falling.
+All is measured in logarithms and by quantiles, because a diverged loss is far noisier than a healthy one. There are four cases:
+
+- At once: a learning rate that is far too high ruins the model with the first update or two, so that only one or two losses are
+  those of the healthy model. Among the first `NUM_EARLY` losses nearly all must be above them, by a factor and by a multiple of
+  the noise. A single loss may be low by chance. So the multiple is smaller only if the gradient norm has grown as well.
+- Above the start: most recent losses are above most of the first `NUM_FIRST` for some time.
+- Never better: the run has never been better than its start and is worse for a long time, by less.
+- Above the best: new data (a curriculum, another task) and a learning rate that restarts raise a loss above its best as well, but
+  then it falls again. So it must also have lost half of what was gained, and not be falling.
 """
 
 import math
@@ -19,15 +23,23 @@ from .spike_detector import MAX_LOG, MEAN_TO_SIGMA
 
 NUM_KEPT = 100
 NUM_LEVEL, NUM_FIRST = 20, 10
-SIGMAS = 2.5
-LEVEL_TO_VALUE = 0.5  # noise of the difference of a level and the first one, relative to that of a value
-NUM_EARLY = 40  # losses among which a run that diverges at once is compared with its first loss
-SINGLE = 2.0  # factor by which a single value, without noise of its own, may be too low
-ABOVE_START, NUM_ABOVE_START = 1.6, 10  # factor, and steps for which it lasts
-ABOVE_BEST, NUM_ABOVE_BEST = 2.5, 50
-SUDDEN = 5.0  # multiple of the first level that is reported at once
+MOST = 0.2  # quantile: four of five values are above the lower one, or below the upper one
+NUM_EARLY, NUM_SOUND = 40, (1, 2)  # losses among which a run diverges at once, and its first losses that have not
+LOW, MEDIAN = (1.5, 1.2), (2.0, 1.6)  # factors over these first losses, of the lowest recent losses and of their median
+SIGMAS_ALONE, SIGMAS_WITH_NORM = 3.0, 1.5
+NORM_FACTOR, NORM_SHARE = (
+    6.0,
+    0.8,
+)  # growth of the norm; where squares are low by chance, their norm is by the root of that
+ABOVE_START, MOST_ABOVE_START, NUM_ABOVE_START = (
+    1.5,
+    1.25,
+    10,
+)  # factors of medians and of quantiles, and steps it lasts
+NEVER_BETTER, NUM_WORSE, WORSE, MOST_WORSE, STAYS = 0.9, 60, 1.25, 1.02, 0.93
+ABOVE_BEST, NUM_ABOVE_BEST, SIGMAS_BEST = 2.5, 50, 2.5
 FALLS = 0.8  # a level below that share of what it was NUM_ABOVE_BEST steps before is falling
-MIN_LOSS = 1e-30
+MIN_LOSS, MIN_NORM = 1e-30, 1e-12
 
 
 @dataclass(frozen=True)
@@ -46,6 +58,7 @@ class DivergenceDetector:
     def __init__(self) -> None:
         self.floor = MIN_LOSS
         self.logs: deque[float] = deque(maxlen=NUM_KEPT)
+        self.norms: deque[float] = deque(maxlen=NUM_EARLY)
         self.steps: deque[int] = deque(maxlen=NUM_KEPT)
         self.first: list[float] = []
         self.best: float | None = None
@@ -66,37 +79,67 @@ class DivergenceDetector:
         self.first = [max(value, low) for value in self.first]
         self.best = None if self.best is None else max(self.best, low)
 
-    def add(self, step: int, loss: float) -> Divergence | None:
-        """Adds a finite loss and returns that it diverges, if that is new."""
+    def add(self, step: int, loss: float, norm: float = 1.0) -> Divergence | None:
+        """Adds a finite loss, and the gradient norm of its step, and returns that it diverges, if that is new."""
         self.logs.append(math.log(max(loss, self.floor)))
+        self.norms.append(math.log(max(norm, MIN_NORM)))
         self.steps.append(step)
         if len(self.first) < NUM_FIRST:
             self.first.append(self.logs[-1])
         if len(self.logs) <= NUM_FIRST:
             return None
-        level, noise = median(list(self.logs)[-NUM_LEVEL:]), _noise(self.logs)
-        start = self._start(noise)
+        logs = list(self.logs)
+        level, start = median(logs[-NUM_LEVEL:]), median(self.first)
         best = level if self.best is None else self.best
         self.best = min(level, best)
-        above_start = level > start + math.log(ABOVE_START)
-        above_best = level > max(best + math.log(ABOVE_BEST) + noise, _mean(start, best))
-        if not self._lasts(level, above_start or above_best, start if above_start else best) or self.is_reported:
+        at_once, above_start = self._is_above_at_once(logs), self._is_above_start(logs, start)
+        above_start_long = self.best > start + math.log(NEVER_BETTER) and self._is_worse(logs, start)
+        lost = max(best + math.log(ABOVE_BEST) + SIGMAS_BEST * _noise(logs), _mean(start, best))
+        is_above = at_once or above_start or above_start_long
+        reference = start if is_above else best
+        if not self._lasts(level, is_above or level > lost, reference) or self.is_reported:
             return None
-        is_falling = level < self.above[0] + math.log(FALLS)
-        if above_start and (len(self.above) >= NUM_ABOVE_START or level > start + math.log(SUDDEN)):
-            reference, usual = "start", min(self.first[0], median(self.first))
-        elif above_best and len(self.above) == NUM_ABOVE_BEST and not is_falling:
-            reference, usual = "best", best
+        if at_once or above_start_long or (above_start and len(self.above) >= NUM_ABOVE_START):
+            name, usual = "start", min(self.first[0], start)
+        elif level > lost and len(self.above) == NUM_ABOVE_BEST and level >= self.above[0] + math.log(FALLS):
+            name, usual = "best", best
         else:
             return None
         self.is_reported = True
-        return Divergence(math.exp(min(level, MAX_LOG)), math.exp(usual), self.since, reference)
+        return Divergence(math.exp(min(level, MAX_LOG)), math.exp(usual), self.since, name)
 
-    def _start(self, noise: float) -> float:
-        """Returns the level of the first losses plus noise; early on the first loss may be the only one that has not diverged."""
-        start = median(self.first) + LEVEL_TO_VALUE * min(noise, _noise(self.first))
-        is_early = len(self.logs) <= NUM_EARLY
-        return min(start, self.first[0] + math.log(SINGLE) + noise) if is_early else start
+    def _is_above_at_once(self, logs: list[float]) -> bool:
+        """Returns whether the run is early, and above its first loss, or its first two."""
+        if len(logs) > NUM_EARLY:
+            return False
+        size, noise = min(NUM_LEVEL, len(logs) - max(NUM_SOUND)), _noise(logs[max(NUM_SOUND) :])
+        recent, norms = logs[-size:], list(self.norms)
+        for number, low, factor in zip(NUM_SOUND, LOW, MEDIAN, strict=True):
+            reference = max(logs[:number])
+            rise, growth = median(recent) - reference, median(norms[-size:]) - max(norms[:number])
+            has_grown = growth > max(math.log(NORM_FACTOR), NORM_SHARE * rise)
+            lowest = _quantile(recent, MOST) if has_grown else sorted(recent)[1]
+            sigmas = SIGMAS_WITH_NORM if has_grown else SIGMAS_ALONE * math.sqrt(NUM_LEVEL / size)  # of few losses
+            if lowest > reference + math.log(low) and rise > math.log(factor) + sigmas * noise:
+                return True
+        return False
+
+    def _is_above_start(self, logs: list[float], start: float) -> bool:
+        """Returns whether most recent losses are above most of the first."""
+        if len(logs) < NUM_FIRST + NUM_LEVEL:
+            return False
+        recent = logs[-NUM_LEVEL:]
+        is_most = _quantile(recent, MOST) > _quantile(self.first, 1 - MOST) + math.log(MOST_ABOVE_START)
+        return is_most and median(recent) > start + math.log(ABOVE_START)
+
+    def _is_worse(self, logs: list[float], start: float) -> bool:
+        """Returns whether the losses are above the start for long, and are not falling."""
+        if len(logs) < NUM_FIRST + NUM_WORSE:
+            return False
+        recent, half = logs[-NUM_WORSE:], NUM_WORSE // 2
+        is_most = _quantile(recent, MOST) > _quantile(self.first, 1 - MOST) + math.log(MOST_WORSE)
+        stays = median(recent[half:]) > median(recent[:half]) + math.log(STAYS)
+        return is_most and stays and median(recent) > start + math.log(WORSE) + _noise(logs)
 
     def _lasts(self, level: float, is_above: bool, reference: float) -> bool:
         """Notes whether the level is too high; it has recovered once it was not for as long as it must last."""
@@ -125,6 +168,7 @@ class DivergenceDetector:
         return {
             **vars(self),
             "logs": list(self.logs),
+            "norms": list(self.norms),
             "steps": list(self.steps),
             "first": list(self.first),
             "above": list(self.above),
@@ -144,9 +188,13 @@ def _mean(first: float, second: float) -> float:
 
 
 def _noise(logs: Iterable[float]) -> float:
-    """Returns a multiple of the noise of a value, without its trend and the largest tenth of the moves."""
-    moves = [after - before for before, after in pairwise(logs)]
-    trend = median(moves)
-    moves = sorted(abs(move - trend) for move in moves)
+    """Returns the noise of a value, one standard deviation, without the largest tenth of the moves."""
+    moves = sorted(abs(after - before) for before, after in pairwise(logs))
     kept = moves[: math.ceil(0.9 * len(moves))]
-    return SIGMAS * MEAN_TO_SIGMA * sum(kept) / len(kept)
+    return MEAN_TO_SIGMA * sum(kept) / len(kept)
+
+
+def _quantile(values: Iterable[float], share: float) -> float:
+    """Returns the value below which a share of the values is."""
+    ranked = sorted(values)
+    return ranked[round(share * (len(ranked) - 1))]

@@ -19,10 +19,17 @@ class LossWatch:
 
     def __init__(self, journal: Journal):
         self.journal = journal
+        self.is_signed = False
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Forgets the losses of another run; whether they change their sign is a property of the loss."""
         self.spikes = SpikeDetector(ratio=2.8, tail=3.0)
         self.divergence = DivergenceDetector()
-        self.is_signed = False
         self.num_seen = 0
+        was_signed, self.is_signed = self.is_signed, False
+        if was_signed:
+            self.expect_sign_changes()
 
     @property
     def is_open(self) -> bool:
@@ -37,8 +44,8 @@ class LossWatch:
             self.spikes.raise_floor(SIGNED_FLOOR)
             self.divergence.raise_floor(SIGNED_LEVEL)
 
-    def observe(self, step: int, loss: float) -> None:
-        """Adds the loss of a step that was trained on."""
+    def observe(self, step: int, loss: float, norm: float = 1.0) -> None:
+        """Adds the loss of a step that was trained on, and the norm of its gradient."""
         if not math.isfinite(loss):
             return
         if loss <= NEAR_ZERO:
@@ -50,7 +57,7 @@ class LossWatch:
         self.num_seen += 1
         if (spike := self.spikes.add(step, loss)) is not None:
             self._emit_spike(step, spike)
-        if (divergence := self.divergence.add(step, loss)) is not None:
+        if (divergence := self.divergence.add(step, loss, norm)) is not None:
             self._emit_divergence(step, divergence)
 
     def _emit_spike(self, step: int, spike: Spike) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ...boundary import RankError
-from ..event import JsonObject
+from ..event import Failure, JsonObject
 from ..journal import Journal
 from ..settings import Policy
 from .activations import ActivationMonitor
@@ -88,19 +88,30 @@ class MonitorSet:
         if (step := self.step) is not None:
             self._each(lambda monitor: monitor.before_update(step), "before_update")
 
-    def after_update(self) -> str | None:
-        """Runs after the optimizer has stepped, once a step and on every rank; returns a reason to halt."""
+    def after_update(self) -> Failure | None:
+        """Runs after the optimizer has stepped, once a step and on every rank; returns why the run cannot continue."""
         step = self.step
         if not self.awaits_update or step is None:
             return None
         self.awaits_update = False
         return next(filter(None, self._each(lambda monitor: monitor.after_update(step), "after_update")), None)
 
-    def check_before_save(self, step: int) -> str | None:
+    def check_before_save(self, step: int) -> Failure | None:
         """Checks what is about to be saved, on every rank; returns a reason not to save it."""
         return next(
             filter(None, self._each(lambda monitor: monitor.check_before_save(step), "check_before_save", step)), None
         )
+
+    def check_start(self, step: int, halts: bool) -> Failure | None:
+        """Checks the state before the first step of a run, on every rank; returns why it cannot begin."""
+        return next(
+            filter(None, self._each(lambda monitor: monitor.check_start(step, halts), "check_start", step)), None
+        )
+
+    @property
+    def has_bad_start(self) -> bool:
+        """Whether something was bad before the first step and is ignored."""
+        return any(monitor.ignored for monitor in self.monitors)
 
     def find_accepted(self) -> frozenset[str]:
         """Returns the parameters and buffers that were not finite before the first update, by design."""

@@ -69,6 +69,11 @@ class SpikeDetector:
         self.is_reported = False  # whether the latest episode is
         self._threshold: float | None = None
 
+    def begin_run(self) -> None:
+        """Forgets the values of another run."""
+        self.pending, self.num_quiet, self.is_reported = [], NUM_LEVEL, False
+        self._replace([])
+
     def raise_floor(self, floor: float) -> None:
         """Makes values below `floor` count as `floor`: where a series moves around 0, factors between values mean nothing."""
         self.floor = max(self.floor, floor)

@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from ..event import Culprit, JsonObject, JsonValue, Remedy
 from ..finite import dtype_name, local
-from ..optimizer.rounding_remedies import MOVES, keeps_remainder, try_rounding_remedies
+from ..optimizer.rounding_remedies import MOVES, keeps_remainder, moves_copies, try_rounding_remedies
 from ..vocabulary import Cause, Signal
 from .base import Monitor
 from .update_sample import UpdateCounts, UpdateSample, read_sample, take_sample
 
-PATIENCE = 3  # checks in a row
+PATIENCE = 3  # checks in a row with a learning rate of zero, which a schedule may begin or end with
 RECOVERED = 2 * MOVES  # a share that stays around the threshold is reported once
 SHOWN = 12
 LOW_PRECISION = ("bfloat16", "float16")
@@ -31,7 +31,6 @@ LOW_PRECISION = ("bfloat16", "float16")
 class UpdateState:
     """The state of an [`UpdateMonitor`] in a checkpoint."""
 
-    num_rounded: int = 0  # checks in a row in which rounding left almost all weights unchanged
     num_still: int = 0  # checks in a row with a learning rate of zero
     reported_rounding: bool = False
     reported_rate: bool = False
@@ -117,7 +116,7 @@ class UpdateMonitor(Monitor):
         return True
 
     def _check_rounding(self, step: int, sample: UpdateSample, counts: UpdateCounts) -> None:
-        """Reports it if almost all updates of weights in low precision are lost to rounding for several checks."""
+        """Reports it if almost all updates of weights in low precision are lost to rounding."""
         state = self.state
         judged = {
             piece.name: piece
@@ -129,18 +128,15 @@ class UpdateMonitor(Monitor):
         share = counts.share(judged)
         if share is None:
             return
-        if share >= MOVES:
-            state.num_rounded = 0
+        if share >= MOVES or state.reported_rounding:
             state.reported_rounding = state.reported_rounding and share < RECOVERED
-            return
-        state.num_rounded += 1
-        if state.num_rounded < PATIENCE or state.reported_rounding:
             return
         entries = sample.pick_entries(judged)
         exempt = {name for name, each in entries.items() if keeps_remainder(self.optimizer, each)}
         if exempt:
             self.exempt |= exempt
-            state.num_rounded = 0
+            return
+        if moves_copies(self.optimizer, list(entries.values())):
             return
         state.reported_rounding = True
         rates = sorted({rate for piece in judged.values() if (rate := counts.rates[piece.group]) is not None})
@@ -149,8 +145,8 @@ class UpdateMonitor(Monitor):
         at = f" at learning rate {' and '.join(f'{rate:g}' for rate in rates)}" if rates else ""
         message = (
             f"Weights hardly change: the update of step {step} changed {share:.2%} of the {dtypes} entries that have a "
-            f"gradient; it was less than {MOVES:.0%} in {state.num_rounded} checks in a row. Updates{at} are lost to "
-            f"rounding because they are smaller than half the distance to the next {dtypes} number. "
+            f"gradient. Updates{at} are lost to rounding because they are smaller than half the distance to the next {dtypes} "
+            "number. "
             f"This helps: {'; '.join(str(remedy.note) for remedy in remedies if remedy.works is not False)}."
         )
         values = {"update_share": share, "learning_rate": max(rates, default=None), "dtype": dtypes}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..event import Culprit, Event, JsonObject, Remedy, strict
+from ..event import Culprit, Event, Failure, JsonObject, Remedy, strict
 from ..finite import SHOWN_ROWS, find_nonfinite, find_rows, local, magnitudes, read_host
 from ..optimizer.bad_update import UpdateFinding, examine_state, examine_update, try_update_remedies
 from ..state_tensors import StateTensor, is_plain, list_state_tensors, name_saved_buffers
@@ -44,18 +44,22 @@ class StateFinding:
 
 
 def check_state(
-    model: nn.Module, optimizer: Optimizer | None = None, accepted: Collection[str] = ()
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    accepted: Collection[str] = (),
+    ignored: Collection[str] = (),
 ) -> StateFinding | None:
     """Finds the first non-finite tensor of a model and its optimizer, with one host read while there is none.
 
     Frozen parameters are not checked. In buffers, only NaN is bad. `accepted` are parameters in which inf is not bad either, and
-    buffers in which nothing is. Returns the first bad parameter, else the first bad state or buffer, on this rank.
+    buffers in which nothing is; tensors that are `ignored` are not checked. Returns the first bad parameter, else the first bad state or buffer, on this rank.
     """
     named: dict[str, Tensor] = dict(model.named_parameters())
     buffers = ((name, buffer) for name, buffer in name_saved_buffers(model) if name not in accepted)
     watched = [
         replace(each, may_be_inf=True) if each.name in accepted else each
         for each in list_state_tensors(list(named.items()), optimizer, buffers)
+        if each.name not in ignored
     ]
     finding = _find_exactly(watched, accepted) if _is_any_suspect(watched) else None
     if finding is None or optimizer is None or finding.parameter not in named:
@@ -164,6 +168,7 @@ class WeightMonitor(Monitor):
     optimizer: Optimizer
     acts: bool = True  # whether a non-finite tensor is a reason to halt, or only reported
     reported: set[str] = field(default_factory=set, init=False)
+    ignored: frozenset[str] = field(default=frozenset(), init=False)  # bad from the start, which the policy accepts
 
     def __post_init__(self) -> None:
         # What is not finite before the first update is so by design. The magnitudes are read once something is found bad.
@@ -184,7 +189,7 @@ class WeightMonitor(Monitor):
             if (math.isnan(largest) if is_buffer else math.isinf(largest))
         )
 
-    def after_update(self, step: int) -> str | None:
+    def after_update(self, step: int) -> Failure | None:
         """Checks weights and optimizer state if a check is due."""
         return self.check_before_save(step) if self.is_due(step) else None
 
@@ -192,8 +197,8 @@ class WeightMonitor(Monitor):
         """Returns whether weights and optimizer state of this rank are finite."""
         return self._find() is None
 
-    def check_before_save(self, step: int) -> str | None:
-        """Checks weights and optimizer state now, on every rank; returns a reason to halt, the same on every rank."""
+    def check_before_save(self, step: int) -> Failure | None:
+        """Checks weights and optimizer state now, on every rank; returns why the run cannot continue, the same on every rank."""
         finding = self._find()
         if not self.ranks.any(finding is not None):
             return None
@@ -202,22 +207,38 @@ class WeightMonitor(Monitor):
         # A parameter goes before a state, whichever ranks they were found on.
         rank, found, message = min(reports, key=lambda report: (report[1]["state"] is not None, report[0]))
         bad = {name: kind for _, each, _ in reports for name, kind in each["bad"].items()}
-        if not self.reported.issuperset(bad):
-            self.journal.write_once(self._make_event(step, rank, found, message, bad))
+        event = None if self.reported.issuperset(bad) else self._make_event(step, rank, found, message, bad)
         self.reported.update(bad)
-        if not self.acts:
-            return None
-        return f"Training was halted at step {step}: {message}.{_format_advice(_read_remedies(found))}"
+        if self.acts:
+            advice = _format_advice(_read_remedies(found))
+            return Failure(f"Training was halted at step {step}: {message}.{advice}", event)
+        if event is not None:
+            self.journal.write_once(event)
+        return None
+
+    def load_state_dict(self, state: JsonObject) -> None:
+        """Reports tensors again that are bad again: the run continues from another state."""
+        self.reported.clear()
+
+    def check_start(self, step: int, halts: bool) -> Failure | None:
+        failure = self.check_before_save(step)
+        bad = self.reported.copy()
+        if failure is None or halts:
+            return failure and replace(failure, reason=f"{failure.reason} It was so before the first step of this run.")
+        if failure.event is not None:
+            self.journal.write_once(failure.event)
+        self.ignored = frozenset(bad)
+        return None
 
     def fail_exchange(self, stage: str, step: int) -> None:
         """Fails the check that the other ranks make now."""
-        if stage == "check_before_save" or (stage == "after_update" and self.is_due(step)):
+        if stage in ("check_start", "check_before_save") or (stage == "after_update" and self.is_due(step)):
             self.ranks.fail()
 
     def _find(self) -> StateFinding | None:
         """Checks this rank; what was not finite before the first update is accepted."""
-        finding = check_state(self.model, self.optimizer)
-        return finding if finding is None else check_state(self.model, self.optimizer, self.accepted)
+        finding = check_state(self.model, self.optimizer, (), self.ignored)
+        return finding if finding is None else check_state(self.model, self.optimizer, self.accepted, self.ignored)
 
     def _make_event(self, step: int, rank: int, found: JsonObject, message: str, bad: dict[str, str]) -> Event:
         is_state, update = found["state"] is not None, found["update"]
@@ -231,7 +252,7 @@ class WeightMonitor(Monitor):
         return Event(
             step,
             Signal.OPTIMIZER_NONFINITE if is_state else Signal.PARAM_NONFINITE,
-            Action.HALTED if self.acts else Action.OBSERVED,
+            Action.OBSERVED,
             f"At step {step}, {message}.",
             rank=rank,
             values=values,

@@ -57,6 +57,20 @@ def keeps_remainder(optimizer: Optimizer, sample: Sample) -> bool:
     return False
 
 
+@torch.no_grad()
+def moves_copies(optimizer: Optimizer, samples: Sequence[Sample]) -> bool:
+    """Returns whether one more update would change copies of entries that an update has left as they were. Then that update was
+    not lost to rounding: the optimizer did not apply it, e.g. because it does so every few steps only."""
+    live = [sample for sample in samples if len(sample.entries)]
+    if not live or not all(_goes_by_entries(optimizer, sample.parameter) for sample in live):
+        return False
+    try:
+        moved = [_share_moved(optimizer, each, each.parameter.dtype) for each in live]
+    except Exception:  # an optimizer whose constructor or state is not known here may raise anything
+        return False
+    return _average([each.weight for each in live], moved) >= MOVES
+
+
 def try_rounding_remedies(optimizer: Optimizer, samples: Sequence[Sample]) -> tuple[Remedy, ...]:
     """Tries what would change entries whose updates are lost to rounding. Optimizer and parameters are only read.
 

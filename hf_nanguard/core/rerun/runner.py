@@ -143,11 +143,14 @@ class Runner(ABC, Generic[Payload, Weight]):
         """Returns the trainable parameters with the names the user knows, in model order."""
         return [(name, parameter) for name, parameter in self._all_named() if parameter.requires_grad]
 
+    @property
+    def bare_model(self) -> nn.Module:
+        """The model without its DDP wrapper."""
+        model = self.model
+        return model.module if isinstance(model, (DistributedDataParallel, nn.DataParallel)) else model
+
     def _all_named(self) -> list[tuple[str, Tensor]]:
-        bare = self.model
-        if isinstance(bare, (DistributedDataParallel, nn.DataParallel)):
-            bare = bare.module
-        return [(plain_name(name), parameter) for name, parameter in bare.named_parameters()]
+        return [(plain_name(name), parameter) for name, parameter in self.bare_model.named_parameters()]
 
     def named_gradients(self) -> list[tuple[str, Tensor]]:
         """Returns the gradients that exist, in model order."""

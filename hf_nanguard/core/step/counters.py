@@ -10,9 +10,13 @@ RECENT = 100
 
 
 class Counter:
-    """Cumulative counts; they survive a checkpoint."""
+    """Cumulative counts of one run; they survive a checkpoint."""
 
     def __init__(self) -> None:
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Counts from zero."""
         self.seen = 0
         self.dropped = 0
         self.skipped_steps = 0

@@ -1,5 +1,6 @@
 """The guard: what happens to one optimizer step.
 
+    guard.begin_step(step)                                run_recovery.py: a snapshot, if one is due
     group = guard.begin_group(weight)
     for batch in batches:
         micro = MicroBatch(batch, rows, random state)     by reference; nothing is read
@@ -12,23 +13,26 @@
             redo: run each micro-batch alone, agree on what is dropped, run the good ones      redo.py
             skip: gradients None, buffers and random state as before the group
     clip by outcome.norm, optimizer.step, scheduler.step  only if outcome.stepped
+    recovery.resolve(failure, step)                       if the run cannot continue from here: rewind or halt
 
 On a healthy step this is one stacked read in place of the trainer's own; everything else runs only when something is wrong.
 """
 
-from collections.abc import Callable, Iterable
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ...boundary import Boundary, Failure
+from ...boundary import Boundary, GuardFailure
 from ...errors import ArgumentError, NonFiniteError
+from ...plain_text import show
 from ..autopsy.examiner import Examiner
-from ..event import JsonObject
+from ..event import Failure, JsonObject
 from ..journal import EventSink, Journal
 from ..monitors.loss_watch import LossWatch
 from ..monitors.monitor_set import MonitorSet, build_monitors
@@ -37,16 +41,32 @@ from ..ranks import Ranks
 from ..rerun.loss_terms import ON_NONFINITE, Term, cut_term, select_finite
 from ..rerun.micro_batch import AccumulationGroup, MicroBatch
 from ..rerun.runner import LoopRunner, Runner
+from ..rerun.snapshot import StatePart, estimate_bytes, list_parts
 from ..rerun.traceless_skip import ScalerState
 from ..rng import RngState
 from ..settings import Policy
+from .bad_start import find_bad_start
 from .counters import Counter
 from .decision import Escalation
 from .redo import Redo
+from .run_recovery import Recovery
 from .settle import Settlement
 from .step_reading import StepOutcome
 
 Batch = TypeVar("Batch")
+
+
+class Statistics:
+    """What a guard has learned of a run, as a part of a snapshot. What it has counted does not go back."""
+
+    def __init__(self, guard: "Guard"):
+        self.guard = guard
+
+    def copy(self, reused: Any) -> JsonObject:
+        return copy.deepcopy(self.guard.state_dict())
+
+    def restore(self, saved: JsonObject, step: int) -> None:
+        self.guard.load_state_dict({**copy.deepcopy(saved), "counter": self.guard.counter.state_dict()})
 
 
 class Guard:
@@ -122,7 +142,9 @@ class Guard:
             self.redo,
             self.monitor_set.find_accepted,
         )
+        self.recovery = Recovery(self.policy, self.journal, self.escalation, lambda: self.is_suspect)
         self.group: AccumulationGroup = AccumulationGroup(None)
+        self.has_begun = False  # whether the state before the first step of the run was checked
         if model is not None and self.runner is not None:
             self.boundary.call("monitors", self._build_monitors, model, optimizer)
         self.scheduler = scheduler
@@ -131,7 +153,7 @@ class Guard:
     def _build_monitors(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self.monitor_set.begin(build_monitors(self.policy, model, optimizer, self.journal))
 
-    def _report_failure(self, failure: Failure) -> None:
+    def _report_failure(self, failure: GuardFailure) -> None:
         """Reports an error of the guard; the group under way is not redone, because it may not be recorded as it ran."""
         self.group.failure = str(failure)
         self.journal.write_failure(self.find_step(), failure)
@@ -142,13 +164,14 @@ class Guard:
         return self.redo.replaying
 
     @property
+    def is_suspect(self) -> bool:
+        """Whether the loss, of this rank, or the norm is in an episode of spikes or of divergence."""
+        return self.norms.is_open or self.loss_watch.is_open
+
+    @property
     def last_norm(self) -> float | None:
         """The gradient norm before clipping of the step that was settled last."""
         return self.settlement.last_norm
-
-    def write_bundles_to(self, folder: Path) -> None:
-        """Makes autopsies write their bundles to another folder."""
-        self.redo.examiner.write_to(folder)
 
     # ---- the hand-written loop ----
 
@@ -175,6 +198,9 @@ class Guard:
         batches = list(batches)
         if not batches:
             raise ArgumentError("Guard.step must be given at least one batch, got none.")
+        failure = self.begin_step(self.steps_done, runner, lambda: self.watch_state(runner, self.scheduler))
+        if failure is not None and (reason := self.recovery.resolve(failure, self.steps_done)) is not None:
+            return self._end(StepOutcome(stepped=False, halt=reason))
         marks = self.policy.acts and self.ranks.size > 1  # alone, a non-finite loss is known without a mark
         group = self.begin_group(weight=1 / len(batches))
         runner.begin_group(loss_fn)
@@ -195,24 +221,82 @@ class Guard:
             runner.mark_losses(group.losses)
         self.monitor_set.end_backward()
         outcome = self._settle_and_step(group, runner)
-        reason = self.monitor_set.after_update()
-        outcome = replace(outcome, halt=outcome.halt or reason)
+        failure = outcome.failure or self.monitor_set.after_update()
         runner.clear()
         self.steps_done += 1
+        if failure is not None:
+            reason = self.recovery.resolve(failure, self.steps_done, lambda: self.redo.repeats(group, runner))
+            outcome = replace(outcome, halt=outcome.halt or reason, rewound=reason is None)
+        return self._end(outcome)
+
+    def _end(self, outcome: StepOutcome) -> StepOutcome:
         if outcome.halt is not None and self.policy.on_halt == "raise":
             raise NonFiniteError(outcome.halt)
         return outcome
+
+    def begin_run(self, folder: Path | None = None) -> None:
+        """Begins a run: budgets, counts and statistics start anew; a resume restores the latter two from its checkpoint.
+
+        Args:
+            folder (`Path`, *optional*):
+                Where bundles of autopsies go from now on; without it none is written.
+        """
+        for part in (self.counter, self.norms, self.loss_watch, self.escalation, self.journal, self.settlement):
+            part.begin_run()
+        self.recovery.begin_run()
+        self.redo.examiner.begin_run(folder)
+        self.has_begun = False
+
+    def begin_step(
+        self, step: int, runner: Runner, watch: Callable[[], None], is_boundary: bool = True
+    ) -> Failure | None:
+        """Checks the state before the first step of a run, and takes a snapshot if one is due. Every rank calls it.
+
+        Args:
+            step (`int`):
+                Number of the step.
+            runner (`Runner`):
+                Of the model.
+            watch (`Callable`):
+                Calls [`Guard.watch_state`]; called once a run, if its state can be restored.
+            is_boundary (`bool`, *optional*, defaults to `True`):
+                Whether the loop can begin anew here.
+
+        Returns:
+            `Failure`: why the run cannot continue from this state; `None` if it can.
+        """
+        if self.policy.mode == "off":
+            return None
+        check = self.monitor_set.check_before_save
+        if not self.has_begun:
+            self.has_begun = True
+            failure = self.monitor_set.check_start(step, self.policy.on_bad_start == "halt")
+            for event in find_bad_start(runner.bare_model, runner.optimizer, step):
+                self.journal.write_once(event)
+            if failure is not None:
+                return failure
+            check = lambda step: None  # noqa: E731  # nothing has changed since
+        if not self.recovery.is_watching and not self.monitor_set.has_bad_start:
+            watch()
+        return self.recovery.begin_step(step, check, is_boundary)
+
+    def watch_state(self, runner: Runner, scheduler: Any, others: Sequence[StatePart] = ()) -> None:
+        """Begins to take snapshots of a run; `others` are the parts of its state that only its loop knows. Every rank calls it."""
+        if runner.optimizer is not None:
+            parts = (*list_parts(runner, runner.optimizer, scheduler), Statistics(self), *others)
+            num_bytes = estimate_bytes(runner, runner.optimizer)
+            self.recovery.watch(parts, num_bytes, runner.optimizer, scheduler)
 
     def _settle_and_step(self, group: AccumulationGroup, runner: LoopRunner) -> StepOutcome:
         before = None if runner.scaler is None else ScalerState(runner.scaler)
         off = self.policy.mode == "off"
         outcome = StepOutcome(norm=runner.measure()) if off else self.settle(group, runner, self.steps_done)
-        if not outcome.stepped:
+        if not outcome.stepped or outcome.failure is not None:
             if before is not None:
                 before.restore()
             return outcome
         self._clip(runner, outcome)
-        self.monitor_set.before_update()
+        self.begin_update(outcome)
         if runner.scaler is None:
             runner.optimizer.step()
         else:
@@ -221,6 +305,12 @@ class Guard:
         if self.scheduler is not None and not outcome.scaler_skips:
             self.scheduler.step()
         return outcome
+
+    def begin_update(self, outcome: StepOutcome) -> None:
+        """Runs right before the optimizer steps."""
+        self.monitor_set.before_update()
+        if not outcome.scaler_skips:
+            self.recovery.count_update()
 
     def _clip(self, runner: Runner, outcome: StepOutcome) -> None:
         bounds = [bound for bound in (self.max_grad_norm, outcome.clip_to) if bound is not None]
@@ -325,7 +415,9 @@ class Guard:
             zero_is_news (`bool`, *optional*, defaults to `True`):
                 Whether an exact zero loss with zero gradients deserves an event; in RL equal rewards make it normal.
         """
-        return self.settlement.settle(group, runner, step, norm, zero_is_news)
+        self.recovery.note(step, group)
+        outcome = self.settlement.settle(group, runner, step, norm, zero_is_news)
+        return outcome if outcome.halt is None else replace(outcome, halt=show(outcome.halt, self.policy.bundle_text))
 
     # ---- state ----
 

@@ -12,7 +12,7 @@ from typing import TypedDict
 
 import torch
 
-from ..event import Culprit, Event, JsonValue, Remedy
+from ..event import Culprit, Event, Failure, JsonValue, Remedy
 from ..finite import find_nonfinite, local, read_host
 from ..journal import Journal
 from ..optimizer.bad_update import examine_update, try_update_remedies
@@ -207,7 +207,7 @@ class Containment:
             num_dropped = len(group.micro_batches) * self.ranks.size - sum(result.num_good)
             self.count(reading, num_dropped, result.good)
             outcome = self.escalate(outcome, reading, signal, message) if num_dropped else outcome
-        return outcome if bad_weights is None else replace(outcome, halt=bad_weights)
+        return outcome if bad_weights is None else replace(outcome, failure=bad_weights)
 
     def emit_redo(self, reading: StepReading, runner: Runner, result: RedoResult) -> None:
         """Writes an event for every bad micro-batch or term, or one about the step if no micro-batch is to blame."""
@@ -230,8 +230,8 @@ class Containment:
             events.append(reading.event(Action.SKIPPED, message, Signal.GRAD_NONFINITE))
         self.journal.write_shared(events)
 
-    def find_bad_parameter(self, reading: StepReading, runner: Runner, suspicious: bool) -> str | None:
-        """Returns why the run must end if every micro-batch of a rank was bad because the weights are; every rank calls it."""
+    def find_bad_parameter(self, reading: StepReading, runner: Runner, suspicious: bool) -> Failure | None:
+        """Returns that every micro-batch of a rank was bad because the weights are; every rank calls it."""
         mine = find_nonfinite(runner.named_parameters()) if suspicious else {}
         if mine:
             accepted = self.find_accepted()
@@ -256,12 +256,10 @@ class Containment:
             message += f": {update.message}"
             culprit, cause = replace(culprit, phase="optimizer"), update.cause
             remedies = try_update_remedies(optimizer, update, named[0][1])
-        self.journal.write_once(
-            Event(
-                reading.step, Signal.PARAM_NONFINITE, Action.HALTED, message, None, 0, values, culprit, cause, remedies
-            )
-        )  # fmt: skip
-        return f"Training was halted: {message}. Dropping batches cannot fix this. Resume from an earlier checkpoint."
+        signal, action = Signal.PARAM_NONFINITE, Action.OBSERVED
+        event = Event(reading.step, signal, action, message, None, 0, values, culprit, cause, remedies)
+        reason = f"Training was halted: {message}. Dropping batches cannot fix this. Resume from an earlier checkpoint."
+        return Failure(reason, event)
 
     # ---- how a bad step ends ----
 
@@ -287,7 +285,7 @@ class Containment:
         outcome = StepOutcome(stepped=False, redone=[], num_dropped=size)
         if signal is not None:
             outcome = self.escalate(outcome, reading, signal, message)
-        if outcome.halt is not None and self.before_streak is not None:
+        if outcome.failure is not None and self.before_streak is not None:
             self.before_streak.restore()
         if halts:
             reason = f"Training was halted at step {reading.step}: {message}. The policy on_nonfinite is 'halt'."
@@ -295,19 +293,18 @@ class Containment:
         return outcome
 
     def escalate(self, outcome: StepOutcome, reading: StepReading, signal: Signal, message: str) -> StepOutcome:
-        """Counts a bad step; after too many in a row the run ends."""
+        """Counts a bad step; after too many in a row the run cannot continue from where it is."""
         if not self.escalation.count_bad(reading.step):
             return outcome
         num_bad = self.escalation.bad_in_a_row
-        why = f"after {num_bad} bad steps in a row; last: {message}"
-        values = {"bad_steps_in_a_row": num_bad}
-        self.journal.write_once(Event(reading.step, signal, Action.HALTED, f"halted {why}", values=values))
+        why = f"{num_bad} bad steps in a row; last: {message}"
+        event = Event(reading.step, signal, Action.OBSERVED, why, values={"bad_steps_in_a_row": num_bad})
         common = self.journal.summary.describe_common(self.escalation.first_bad_step or 0)
         reason = (
-            f"Training was halted {why}. {common} The weights are those of the last good step. To allow more, raise "
+            f"Training was halted after {why}. {common} The weights are those of the last good step. To allow more, raise "
             "nanguard_max_bad_steps."
         )
-        return replace(outcome, halt=reason)
+        return replace(outcome, failure=Failure(reason, event))
 
     def count(self, reading: StepReading, num_dropped: int, trained: list[MicroBatch]) -> None:
         """Counts the micro-batches of all ranks, and the terms of those of this rank that were trained on."""

@@ -15,7 +15,7 @@ from ..autopsy.evidence.verdict import Verdict
 from ..autopsy.examiner import Examiner
 from ..finite import find_nonfinite, local, read_host
 from ..journal import Journal
-from ..rerun.micro_batch import BatchAction, MicroBatch
+from ..rerun.micro_batch import AccumulationGroup, BatchAction, MicroBatch
 from ..rerun.runner import Runner
 from ..torch_private import rebuild_buckets
 from ..vocabulary import Action, Signal
@@ -146,6 +146,17 @@ class Redo:
         with self._replay(runner), self._examine(), runner.undisturbed():
             verdict = self.examiner.examine(runner, micro, reading.group.weight, reading.step)
         return replace(BadMicroBatch.of_run(micro, bad[1], reading.census, reading.step), verdict=verdict)
+
+    def repeats(self, group: AccumulationGroup, runner: Runner) -> bool:
+        """Returns whether a held group is bad on any rank when it runs again, or cannot run again. Every rank calls it."""
+        if any(self.ranks.gather(runner.why_not(group))):
+            return True
+        is_bad = False
+        with self._replay(runner), runner.undisturbed():
+            for micro in group.micro_batches:
+                loss_dev = runner.probe(micro, group.weight)
+                is_bad |= bool(self.take_census(runner).bad) or not math.isfinite(read_host([loss_dev])[0])
+        return self.ranks.any(is_bad)
 
     # ---- one micro-batch ----
 

@@ -56,8 +56,12 @@ class Settlement:
         self.containment = Containment(policy, journal, counter, escalation, redo, find_accepted)
         self.norm_dev: Tensor | None = None  # of the step that is being settled, once it is measured
         self.reading: StepReading | None = None  # likewise, once it is read
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Forgets what was reported of another run."""
         self.last_norm: float | None = None
-        self.was_zero = False
+        self.has_reported_zero = False
         self.has_overflowed = False  # the norm of finite gradients; reported once
 
     def settle(
@@ -139,7 +143,7 @@ class Settlement:
         if finite:
             self.counter.count_norm(reading.norm)
         if finite and decision.action is not StepAction.SKIP and reading.group.failure is None:
-            self.loss_watch.observe(reading.step, runner.mean_loss(reading.losses))
+            self.loss_watch.observe(reading.step, runner.mean_loss(reading.losses), reading.norm)
         if decision.action in (StepAction.CLIP, StepAction.SKIP):
             return self._contain_spike(reading, runner)
         self.containment.count(reading, 0, reading.group.micro_batches)
@@ -207,13 +211,14 @@ class Settlement:
         self.journal.write(reading.event(Action.OBSERVED, message, Signal.LOSS_NONFINITE, blamed=blamed))
 
     def _emit_zero(self, reading: StepReading, is_news: bool) -> None:
+        """Reports, once a run, a step without loss and gradient: margin losses have many. `no_learning_signal` counts them."""
         is_zero = is_news and reading.norm == 0.0 and bool(reading.losses) and not any(reading.losses)
-        if is_zero and not self.was_zero:
+        if is_zero and not self.has_reported_zero:
             message = f"loss and gradients are exactly zero at step {reading.step}; nothing is learned from this batch"
             values = {"loss": 0.0, "grad_norm": 0.0}
             event = Event(reading.step, Signal.LOSS_ZERO, Action.OBSERVED, message, rank=reading.rank, values=values)
             self.journal.write(event)
-        self.was_zero = is_zero
+            self.has_reported_zero = True
 
     def _emit_findings(self, reading: StepReading) -> None:
         """Writes the findings whose events do not depend on what becomes of the step; `Containment` writes the others."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from ..autopsy.evidence.verdict import Verdict
-from ..event import Culprit, Event, JsonValue
+from ..event import Culprit, Event, Failure, JsonValue
 from ..rerun.micro_batch import AccumulationGroup, BatchAction, Finding, MicroBatch
 from ..rng import RngState
 from ..vocabulary import Action, Cause, Signal
@@ -36,6 +36,10 @@ class StepOutcome:
             A tighter bound for the norm than that of the loop.
         halt (`str`, *optional*):
             Why the run has to end; `None` if it continues.
+        failure (`Failure`, *optional*):
+            Why the run cannot continue from its current state. The caller of `settle` rewinds or halts it.
+        rewound (`bool`):
+            Whether the run went back to a snapshot after the step.
         scaler_skips (`bool`):
             Whether the loss scaler is about to skip this step, as it does while it searches its scale.
     """
@@ -48,6 +52,8 @@ class StepOutcome:
     clip_to: float | None = None
     halt: str | None = None
     scaler_skips: bool = False
+    failure: Failure | None = None
+    rewound: bool = False
 
 
 @dataclass(frozen=True)

@@ -99,7 +99,11 @@ def check_stop_token(sample: Sample) -> Finding | None:
 def _sizes(sample: Sample) -> list[tuple[np.ndarray, int]]:
     """Returns the targets of each row, and how many labels it has besides pads."""
     rows = [(row, _targets(row, sample)) for row in sample.rows]
-    return [(found, _count_tokens(row) - int(sample.limits.shifted)) for row, found in rows if found is not None]
+    return [
+        (found, _count_tokens(row) - int(sample.limits.shifted))
+        for row, found in rows
+        if found is not None and found.size
+    ]
 
 
 def _count_tokens(row: SampledRow) -> int:

@@ -1,10 +1,13 @@
 """Facts about the device that will train: its kind, its memory, and whether it has bfloat16."""
 
+import logging
 import os
 
 import torch
 
 from ..rules.run_facts import Facts
+
+logger = logging.getLogger("hf_nanguard")
 
 
 def find_accelerator_facts() -> Facts:
@@ -16,6 +19,22 @@ def find_accelerator_facts() -> Facts:
 def find_device_facts(kind: str) -> Facts:
     """Returns what is known about a kind of device (`cpu`, `cuda`)."""
     return Facts.of(device_type=kind, bf16_support=find_bf16_support(kind), device_memory=find_memory(kind))
+
+
+def choose_precision(use_cpu: bool) -> dict[str, bool]:
+    """Returns the arguments `bf16` and `fp16` for the device that will train, and logs why."""
+    support = None if use_cpu or not torch.accelerator.is_available() else find_accelerator_facts().bf16_support
+    if support is None:
+        chosen, why = "float32", "there is no accelerator whose precision is known"
+    elif support == "native":
+        chosen, why = "bf16", "this device computes in bfloat16, which has the range of float32"
+    else:
+        chosen, why = (
+            "fp16",
+            f"bfloat16 is {support} on this device; a loss scaler keeps gradients in the range of float16",
+        )
+    logger.info("hf_nanguard: nanguard_precision='auto' chose %s because %s.", chosen, why)
+    return {"bf16": chosen == "bf16", "fp16": chosen == "fp16"}
 
 
 def find_bf16_support(kind: str) -> str | None:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from ...yaml_file import read_regular_file
+from ...safe_files import read_file
 
 MAX_BYTES = 64 * 2**20
 
@@ -11,6 +11,6 @@ MAX_BYTES = 64 * 2**20
 def read_json(path: Path) -> object:
     """Returns what a JSON file contains, `None` if there is none that can be read."""
     try:
-        return json.loads(read_regular_file(str(path), MAX_BYTES))
+        return json.loads(read_file(path, MAX_BYTES))
     except (OSError, ValueError, RecursionError):
         return None

@@ -71,8 +71,8 @@ def find_model_facts(model: nn.Module) -> Facts:
         adapter="none" if first is None else str(getattr(first.peft_type, "value", first.peft_type)).lower(),
         adapter_targets=tuple(sorted(modules)) if adapters else None,
         has_output_head_adapter="lm_head" in modules if adapters else False,
-        parameters=sum(parameter.numel() for parameter in parameters),
-        trainable=sum(parameter.numel() for parameter in trained),
+        parameters=sum(map(_count, parameters)),
+        trainable=sum(map(_count, trained)),
         model_dtype=_largest_dtype(trained),
         checkpoint_dtype=None,
         max_positions=_positive(getattr(text, "max_position_embeddings", None)),
@@ -84,12 +84,17 @@ def find_model_facts(model: nn.Module) -> Facts:
     )
 
 
+def _count(parameter: nn.Parameter) -> int:
+    """Returns the number of entries, of which DeepSpeed's ZeRO-3 leaves none in the parameter itself."""
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
 def _largest_dtype(parameters: list[nn.Parameter]) -> str | None:
     """Returns the dtype of most of the weights."""
     sizes: dict[str, int] = {}
     for parameter in parameters:
         name = str(parameter.dtype).removeprefix("torch.")
-        sizes[name] = sizes.get(name, 0) + parameter.numel()
+        sizes[name] = sizes.get(name, 0) + _count(parameter)
     return max(sizes, key=sizes.__getitem__) if sizes else None
 
 

@@ -5,7 +5,8 @@ model's forward; when the backward reaches them, it queues a measurement behind 
 do, including the reductions of DDP and FSDP. That takes two fused reductions a step, which stay on the device.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,51 +32,63 @@ class GradientTap:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.queued = False
+        self.armed = False  # whether a measurement was requested
+        self.queued = False  # whether the backward pass that runs now has queued what follows it
         self.names: list[str] = []
         self.largest: list[Tensor] = []
         self.norm: Tensor | None = None
         self.losses: list[Tensor] = []
         self._handle: RemovableHandle | None = None
 
-    @property
-    def armed(self) -> bool:
-        """Whether a measurement was requested; the model has a hook only then."""
-        return self._handle is not None
-
     def arm(self) -> None:
         """Requests a measurement of the next accumulation group."""
         self.disarm()
-        self.queued, self.norm = False, None
+        self.armed, self.norm = True, None
         self.names, self.largest, self.losses = [], [], []
-        self._handle = self.model.register_forward_hook(self._on_forward)
+        self._hook_forward()
 
     def disarm(self) -> None:
         """Ends the measurement; what was measured stays until the next [`GradientTap.arm`]."""
+        self.armed = self.queued = False
+        self._unhook_forward()
+
+    def _hook_forward(self) -> None:
+        """Adds the hook of one forward: after an error in the forward, the loss or the backward none is left."""
+        self._handle = self.model.register_forward_hook(self._on_forward, always_call=True)
+
+    def _unhook_forward(self) -> None:
         if self._handle is not None:
             self._handle.remove()
         self._handle = None
 
     def _on_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and output is not None:
             return
+        self._unhook_forward()
         loss = output.get("loss") if isinstance(output, Mapping) else None
         if isinstance(loss, Tensor):
             self.losses.append(as_scalar(loss.detach()))
-        if GradientState().sync_gradients:
-            for tensor in find_tensors(output):
-                if tensor.requires_grad:
-                    tensor.register_hook(self._on_backward)
+        self.queued = False
+        after = partial(self._after_backward, GradientState().sync_gradients)
+        for tensor in find_tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._on_backward, after))
 
-    def _on_backward(self, gradient: Tensor) -> None:
-        if not self.queued:
+    def _on_backward(self, after: Callable[[], None], gradient: Tensor) -> None:
+        if self.armed and not self.queued:
             self.queued = True
             # Queued twice, to run after the reductions that DDP and FSDP queue during the backward.
-            run_after_backward(lambda: run_after_backward(self._measure))
+            run_after_backward(lambda: run_after_backward(after))
+
+    def _after_backward(self, ends_group: bool) -> None:
+        self.queued = False
+        if ends_group:
+            self._measure()
+        if self.armed and self._handle is None:
+            self._hook_forward()
 
     @torch.no_grad()
     def _measure(self) -> None:
-        self.queued = False
         named = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
         gradients = [gradient for _, gradient in named]
         self.names = [name for name, _ in named]

@@ -88,8 +88,9 @@ class NanGuardCallback(TrainerCallback):
         self._asked = None if trainer is None or self._obstacle is None else weakref.ref(trainer)
         if self._obstacle is not None and (trainer is not None or said != self._obstacle):
             logger.warning(
-                "hf_nanguard: %s is guarded in a reduced way because %s: a step with a non-finite gradient is skipped as a "
-                "whole and reported. Rows, redo, autopsies, and checks of labels and inputs need the loop of transformers.",
+                "hf_nanguard: %s is guarded in a reduced way because %s: if the loop calls on_step_begin before the forward "
+                "and on_pre_optimizer_step before the optimizer, a step with a non-finite gradient is skipped as a whole and "
+                "reported. Rows, redo, autopsies, and checks of labels and inputs need the loop of transformers.",
                 "the model" if trainer is None else type(trainer).__name__,
                 self._obstacle,
             )

@@ -13,8 +13,8 @@ from .gradient_monitor import GradientMonitorCallback
 
 logger = logging.getLogger("hf_nanguard")
 NOT_CHECKED = (
-    "No gradient was checked in this step, so nothing is guarded: the training loop must call on_step_begin before the "
-    "forward and on_pre_optimizer_step before the optimizer steps."
+    "No gradient was checked, so nothing is guarded: the training loop must call on_step_begin before the forward and "
+    "on_pre_optimizer_step before the optimizer steps."
 )
 NOT_SKIPPED = (
     "The step was not skipped, and weights are not finite: the optimizer steps before on_pre_optimizer_step is called."
@@ -25,8 +25,7 @@ class ReducedGuard(GradientMonitorCallback):
     """Skips a step with a non-finite gradient as a whole, and names the parameters.
 
     It needs a loop that calls `on_step_begin`, `on_pre_optimizer_step` and `on_step_end` around each step; one that does not
-    is reported. The schedule is held only where accelerate has prepared the optimizer. After an error inside a step the
-    model keeps a forward hook, which does nothing but measure, until the next step begins.
+    is reported. The schedule is held only where accelerate has prepared the optimizer.
 
     Args:
         guard (`GuardArguments`, *optional*):
@@ -38,14 +37,18 @@ class ReducedGuard(GradientMonitorCallback):
         self.arguments = guard
         self.acts = True
         self.is_checked = False
+        self.has_checked = False  # a step of the run
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         policy = find_guard_arguments(self.arguments, args).policy()
         self.acts = policy.acts
+        self.has_checked = False
         if policy.mode != "off":
             super().on_train_begin(args, state, control, model=model, **kwargs)
 
     def on_train_end(self, args, state, control, **kwargs):
+        if self.tap is not None and not self.has_checked and state.global_step > 0:
+            self._emit_failure(args, state, NOT_CHECKED)
         super().on_train_end(args, state, control, **kwargs)
         text = None if self.writer is None else self.summary.format_end(self.writer.path)
         if text is not None and args.process_index == 0:
@@ -54,6 +57,7 @@ class ReducedGuard(GradientMonitorCallback):
 
     def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
         self.is_checked = self.tap is not None and self.tap.armed
+        self.has_checked = self.has_checked or self.is_checked
         super().on_pre_optimizer_step(args, state, control, optimizer=optimizer, **kwargs)
 
     def on_step_end(self, args, state, control, optimizer=None, **kwargs):

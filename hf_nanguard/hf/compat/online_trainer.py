@@ -111,6 +111,36 @@ def join_images(batch: Completions) -> Completions:
     return unsplit_pixel_values_by_grid(batch)
 
 
+def is_between_generations(trainer: HostTrainer) -> bool:
+    """Returns whether the next micro-batch of a trainer begins with a new generation; always true for one that generates none.
+
+    Can go when TRL says when it generates.
+    """
+    known = vars(trainer)
+    if known.get("_buffered_inputs") is None:
+        return True
+    arguments = trainer.args
+    return known["_step"] % (arguments.steps_per_generation * known["num_iterations"]) == 0  # type: ignore[attr-defined]
+
+
+class GenerationBuffer:
+    """The completions that an online trainer has yet to use, as a part of a snapshot: those of a policy that was rewound are
+    dropped, and the next micro-batch generates.
+
+    Can go together with `is_between_generations`.
+    """
+
+    def __init__(self, trainer: HostTrainer):
+        self.trainer = trainer
+
+    def copy(self, reused: Any) -> None:
+        return None
+
+    def restore(self, saved: None, step: int) -> None:
+        if "_buffered_inputs" in vars(self.trainer):
+            vars(self.trainer)["_buffered_inputs"] = None
+
+
 def is_online(trainer: HostTrainer) -> bool:
     """Returns whether a TRL trainer samples completions itself.
 

@@ -13,7 +13,8 @@ LOOP = ("train", "_inner_training_loop", "_run_epoch")
 def find_own_loop(trainer_class: type) -> list[str]:
     """Returns which loop methods of the Trainer a class replaces, so that the methods of the guard would never be called.
 
-    A method that calls the one it overrides, by `super()` or by the name of a class, does not replace it.
+    A method that calls the one it overrides, by `super()` or by the name of a class, does not replace it. Nor does one that
+    looks something up in `super()` by a computed name, as a wrapper for many methods does.
     """
     return [name for name in LOOP if _is_replaced(trainer_class, name)]
 
@@ -33,7 +34,8 @@ def _is_replaced(trainer_class: type, name: str) -> bool:
 
 def _calls_overridden(code: CodeType, name: str) -> bool:
     inner = [constant for constant in code.co_consts if inspect.iscode(constant)]
-    return name in code.co_names or any(_calls_overridden(part, name) for part in inner)
+    is_wrapper = {"super", "getattr"} <= set(code.co_names)
+    return is_wrapper or name in code.co_names or any(_calls_overridden(part, name) for part in inner)
 
 
 def find_own_super(trainer_class: type) -> list[str]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...boundary import Boundary, Failure
+from ...boundary import Boundary, GuardFailure
 from ...core.rerun.micro_batch import BatchAction, Finding
 from ...core.rerun.nested_inputs import quote_name
 from ...core.vocabulary import Cause, Signal
@@ -61,7 +61,7 @@ class BatchCheck:
     def __call__(self, batch: object, examples: Sized | None = None) -> tuple[object, BatchNote]:
         """Returns the batch, or a copy that is safe to run, and what was found. Samples are removed only from a batch whose
         `examples` are given, because its items are counted after that."""
-        failures: list[Failure] = []  # of a worker process, perhaps, so they travel with the batch
+        failures: list[GuardFailure] = []  # of a worker process, perhaps, so they travel with the batch
         unchecked = lambda *_: (batch, BatchNote(failure=str(failures[0])))  # noqa: E731
         return Boundary(failures.append).call("the check", self._check, batch, examples, otherwise=unchecked)
 

@@ -122,6 +122,10 @@ class NoSignalDetector:
     def __init__(self, stall_steps: int, journal: Journal):
         self.stall_steps = stall_steps
         self.journal = journal
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Counts from zero."""
         self.num_steps = 0
         self.first_step = 0
         self.kinds: list[NoSignal] = []

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from ...core.settings import PREFIX, SETTINGS, Policy, check_settings, format_parameters
+from ...doctor.facts.device_facts import choose_precision
 from ...errors import ArgumentError
 
 _Fields: Any = make_dataclass(
@@ -35,6 +36,9 @@ class GuardArguments(_Fields):
                 setattr(self, f"{PREFIX}{name}", setting.convert(value))
         check_settings(self._settings(), PREFIX)
         if isinstance(self, TrainingArguments):
+            if self.nanguard_precision == "auto":
+                for name, value in choose_precision(self.use_cpu).items():
+                    setattr(self, name, value)
             super().__post_init__()  # the host's, next in line
 
     def _settings(self) -> dict[str, Any]:

@@ -45,8 +45,7 @@ class CheckpointCustody:
 
     def _is_suspect(self) -> bool:
         """Returns whether a state of now may hold what makes steps bad: among them, or while loss or norm are out of line."""
-        guard = self.guard
-        return guard.escalation.first_bad_step is not None or guard.norms.is_open or guard.loss_watch.is_open
+        return self.guard.escalation.first_bad_step is not None or self.guard.is_suspect
 
     def find_earlier(self, folder: Path) -> Path | None:
         """Returns the checkpoint from before the bad steps, unless it is the last one: one that was saved among them may

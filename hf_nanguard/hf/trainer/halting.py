@@ -1,11 +1,13 @@
 """Ends a guarded run early, in order: the reason is logged, the last good state is saved, and a sentence says where."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ...core.event import Failure
 from ...core.step.guard import Guard
 from ...errors import NonFiniteError
 from ...plain_text import format_error, show
@@ -30,7 +32,26 @@ class Halting:
 
     def may_save(self, model: nn.Module) -> bool:
         """Returns whether weights and optimizer state are finite, so that a checkpoint may be saved. If not, the run ends."""
-        reason = self.guard.monitor_set.check_before_save(self.trainer.state.global_step)
+        failure = self.guard.monitor_set.check_before_save(self.trainer.state.global_step)
+        return failure is None or self.recover(model, failure, self.trainer.state.global_step)
+
+    def recover(self, model: nn.Module, failure: Failure, step: int, repeats: Callable[[], bool] | None = None) -> bool:
+        """Rewinds a run that cannot continue from its current state, or ends it. Every rank must call it.
+
+        Args:
+            model (`nn.Module`):
+                The model in training.
+            failure (`Failure`):
+                Why it cannot continue.
+            step (`int`):
+                The next step, if it can be rewound.
+            repeats (`Callable`, *optional*):
+                Returns whether the last batches are bad with the weights of now as well.
+
+        Returns:
+            `bool`: whether it was rewound.
+        """
+        reason = self.guard.recovery.resolve(failure, step, repeats)
         if reason is not None:
             self.halt(model, reason)
         return reason is None
@@ -69,11 +90,18 @@ class Halting:
         if last_good != folder or not ranks.any(folder.is_dir()):
             try:
                 trainer._save_checkpoint(model, None)
-            except (
-                Exception
-            ) as error:  # each of the host's writers has its own for a full disk; the reason to halt is told
+            except Exception as error:  # each of the host's writers has its own for a full disk
                 return f" The last good state could not be saved ({format_error(error)}).{last}"
-        return f" The last good state is in {folder}."
+        return f" {self._describe_state()} is in {folder}."
+
+    def _describe_state(self) -> str:
+        """Returns what a finite state is: the last good one, unless loss or gradients were out of line before the halt."""
+        watch = self.guard.loss_watch
+        if watch.divergence.is_reported:
+            return f"A finite state, but not a good one: its loss has diverged since step {watch.divergence.since}. It"
+        if watch.is_open or self.guard.norms.is_open:
+            return "A finite state, saved while loss or gradient norm were far above their usual level,"
+        return "The last good state"
 
     def _find_earlier(self) -> str:
         """Returns a sentence about the checkpoint from before the bad steps, if that is not the last one."""

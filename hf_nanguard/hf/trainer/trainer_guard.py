@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...boundary import HostCall
-from ...core.event import Culprit, Event
+from ...core.event import Culprit, Event, Failure
 from ...core.finite import local, read_host
 from ...core.ranks import Ranks
 from ...core.rerun.micro_batch import AccumulationGroup
@@ -23,9 +24,12 @@ from ...core.rerun.traceless_skip import clear_gradients
 from ...core.step.guard import Guard
 from ...core.step.step_reading import StepOutcome
 from ...core.vocabulary import Action, Signal
+from ...doctor.start_check import report_start
 from ...errors import LossMissingError
 from ..compat import accelerate as compat_accelerate
 from ..compat import trainer as compat
+from ..compat.logged_state import LogSums
+from ..compat.online_trainer import GenerationBuffer, is_between_generations
 from ..compat.own_loss import has_own_batches
 from ..compat.trainer_protocol import HostTrainer
 from ..compat.unguardable_class import find_own_loop
@@ -160,16 +164,17 @@ class TrainerGuard:
         self.boundary.begin_run()
         self.recorder.begin_run()
         self.record.begin_run()
-        self.guard.write_bundles_to(self.record.directory)
+        self.guard.begin_run(self.record.directory)
+        self.no_signal.begin_run()
         self._abandons_step = self._has_reported_update = False
         self._num_left_out = 0
         self.custody.begin_run()
-        self.guard.escalation.begin_run()
-        self.guard.journal.begin_run()
         self._creates_optimizer = self.trainer.optimizer is None
         if self.on and self.guard.ranks.rank == 0:
             self.boundary.call("limits", self._log_limits)
             self.boundary.call("removed rows", self._report_removed_rows)
+        if self.on:
+            self.boundary.call("doctor", report_start, self.trainer, self.policy.doctor, self.guard.ranks)
 
     def _end_run(self) -> None:
         """Puts everything back, each piece even if another fails or is interrupted."""
@@ -283,6 +288,12 @@ class TrainerGuard:
         return compat_accelerate.replaced_method(self.trainer, "training_step", wrap)
 
     def _log_limits(self) -> None:
+        if self.policy.precision == "auto" and not isinstance(self.trainer.args, GuardArguments):
+            logger.warning(
+                "hf_nanguard: nanguard_precision='auto' has no effect here because the trainer was built with %s. Set it in a "
+                "guarded config, e.g. GuardedTrainingArguments.",
+                type(self.trainer.args).__name__,
+            )
         if self.deepspeed:
             logger.warning(
                 "hf_nanguard: DeepSpeed steps its engine inside the backward. Bad labels and inputs are filled before "
@@ -297,7 +308,7 @@ class TrainerGuard:
 
     def _log_summary(self) -> None:
         """Ends a run that had events with what they were and where they are."""
-        text = self.guard.journal.summary.format_end(self.record.events.path)
+        text = self.guard.journal.summary.format_end(self.record.events.path, self.guard.recovery.format_end())
         if text is not None and self.guard.ranks.rank == 0:
             logger.warning(text)
 
@@ -379,6 +390,7 @@ class TrainerGuard:
         if not self.recorder.is_open:  # the trainer has a get_batch_samples, or a loop, of its own
             self.begin_group([])
         if not self.recorder.has_micro_batches:
+            self.boundary.call("snapshot", self._begin_snapshot, runner)
             runner.begin_group()
             self.recorder.begin_step(LossWeight(self.trainer.current_gradient_accumulation_steps, num_items))
             self.guard.monitor_set.begin_step(self.trainer.state.global_step)
@@ -387,11 +399,25 @@ class TrainerGuard:
             self._hidden_filter.enter_context(compat.log_filter(self.trainer, False))
         return loss
 
+    def _begin_snapshot(self, runner: TrainerRunner) -> None:
+        """Checks the state of the run before its first step, and takes a snapshot before a step if one is due."""
+        trainer, guard, step = self.trainer, self.guard, self.trainer.state.global_step
+        if self.deepspeed:
+            return
+
+        def watch() -> None:
+            guard.watch_state(runner, trainer.lr_scheduler, (LogSums(trainer), GenerationBuffer(trainer)))
+
+        failure = guard.begin_step(step, runner, watch, is_between_generations(trainer))
+        if failure is not None and not self._recover(runner.model, failure, step):
+            self._abandons_step = True
+
     def _runner_for(self, model: nn.Module) -> TrainerRunner:
         """Returns the runner of this model; a new model or optimizer gets a new runner and new monitors."""
         trainer = self.trainer
         if self.runner is None or self.runner.model is not model or self._optimizer is not trainer.optimizer:
             self._optimizer = trainer.optimizer
+            self.guard.recovery.forget()
             self.runner = TrainerRunner(trainer, model, self.guard.ranks, self.recorder)
             bare = trainer.accelerator.unwrap_model(model)
             watched = None if self.deepspeed else trainer.optimizer
@@ -449,7 +475,7 @@ class TrainerGuard:
         given = torch.as_tensor(norm, device=self.trainer.args.device) if is_clipped else None
         step = self.trainer.state.global_step
         outcome = self.guard.settle(record.group, runner, step, given, record.is_labelled)
-        if not outcome.stepped:
+        if not outcome.stepped or outcome.failure is not None:
             self._skip_optimizer()
         call("running loss", self._correct_log, outcome, runner)
         call("learning signal", self._observe_signal, record)
@@ -457,8 +483,11 @@ class TrainerGuard:
         norm = self._clip(outcome, runner, max_norm, host_clip if is_clipped else None) if outcome.stepped else None
         if outcome.halt is not None:
             self._halt(model, outcome.halt)
+        elif outcome.failure is not None:
+            repeats = partial(self.guard.redo.repeats, record.group, runner)
+            self._recover(model, outcome.failure, step + 1, repeats)
         elif outcome.stepped:
-            self.guard.monitor_set.before_update()
+            call("update", self.guard.begin_update, outcome)
         return norm
 
     def _mark(
@@ -486,7 +515,7 @@ class TrainerGuard:
 
     def _finish_step(self, record: StepRecord, outcome: StepOutcome) -> None:
         """Leaves trainer and recorder ready for the next step."""
-        if outcome.stepped and outcome.redone is None and record.group.micro_batches:
+        if outcome.stepped and outcome.failure is None and outcome.redone is None and record.group.micro_batches:
             self.recorder.loss_errors.keep_replacement(record.group.micro_batches[0].payload)
         compat.set_accumulation_steps(self.trainer, record.group.weight.steps)
         self.recorder.release()
@@ -572,9 +601,9 @@ class TrainerGuard:
 
     def after_update(self) -> None:
         """Runs the monitors on what the optimizer did, before anything is logged, evaluated or saved."""
-        reason = self.guard.monitor_set.after_update()
-        if reason is not None and self.runner is not None:
-            self._halt(self.runner.model, reason)
+        failure = self.guard.monitor_set.after_update()
+        if failure is not None and self.runner is not None:
+            self._recover(self.runner.model, failure, self.trainer.state.global_step)
 
     def after_epoch(self) -> None:
         """Keeps a non-finite loss out of the log when an epoch ends inside a group, which no step decides."""
@@ -599,6 +628,17 @@ class TrainerGuard:
     def _halt(self, model: nn.Module, reason: str) -> None:
         """Ends the run, even if its last good state cannot be saved."""
         self.boundary.call("halt", self.halting.halt, model, reason, otherwise=self.halting.stop)
+
+    def _recover(
+        self, model: nn.Module, failure: Failure, step: int, repeats: Callable[[], bool] | None = None
+    ) -> bool:
+        """Rewinds or ends a run that cannot continue from its state; returns whether it was rewound."""
+
+        def stop(*_: Any) -> bool:
+            self.halting.stop(model, f"{failure.reason} The guard failed to rewind the run.")
+            return False
+
+        return self.boundary.call("rewind", self.halting.recover, model, failure, step, repeats, otherwise=stop)
 
     def check_loss(self, result: Any, with_outputs: bool, training: bool) -> Any:
         """Checks what `compute_loss` returned: `None` is an error, an evaluation loss is kept."""

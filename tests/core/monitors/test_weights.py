@@ -13,6 +13,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from hf_nanguard.core.journal import Journal
 from hf_nanguard.core.monitors.weights import WeightMonitor, check_state, find_bad_weights, format_finding
 from hf_nanguard.core.ranks import Ranks
+from hf_nanguard.core.settings import Policy
+from hf_nanguard.core.step.decision import Escalation
+from hf_nanguard.core.step.run_recovery import Recovery
 from hf_nanguard.testing import INF, NAN, OperationCounter
 
 OPTIMIZERS: dict[str, Callable] = {
@@ -28,6 +31,15 @@ OPTIMIZERS: dict[str, Callable] = {
     "rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
     "asgd": lambda p: torch.optim.ASGD(p, lr=1e-2),
 }
+
+
+class HaltingMonitor(WeightMonitor):
+    """Halts at what it finds, as a run without snapshots does."""
+
+    def check_before_save(self, step: int) -> Any:
+        failure = super().check_before_save(step)
+        recovery = Recovery(Policy(), self.journal, Escalation(1), lambda: False)
+        return None if failure is None else recovery.resolve(failure, step)
 
 
 class Net(nn.Module):
@@ -70,7 +82,7 @@ def make(name: str = "adamw", dtype: torch.dtype = torch.float32) -> tuple[Net, 
 def watch(model: nn.Module, optimizer: Any, **settings: Any) -> tuple[WeightMonitor, list[dict]]:
     events: list[dict] = []
     ranks = Ranks(alone=True)
-    return WeightMonitor(
+    return HaltingMonitor(
         model, Journal(ranks, events.append), optimizer=optimizer, **{"every_n_steps": 100, **settings}
     ), events
 
@@ -353,7 +365,7 @@ def test_ranks_decide_alike_and_rank_0_tells(plants):
 
     def check(rank: int) -> None:
         model, optimizer = made[rank]
-        monitor = WeightMonitor(model, Journal(ranks[rank], events[rank].append), 100, optimizer=optimizer)
+        monitor = HaltingMonitor(model, Journal(ranks[rank], events[rank].append), 100, optimizer=optimizer)
         reasons[rank] = monitor.check_before_save(7)
 
     threads = [threading.Thread(target=check, args=(rank,)) for rank in range(2)]
@@ -413,7 +425,7 @@ def test_a_buffer_that_was_nan_before_the_run_is_left_alone():
     model.register_buffer("unused", torch.tensor([NAN, 1.0]))
     optimizer = torch.optim.AdamW(model.parameters())
     events = []
-    monitor = WeightMonitor(model, Journal(Ranks(), events.append), 1, optimizer=optimizer)
+    monitor = HaltingMonitor(model, Journal(Ranks(), events.append), 1, optimizer=optimizer)
     assert train(model, optimizer, 3, monitor) is None
     assert events == []
     model.norm.running_var[2] = NAN

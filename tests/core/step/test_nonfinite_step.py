@@ -300,51 +300,49 @@ def test_a_loss_of_nan_is_not_repaired():
 # ---- the weights themselves ----
 
 
-def test_a_bad_parameter_is_named_and_halts():
+def test_a_bad_parameter_is_named_and_is_a_failure():
     bench = Bench([None, None])
     bench.model.first.bias.data[2] = INF
     for micro in bench.group.micro_batches:
         micro.loss = torch.tensor(NAN)
     bench.model.first.bias.grad = torch.full((4,), NAN)
-    outcome = bench.contain()
-    event = bench.events[-1]
-    assert (event["signal"], event["action"], event["cause"]) == ("param_nonfinite", "halted", "param_nonfinite")
+    failure = bench.contain().failure
+    event = failure.event.as_dict()
+    assert (event["signal"], event["cause"]) == ("param_nonfinite", "param_nonfinite")
     assert event["culprit"]["parameter"] == "first.bias"
     assert event["culprit"]["phase"] == "parameter"
     assert event["values"]["bad_parameters"] == {"first.bias": "inf"}
-    assert "parameter first.bias contains inf" in outcome.halt
-    assert "earlier checkpoint" in outcome.halt
+    assert "parameter first.bias contains inf" in failure.reason
+    assert "earlier checkpoint" in failure.reason
 
 
 def test_several_bad_parameters_are_counted():
     bench = Bench(["loss"])
     for parameter in (bench.model.first.weight, bench.model.last.bias):
         parameter.data.view(-1)[0] = NAN
-    outcome = bench.contain()
-    assert bench.events[-1]["values"]["bad_parameters"] == {"first.weight": "nan", "last.bias": "nan"}
-    assert "first.weight contains NaN" in outcome.halt
-    assert "as do 1 other parameters" in outcome.halt
+    failure = bench.contain().failure
+    assert failure.event.values["bad_parameters"] == {"first.weight": "nan", "last.bias": "nan"}
+    assert "first.weight contains NaN" in failure.reason
+    assert "as do 1 other parameters" in failure.reason
 
 
 def test_healthy_weights_are_not_suspected():
     bench = Bench(["loss", "loss"])
-    assert bench.contain().halt is None
+    assert bench.contain().failure is None
     assert {event["signal"] for event in bench.events} == {"loss_nonfinite"}
 
 
 # ---- escalation and counts ----
 
 
-def test_too_many_in_a_row_halt_with_the_last_message():
+def test_too_many_in_a_row_are_a_failure_with_the_last_message():
     bench = Bench(["loss"], Policy(max_bad_steps=2))
     bench.escalation.bad_in_a_row = 1
-    outcome = bench.contain()
-    assert [(event["signal"], event["action"]) for event in bench.events] == [
-        ("loss_nonfinite", "skipped"), ("loss_nonfinite", "halted"),
-    ]  # fmt: skip
-    assert bench.events[1]["values"] == {"bad_steps_in_a_row": 2}
-    assert "2 bad steps in a row; last: loss is nan" in outcome.halt
-    assert "max_bad_steps" in outcome.halt
+    failure = bench.contain().failure
+    assert [(event["signal"], event["action"]) for event in bench.events] == [("loss_nonfinite", "skipped")]
+    assert (failure.event.signal, failure.event.values) == ("loss_nonfinite", {"bad_steps_in_a_row": 2})
+    assert "2 bad steps in a row; last: loss is nan" in failure.reason
+    assert "max_bad_steps" in failure.reason
 
 
 def test_bad_gradients_are_counted_by_kind_and_shown_with_the_total(caplog):

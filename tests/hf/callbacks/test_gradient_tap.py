@@ -122,3 +122,33 @@ def test_the_model_has_a_hook_only_while_a_measurement_is_requested():
     assert len(net._forward_hooks) == 1
     tap.disarm()
     assert net._forward_hooks == {}
+
+
+@pytest.mark.parametrize("place", ["forward", "loss", "backward"])
+def test_an_error_leaves_no_hook(place):
+    def fail(*args):
+        raise ZeroDivisionError
+
+    net = Net(lambda y: y)
+    tap = GradientTap(net)
+    if place == "forward":
+        net.last.register_forward_pre_hook(fail)
+    if place == "backward":
+        net.last.weight.register_hook(fail)
+    tap.arm()
+    with pytest.raises(ZeroDivisionError):
+        (net(torch.ones(1, 3)).sum() if place != "loss" else fail(net(torch.ones(1, 3)))).backward()
+    assert net._forward_hooks == {}
+
+
+def test_every_forward_of_a_group_is_hooked_until_the_measurement_ends():
+    net = Net(lambda y: {"loss": y.mean()})
+    tap = GradientTap(net)
+    tap.arm()
+    for syncs in (False, False, True, True):  # the last one is run again by somebody
+        GradientState()._set_sync_gradients(syncs)
+        net(torch.ones(1, 3))["loss"].backward()
+        assert (tap.norm is not None) == syncs
+    assert len(tap.losses) == 4
+    tap.disarm()
+    assert net._forward_hooks == {}

@@ -147,7 +147,10 @@ def test_no_trace_of_the_autopsy(kind, tmp_path):
 def test_a_row_of_the_embedding_that_nobody_initialised(accumulation, tmp_path):
     """It costs the batch that needs it, not the run, as long as nobody looks at the weights themselves."""
     steps = 24 // accumulation
-    extra = {"train_dataset": bad_dataset("plain"), "guard": GuardArguments(nanguard_weight_check_steps=0)}
+    extra = {
+        "train_dataset": bad_dataset("plain"),
+        "guard": GuardArguments(nanguard_weight_check_steps=0, nanguard_on_bad_start="observe"),
+    }
     trainer = build(
         "plain", tmp_path, extra=extra, max_steps=steps,
         gradient_accumulation_steps=accumulation,
@@ -155,7 +158,8 @@ def test_a_row_of_the_embedding_that_nobody_initialised(accumulation, tmp_path):
     with torch.no_grad():
         trainer.model.get_input_embeddings().weight[MARK] = float("nan")
     trainer.train()
-    event = the_event(trainer)
+    start, event = events_of(trainer)
+    assert (start["step"], start["action"], start["values"]["rows"]) == (0, "observed", [MARK])
     culprit = event["culprit"]
     assert (culprit["phase"], culprit["parameter"]) == ("parameter", "model.embed_tokens.weight")
     assert (culprit["op"], culprit["module"]) == ("aten.embedding.default", "model.embed_tokens")
@@ -273,7 +277,8 @@ def test_a_policy_ratio_and_a_kl_term_are_told_apart(field, cause, tmp_path):
 @pytest.mark.parametrize("kind", ["plain", "sft", "dpo"])
 def test_a_moment_that_ruined_a_weight(kind, tmp_path):
     """Loss and gradients are finite in the step that does it; the next one finds the weight, and what made it so."""
-    trainer = build(kind, tmp_path, max_steps=5)
+    extra = {"guard": GuardArguments(nanguard_max_rewinds=0)}
+    trainer = build(kind, tmp_path, extra=extra, max_steps=5)
     plant(trainer, Fault("moment", step=2, parameter=NAME))
     with pytest.raises(NonFiniteError, match="exp_avg"):
         trainer.train()
@@ -285,7 +290,10 @@ def test_a_moment_that_ruined_a_weight(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["plain", "sft"])
 def test_an_eps_that_is_zero_in_float16(kind, tmp_path):
-    trainer = build(kind, tmp_path, dtype=torch.float16, optim="adamw_torch", max_steps=5, weight_decay=0.0)
+    extra = {"guard": GuardArguments(nanguard_max_rewinds=0)}
+    trainer = build(
+        kind, tmp_path, dtype=torch.float16, optim="adamw_torch", max_steps=5, weight_decay=0.0, extra=extra
+    )
     with pytest.raises(NonFiniteError, match="eps"):
         trainer.train()
     halted = events_of(trainer)[-1]
@@ -349,7 +357,8 @@ def test_a_bad_weight_ends_the_run_also_when_there_was_no_time_to_test_samples(t
 
 
 def test_a_row_that_few_samples_need_does_not_end_the_run_when_no_more_is_examined(tmp_path):
-    guard = GuardArguments(nanguard_max_autopsies=1, nanguard_max_bad_steps=100, nanguard_weight_check_steps=0)
+    guard = GuardArguments(nanguard_max_autopsies=1, nanguard_max_bad_steps=100, nanguard_weight_check_steps=0,
+                           nanguard_on_bad_start="observe")  # fmt: skip
     trainer = _sick(tmp_path, guard, every=12, per_device_train_batch_size=4, max_steps=36)
     trainer.train()
     assert trainer.state.global_step == 36

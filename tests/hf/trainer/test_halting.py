@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from hf_nanguard import GuardArguments, NonFiniteError
 from hf_nanguard.report.run_files import read_events, read_jsonl
@@ -19,7 +20,7 @@ LAYER = "model.layers.1.mlp.down_proj.weight"
 
 
 def run(folder, *faults, kind="plain", resume=None, settings=None, **overrides):
-    guard = GuardArguments(**{"nanguard_max_bad_steps": 4, **(settings or {})})
+    guard = GuardArguments(**{"nanguard_max_bad_steps": 4, "nanguard_max_rewinds": 0, **(settings or {})})
     overrides = {"gradient_accumulation_steps": 1, "max_steps": 20, **overrides}
     trainer = build(kind, folder, extra={"guard": guard}, **overrides)
     plant(trainer, *faults)
@@ -102,7 +103,10 @@ def test_rates_of_parameter_groups_are_nobodys_request(tmp_path, caplog):
 def test_the_checkpoint_from_before_the_first_bad_step_is_kept_and_named(best, tmp_path):
     bad = [Fault("gradient", step, parameter=LAYER) for step in (5, 7, 9, 11, 12, 13, 14)]
     evaluation = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True} if best else {}
-    extra = {"guard": GuardArguments(nanguard_max_bad_steps=4), "eval_dataset": token_dataset(4)}
+    extra = {
+        "guard": GuardArguments(nanguard_max_bad_steps=4, nanguard_max_rewinds=0),
+        "eval_dataset": token_dataset(4),
+    }
     trainer = build("plain", tmp_path, gradient_accumulation_steps=1, max_steps=20, save_strategy="steps", save_steps=2,
                     save_total_limit=2, extra=extra, **evaluation)  # fmt: skip
     plant(trainer, *bad)
@@ -118,7 +122,8 @@ def test_the_checkpoint_from_before_the_first_bad_step_is_kept_and_named(best, t
 
 def test_a_checkpoint_that_was_saved_while_the_run_diverged_is_not_advised(tmp_path):
     trainer = build("plain", tmp_path, gradient_accumulation_steps=1, max_steps=300, save_strategy="steps", save_steps=5,
-                    learning_rate=10.0, lr_scheduler_type="constant_with_warmup", warmup_steps=20, max_grad_norm=0, optim="sgd")  # fmt: skip
+                    learning_rate=10.0, lr_scheduler_type="constant_with_warmup", warmup_steps=20, max_grad_norm=0, optim="sgd",
+                    extra={"guard": GuardArguments(nanguard_max_rewinds=0)})  # fmt: skip
     with pytest.raises(NonFiniteError) as caught:
         trainer.train()
     first = min(event["step"] for event in events_of(trainer) if event["signal"].endswith(("_spike", "_diverged")))
@@ -178,7 +183,7 @@ def test_a_healthy_run_prints_nothing(tmp_path, caplog):
     ("way", "mode"), params(*product(WAYS, ("act",)), ("class", "observe"), cases=product(WAYS, ("act", "observe")))
 )
 def test_no_path_saves_weights_that_a_run_has_made_non_finite(way, mode, tmp_path):
-    guard = GuardArguments(nanguard_on_halt="stop", nanguard_mode=mode)
+    guard = GuardArguments(nanguard_on_halt="stop", nanguard_mode=mode, nanguard_max_rewinds=0)
     trainer = build_guarded(way, "plain", tmp_path / "run", guard, gradient_accumulation_steps=1)
     plant(trainer, Fault("weight", 2, parameter=LAYER))
     trainer.save_model(tmp_path / "before")
@@ -202,3 +207,22 @@ def test_weights_that_are_infinite_by_design_are_saved(tmp_path):
     assert (tmp_path / "before" / "model.safetensors").is_file()
     assert (tmp_path / "after" / "model.safetensors").is_file()
     assert events_of(trainer) == []
+
+
+def test_a_halt_does_not_call_a_diverged_state_good(tmp_path):
+    guard = GuardArguments(nanguard_max_bad_steps=3)
+    trainer = build("plain", tmp_path, gradient_accumulation_steps=1, max_steps=9, extra={"guard": guard})
+    watch = trainer.nanguard.guard.loss_watch
+
+    class Diverged(TrainerCallback):
+        def on_train_begin(self, *args, **kwargs):
+            for step in range(30):
+                watch.observe(-30 + step, 2.0 if step < 3 else 900.0, 50.0)
+
+    trainer.add_callback(Diverged())
+    plant(trainer, *(Fault("gradient", step, parameter=LAYER) for step in range(2, 6)))
+    with pytest.raises(
+        NonFiniteError, match=r"A finite state, but not a good one: its loss has diverged since step"
+    ) as error:
+        trainer.train()
+    assert "The last good state" not in str(error.value)

@@ -13,6 +13,7 @@ from typing import NoReturn, TypeVar
 from torch import Tensor
 
 from ....errors import ArgumentError
+from ....safe_files import DRAFT
 from ...event import JsonObject, parse_strict
 from ...rng import RngState
 from .content import MAX_FACTS, SCHEMA, format_bytes
@@ -99,7 +100,8 @@ def read_bundle(path: str | Path) -> Bundle:
 
 def find_bundles(folder: Path) -> list[str]:
     """Returns the newest bundles in the folders of a run, at most three levels down."""
-    found = [path for level in range(1, 4) for path in folder.glob(f"{'*/' * level}facts.json") if path.is_file()]
+    every = (path for level in range(1, 4) for path in folder.glob(f"{'*/' * level}facts.json") if path.is_file())
+    found = [path for path in every if not path.parent.name.endswith(DRAFT)]
     found.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     return [str(path.parent) for path in found[:MAX_LISTED]]
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from hf_nanguard.takeover.import_hook import ImportHook
+from hf_nanguard.takeover.startup.sitecustomize import ImportHook, Process, find_flags
 
 
 @pytest.fixture
@@ -57,3 +57,52 @@ def test_a_missing_module_is_missing(awaited):
     sys.meta_path.insert(0, ImportHook("no_such_module", change))
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module("no_such_module")
+
+
+@pytest.mark.parametrize(
+    ("event", "values"),
+    [
+        ("subprocess.Popen", ("python", ["python", "x.py"], None, {"A": "1"})),
+        ("subprocess.Popen", (b"python3.11", [b"python3.11", b"x.py"], None, {b"A": b"1"})),
+        ("subprocess.Popen", ("/bin/sh", ["/usr/bin/torchrun", "x.py"], None, {})),
+        ("os.posix_spawn", ("/usr/bin/python", ["python"], {})),
+        ("os.exec", ("/usr/bin/python", ("python", "-E", "x.py"), None)),
+    ],
+)
+def test_a_child_out_of_reach_is_said_once(event, values, capsys):
+    process = Process()
+    process.watch_children(event, values)
+    process.watch_children(event, values)
+    assert capsys.readouterr().err.count("nanguard: a child process is started") == 1
+
+
+@pytest.mark.parametrize(
+    ("event", "values"),
+    [
+        ("open", ("python", "r", 0)),
+        ("subprocess.Popen", ("git", ["git", "log"], None, {})),
+        ("subprocess.Popen", (None, 7, None, {})),
+        ("subprocess.Popen", ("python", ["python", "x.py", "-E", "-S"], None, {"HF_NANGUARD_RUN": ""})),
+        ("subprocess.Popen", (object(), object(), object(), object())),
+        ("os.exec", ()),
+    ],
+)
+def test_nothing_else_is_said_or_raised(event, values, capsys):
+    Process().watch_children(event, values)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        ("python script.py -O", []),
+        ("python -m module -O", []),
+        ("python -c code -O", []),
+        ("python -O -B -m module", ["-O", "-B"]),
+        ("python -OBm module", ["-OB"]),
+        ("python -W error -Xutf8 -X dev -u script.py", ["-W", "error", "-Xutf8", "-X", "dev", "-u"]),
+        ("python", []),
+    ],
+)
+def test_flags_of_python(words, flags):
+    assert find_flags(words.split()) == flags

@@ -1,0 +1,129 @@
+"""Copies of tensors, and of containers and objects that hold tensors, in host memory, and how they are put back in place.
+
+Everything that refers to a live tensor (tied weights, optimizers, DDP) stays valid, because values are written into it. Copies
+from an accelerator do not block: they are queued behind what the device computes, into pinned memory, and `wait_for_copies` must
+be called before they are read.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+SEQUENCES = (list, tuple)
+MAX_DEPTH = 6  # of containers and objects inside each other
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """The values of a tensor, of the shard on this rank if it is sharded."""
+
+    value: Tensor
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class FieldsCopy:
+    """The attributes of an object that keeps state of its own."""
+
+    fields: dict[str, Any]
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns the part of a tensor on this rank; writing to it writes the tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def copy_tensor(tensor: Tensor, reused: HostCopy | None = None) -> HostCopy:
+    """Copies a tensor to the host, into the memory of a copy that is no longer needed if that has the same shape and dtype."""
+    part = local_part(tensor.detach())
+    if part.device.type == "cpu":
+        return HostCopy(part.clone(), part.device)
+    target = None if reused is None else reused.value
+    if target is None or target.shape != part.shape or target.dtype != part.dtype:
+        target = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.device.type == "cuda")
+    return HostCopy(target.copy_(part, non_blocking=True), part.device)
+
+
+def wait_for_copies() -> None:
+    """Waits until all copies from an accelerator are complete."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+
+
+@torch.no_grad()
+def restore_tensor(live: object, saved: HostCopy) -> Tensor:
+    """Writes a copy into a live tensor; returns a new one if there is none of its shape and dtype."""
+    if isinstance(live, Tensor) and not live.is_meta:
+        part = local_part(live.detach())
+        if part.shape == saved.value.shape and part.dtype == saved.value.dtype:
+            part.copy_(saved.value)
+            return live
+    return saved.value.to(saved.device, copy=True)
+
+
+def copy_tree(value: Any, reused: Any = None, depth: int = 0) -> Any:
+    """Copies the tensors of nested containers and objects to the host; other values are kept as they are."""
+    if isinstance(value, Tensor):
+        return value if value.is_meta else copy_tensor(value, reused if isinstance(reused, HostCopy) else None)
+    before: Any
+    if depth == MAX_DEPTH:
+        return value
+    if isinstance(value, dict):
+        before = reused if isinstance(reused, dict) else {}
+        return {key: copy_tree(item, before.get(key), depth + 1) for key, item in value.items()}
+    if type(value) in SEQUENCES:
+        before = reused if type(reused) is type(value) and len(reused) == len(value) else [None] * len(value)
+        return type(value)(copy_tree(item, old, depth + 1) for item, old in zip(value, before, strict=True))
+    if has_fields(value):
+        before = reused.fields if isinstance(reused, FieldsCopy) else None
+        return FieldsCopy(copy_tree(vars(value), before, depth + 1))
+    return value
+
+
+def restore_tree(live: Any, saved: Any) -> Any:
+    """Puts a copy back into what it was taken from; what was added since is removed. Returns what is to be kept in its place."""
+    if isinstance(saved, HostCopy):
+        return restore_tensor(live, saved)
+    if isinstance(saved, dict):
+        live = live if isinstance(live, dict) else {}
+        for key in [key for key in live if key not in saved]:
+            del live[key]
+        for key, item in saved.items():
+            live[key] = restore_tree(live.get(key), item)
+        return live
+    if type(saved) in SEQUENCES:
+        current = list(live) if type(live) in SEQUENCES else []
+        current += [None] * (len(saved) - len(current))
+        items = [restore_tree(item, old) for item, old in zip(current, saved, strict=False)]
+        if type(live) is not list or type(saved) is not list:
+            return type(saved)(items)
+        live[:] = items
+        return live
+    if isinstance(saved, FieldsCopy):
+        if has_fields(live):
+            restore_tree(vars(live), saved.fields)
+        return live
+    return saved
+
+
+def has_fields(value: object) -> bool:
+    """Returns whether a value is an object whose attributes may be state: no module, optimizer, function or class."""
+    return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Optimizer, type)) and not callable(value)
+
+
+def find_tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
+    """Yields the tensors of nested containers and objects."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    inner: Any = ()
+    if depth < MAX_DEPTH and isinstance(value, dict):
+        inner = value.values()
+    elif depth < MAX_DEPTH and (type(value) in SEQUENCES or has_fields(value)):
+        inner = value if type(value) in SEQUENCES else vars(value).values()
+    for item in inner:
+        yield from find_tensors(item, depth + 1)

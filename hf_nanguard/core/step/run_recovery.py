@@ -1,0 +1,269 @@
+"""The way back: snapshots of a healthy run, and the rewind to one when the run cannot continue from its current state.
+
+    recovery.begin_step(step)          a snapshot if one is due: one finite check, one copy to host memory
+    recovery.note(group)               the dataset rows of a settled step, by reference
+    recovery.resolve(failure, step)    every rank at once: rewind, or return why the run has to halt
+
+A rewind restores the snapshot and continues with the data stream, so the batches since the snapshot are not used again. The
+number of the step does not go back; the learning rate schedule does. A remedy that was tried on a copy of the bad update and
+worked is applied. Where only batches were bad, the last of them is run again with the restored weights: if it is finite now,
+the updates since the snapshot were the cause, and the learning rate is divided by 10.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..event import Culprit, Event, Failure, JsonValue
+from ..journal import Journal
+from ..optimizer.applied_remedies import SMALLER, choose_remedy, raise_eps, scale_rates
+from ..rerun.host_memory import find_free_memory
+from ..rerun.micro_batch import AccumulationGroup
+from ..rerun.snapshot import Snapshot, StatePart
+from ..settings import Policy
+from ..vocabulary import Action, Signal
+from .decision import Escalation
+
+logger = logging.getLogger("hf_nanguard")
+
+PERIOD = 100
+EARLY = (10, 20, 40)  # a run that fails early has not lost much, but all it had
+NUM_KEPT = 2  # the older one is for a failure that returns
+SHARE = 0.1  # of the free host memory that snapshots may use by default
+MAX_ROWS = 100
+STATE = (Signal.PARAM_NONFINITE, Signal.OPTIMIZER_NONFINITE)
+
+
+@dataclass(frozen=True)
+class Window:
+    """The dataset rows of a step that the run may have to leave out."""
+
+    step: int
+    rows: list[list[int] | Tensor | None]  # of each micro-batch; a tensor is read only when an event needs it
+
+
+class Recovery:
+    """Takes snapshots, and rewinds to them."""
+
+    def __init__(self, policy: Policy, journal: Journal, escalation: Escalation, is_suspect: Callable[[], bool]):
+        self.policy = policy
+        self.journal = journal
+        self.escalation = escalation
+        self.is_suspect = is_suspect  # whether the loss or the norm is in an episode of spikes or of divergence
+        self.parts: Sequence[StatePart] = ()
+        self.optimizer: Optimizer | None = None
+        self.scheduler: Any = None
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Forgets the snapshots of an earlier run."""
+        self.snapshots: list[Snapshot] = []  # the newest is the last
+        self.windows: deque[Window] = deque()
+        self.is_watching = False
+        self.num_kept = self.next_due = 0
+        self.num_updates = self.num_rewinds = 0
+        self.num_lost = 0  # updates that were taken back
+        self.rate_factor = 1.0  # what rewinds have multiplied the learning rate by
+        self.is_slow = False  # whether nanguard_rewind_lr_factor is a part of that now
+        self.raises_eps = False
+
+    def forget(self) -> None:
+        """Drops all snapshots: they are those of another model or optimizer."""
+        self.snapshots, self.is_watching = [], False
+        self.windows.clear()
+
+    def watch(self, parts: Sequence[StatePart], num_bytes: int, optimizer: Optimizer, scheduler: Any) -> None:
+        """Takes what snapshots consist of, once model and optimizer exist, and decides whether to take any. Every rank calls it."""
+        self.parts, self.next_due, self.is_watching = parts, 0, True
+        self.optimizer, self.scheduler = optimizer, scheduler
+        self.num_kept = self._choose_number(num_bytes)
+        if self.num_kept and self.journal.ranks.rank == 0:
+            logger.info(
+                "hf_nanguard: the run can go back to a snapshot, taken every %d steps: %d of %.3g MB of host memory on each rank.",
+                self.period, self.num_kept, num_bytes / 1e6,
+            )  # fmt: skip
+
+    @property
+    def period(self) -> int:
+        """The number of steps between two snapshots."""
+        return PERIOD if self.policy.snapshot_steps is None else self.policy.snapshot_steps
+
+    def _choose_number(self, num_bytes: int) -> int:
+        """Returns how many snapshots are kept: by default as many as fit into a share of the free memory, on every rank."""
+        policy, ranks = self.policy, self.journal.ranks
+        if not policy.acts or not policy.max_rewinds or policy.snapshot_steps == 0:
+            return 0
+        if policy.snapshot_steps is not None:
+            return NUM_KEPT
+        free = find_free_memory()
+        fitting = 0 if free is None else int(SHARE * free) // max(num_bytes, 1)
+        number = min(min(ranks.gather(fitting)), NUM_KEPT)
+        if not number and ranks.rank == 0:
+            what = "is not known" if free is None else f"is {free / 1e9:.3g} GB"
+            logger.info(
+                "hf_nanguard: no snapshots are taken because one needs %.3g GB and free host memory %s; a run that cannot "
+                "continue will halt. Set nanguard_snapshot_steps to take them.", num_bytes / 1e9, what,
+            )  # fmt: skip
+        return number
+
+    # ---- in the order of a step ----
+
+    def begin_step(self, step: int, check: Callable[[int], Failure | None], is_boundary: bool = True) -> Failure | None:
+        """Takes a snapshot before the first forward of a step if one is due and the state is healthy. Every rank calls it.
+
+        Args:
+            step (`int`):
+                Number of the step.
+            check (`Callable`):
+                Checks weights and optimizer state; what it finds is returned.
+            is_boundary (`bool`, *optional*, defaults to `True`):
+                Whether the loop can begin anew here; an online trainer cannot between two generations.
+        """
+        if not self.num_kept or step < self.next_due or not is_boundary:
+            return None
+        if self.journal.ranks.any(self.is_suspect() or self.escalation.bad_in_a_row > 0):
+            return None
+        if (failure := check(step)) is not None:
+            return failure
+        self._end_slow()
+        spare = self.snapshots.pop(0) if len(self.snapshots) == self.num_kept else None
+        self.snapshots.append(
+            replace(Snapshot.take(step, self.num_updates, self.parts, spare), rate_factor=self.rate_factor)
+        )
+        self.next_due = min([each for each in EARLY if each > step] + [(step // self.period + 1) * self.period])
+        while self.windows and self.windows[0].step < self.snapshots[0].step:
+            self.windows.popleft()
+        return None
+
+    def note(self, step: int, group: AccumulationGroup) -> None:
+        """Notes the dataset rows of a step, in case it has to be left out."""
+        if self.num_kept:
+            self.windows.append(Window(step, [micro.row_numbers for micro in group.micro_batches]))
+
+    def count_update(self) -> None:
+        """Counts an update of the weights."""
+        self.num_updates += 1
+
+    # ---- a failure ----
+
+    def resolve(self, failure: Failure, step: int, repeats: Callable[[], bool] | None = None) -> str | None:
+        """Rewinds the run, or returns why it has to halt. Every rank calls it.
+
+        Args:
+            failure (`Failure`):
+                Why the run cannot continue.
+            step (`int`):
+                The step that it continues with.
+            repeats (`Callable`, *optional*):
+                Returns whether the last batches are bad with the weights of now as well.
+        """
+        snapshot = self._choose(failure)
+        if snapshot is None or self.num_rewinds == self.policy.max_rewinds:
+            reason = failure.reason
+            if snapshot is not None and self.num_rewinds:
+                reason += f" The run was rewound {self.num_rewinds} times (nanguard_max_rewinds)."
+                self._restore(snapshot, step)  # so that the last good state can be saved
+            if failure.event is not None:
+                self.journal.write_once(replace(failure.event, action=Action.HALTED))
+            return reason
+        self.num_rewinds += 1
+        num_lost = self.num_updates - snapshot.num_updates
+        rows = self._gather_rows(snapshot.step)
+        self._restore(snapshot, step)
+        remedy = self._choose_remedy(failure, repeats)
+        self._apply(remedy)
+        if failure.event is not None:
+            self.journal.write_once(self._describe(failure.event, snapshot, num_lost, rows, remedy))
+        return None
+
+    def _choose_remedy(self, failure: Failure, repeats: Callable[[], bool] | None) -> str | None:
+        """Returns what is to be changed, once the snapshot is restored."""
+        if failure.event is None or failure.event.signal in STATE:
+            return None if failure.event is None else choose_remedy(failure.event.remedies)
+        return None if repeats is None or repeats() else "smaller_lr"
+
+    def _apply(self, remedy: str | None) -> None:
+        """Changes the settings of the optimizer, beside those that earlier rewinds have changed."""
+        self.raises_eps |= remedy == "larger_eps"
+        if self.raises_eps and self.optimizer is not None:
+            raise_eps(self.optimizer)
+        if remedy == "smaller_lr":
+            self._scale(SMALLER)
+        if self.policy.rewind_lr_factor < 1.0:
+            self._scale(self.policy.rewind_lr_factor)
+            self.is_slow = True
+
+    def _scale(self, factor: float) -> None:
+        if self.optimizer is not None:
+            scale_rates(self.optimizer, self.scheduler, factor)
+            self.rate_factor *= factor
+
+    def _end_slow(self) -> None:
+        if self.is_slow:
+            self._scale(1 / self.policy.rewind_lr_factor)
+            self.is_slow = False
+
+    def _choose(self, failure: Failure) -> Snapshot | None:
+        """Returns the snapshot to go back to: the newest one, or an older one if the failure has returned after that."""
+        is_state = failure.event is None or failure.event.signal in STATE
+        if is_state and self.policy.on_param_nonfinite == "halt":
+            return None
+        # Where only batches were bad, a snapshot of the very state that they were bad with is no way out.
+        usable = [each for each in self.snapshots if is_state or each.num_updates < self.num_updates]
+        unused = [each for each in usable if not each.num_used]
+        return next(iter([*unused[::-1], *usable[::-1]]), None)
+
+    def _restore(self, snapshot: Snapshot, step: int) -> None:
+        self._end_slow()
+        snapshot.restore(step)
+        factor, self.rate_factor = self.rate_factor / snapshot.rate_factor, snapshot.rate_factor
+        if factor != 1.0:
+            self._scale(factor)
+        snapshot.num_used += 1
+        self.snapshots = [each for each in self.snapshots if each.step <= snapshot.step]
+        self.num_lost += self.num_updates - snapshot.num_updates
+        self.num_updates = snapshot.num_updates
+        self.next_due = step + self.period
+        self.windows.clear()
+        self.escalation.begin_run()
+
+    def _gather_rows(self, since: int) -> list[int]:
+        """Returns the dataset rows, of all ranks, of the steps since a snapshot."""
+        held = [rows for window in self.windows if window.step >= since for rows in window.rows if rows is not None]
+        mine = [int(row) for rows in held for row in (rows.tolist() if isinstance(rows, Tensor) else rows)]
+        return list(dict.fromkeys(row for rows in self.journal.ranks.gather(mine) for row in rows))
+
+    def _describe(self, event: Event, snapshot: Snapshot, num_lost: int, rows: list[int], remedy: str | None) -> Event:
+        message = (
+            f"{event.message.rstrip('.')}. Rewound to the state before step {snapshot.step} (rewind {self.num_rewinds} of "
+            f"{self.policy.max_rewinds}): {_format_updates(num_lost)} taken back, and the batches since then are left out."
+        )
+        changes = {"larger_eps": " eps was raised.", "smaller_lr": " The learning rate was divided by 10."}
+        message += changes.get(remedy or "", "")
+        window: dict[str, JsonValue] = {
+            "snapshot_step": snapshot.step, "lost_updates": num_lost, "num_rows": len(rows), "rewinds": self.num_rewinds,
+            "applied": remedy,
+        }  # fmt: skip
+        culprit = replace(event.culprit or Culprit(), rows=rows[:MAX_ROWS] or None)
+        return replace(
+            event, action=Action.REWOUND, message=message, values={**event.values, **window}, culprit=culprit
+        )
+
+    def format_end(self) -> str | None:
+        """Returns a sentence about the rewinds of a run for its end, `None` without any."""
+        if not self.num_rewinds:
+            return None
+        times = "once" if self.num_rewinds == 1 else f"{self.num_rewinds} times"
+        return (
+            f"The run was rewound {times}, by which {_format_updates(self.num_lost)} taken back; the learning rate schedule "
+            "ends that much earlier."
+        )
+
+
+def _format_updates(number: int) -> str:
+    return "1 update was" if number == 1 else f"{number} updates were"
