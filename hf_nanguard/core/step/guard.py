@@ -91,8 +91,6 @@ class Guard:
             Called with every event as a dictionary of the public schema, e.g. a `report.run_files.JsonlWriter`.
         folder (`str` or `Path`, *optional*):
             Where bundles of autopsies go; without it none is written.
-        find_step (`Callable`, *optional*):
-            Returns the number of the step under way, for events; by default calls of [`Guard.step`] are counted.
 
     Example:
 
@@ -115,7 +113,6 @@ class Guard:
         ranks: Ranks | None = None,
         on_event: EventSink | None = None,
         folder: str | Path | None = None,
-        find_step: Callable[[], int] | None = None,
     ):
         self.policy = policy or Policy()
         self.runner = None if model is None or optimizer is None else LoopRunner(model, optimizer, scaler)
@@ -127,7 +124,7 @@ class Guard:
         self.boundary = Boundary(self._report_failure, self.ranks)
         self.journal = Journal(self.ranks, on_event, self.policy.bundle_text, self.boundary)
         self.steps_done = 0
-        self.find_step = find_step or (lambda: self.steps_done)
+        self.find_step: Callable[[], int] = lambda: self.steps_done
         self.loss_watch = LossWatch(self.journal)
         examiner = Examiner(self.policy, self.journal, None if folder is None else Path(folder))
         self.redo = Redo(self.journal, self.counter, examiner)
@@ -149,6 +146,10 @@ class Guard:
             self.boundary.call("monitors", self._build_monitors, model, optimizer)
         self.scheduler = scheduler
         self.max_grad_norm = max_grad_norm
+
+    def number_steps(self, find_step: Callable[[], int]) -> None:
+        """Asks somebody else for the number of the step under way; otherwise calls of [`Guard.step`] are counted."""
+        self.find_step = find_step
 
     def _build_monitors(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         self.monitor_set.begin(build_monitors(self.policy, model, optimizer, self.journal))

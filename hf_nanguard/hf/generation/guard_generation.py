@@ -182,12 +182,7 @@ def can_generate(model: nn.Module) -> bool:
 
 @contextmanager
 def guard_generation(
-    model: nn.Module,
-    mode: str = "repair",
-    clip_value: float = 30.0,
-    min_prob: float = 1e-8,
-    verbose: bool = True,
-    boundary: Boundary | None = None,
+    model: nn.Module, mode: str = "repair", clip_value: float = 30.0, min_prob: float = 1e-8, verbose: bool = True
 ) -> Iterator[GenerationWatch]:
     """Guards every `generate` and `generate_batch` of a model inside the block.
 
@@ -203,8 +198,6 @@ def guard_generation(
         clip_value (`float`, *optional*, defaults to `30.0`), min_prob (`float`, *optional*, defaults to `1e-8`),
         verbose (`bool`, *optional*, defaults to `True`):
             As in [`NumericalStabilityLogitsProcessor`].
-        boundary (`Boundary`, *optional*):
-            Reports errors of the guard, which never end a generation; without it they are logged.
 
     Returns:
         `GenerationWatch`: Says afterwards which completions were drawn from non-finite scores.
@@ -217,6 +210,15 @@ def guard_generation(
         ...     completions = model.generate(**inputs, do_sample=True)[:, inputs["input_ids"].shape[1] :]
         >>> bad = watch.find_nonfinite([len(completion) for completion in completions])
     """
+    with guarded_sampling(model, mode, clip_value, min_prob, verbose, Boundary()) as watch:
+        yield watch
+
+
+@contextmanager
+def guarded_sampling(
+    model: nn.Module, mode: str, clip_value: float, min_prob: float, verbose: bool, boundary: Boundary
+) -> Iterator[GenerationWatch]:
+    """Does what [`guard_generation`] does; errors of the guard go to a boundary."""
     if mode not in MODES:
         raise ArgumentError(f"mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}. Use 'off' for no guard.")
     watch = GenerationWatch(verbose)
@@ -229,7 +231,6 @@ def guard_generation(
         raise ArgumentError(
             f"model must be one that can generate, got {type(model).__name__}. Give a causal or seq2seq LM."
         )
-    boundary = boundary or Boundary()
     processor.report_to(boundary)
     with closing(GenerationGuard(generator, watch, processor, boundary)):
         yield watch

@@ -28,7 +28,7 @@ from ..compat.online_trainer import (
 )
 from ..compat.trainer import logged_advantages, metric_lists
 from ..data.learning_signal import NoSignal, StepSignal
-from ..generation.guard_generation import guard_generation
+from ..generation.guard_generation import guarded_sampling
 from ..generation.sampling_record import GenerationWatch
 from .reward_check import MAX_KEPT, BadReward
 from .reward_values import MAX_ADVANTAGE, holds_bad_reward, mark_unscorable, zero_bad_advantages
@@ -76,7 +76,7 @@ class Rollout:
             return nullcontext()
         verbose = Signal.LOGITS_NONFINITE not in self.journal.written
         bounds = policy.logits_clip_value, policy.logits_min_prob
-        return guard_generation(self.trainer.model, policy.logits_mode, *bounds, verbose, self.boundary)
+        return guarded_sampling(self.trainer.model, policy.logits_mode, *bounds, verbose, self.boundary)
 
     def note(self, watch: GenerationWatch | None, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
         """Notes which completions are unusable, in any turn of a conversation; all of them if that is not clear."""

@@ -37,7 +37,7 @@ from ..data.batch_limits import find_limits
 from ..data.checked_collator import BatchCheck
 from ..data.learning_signal import NoSignalDetector, StepSignal
 from ..data.masked_samples import MAX_ROWS, format_rows
-from ..generation.guard_generation import can_generate, guard_generation
+from ..generation.guard_generation import can_generate, guarded_sampling
 from ..monitors.trainer_monitors import build_monitors
 from .arguments import GuardArguments
 from .checkpoint_custody import CheckpointCustody
@@ -99,12 +99,8 @@ class TrainerGuard:
         self.acts = self.policy.acts
         ranks = Ranks(trainer.args.device)
         self.record = RunRecord(trainer, ranks.rank, self.policy)
-        self.guard = Guard(
-            policy=self.policy,
-            ranks=ranks,
-            on_event=self.record.write_event,
-            find_step=lambda: trainer.state.global_step,
-        )
+        self.guard = Guard(policy=self.policy, ranks=ranks, on_event=self.record.write_event)
+        self.guard.number_steps(lambda: trainer.state.global_step)
         self.boundary = self.guard.boundary
         self.recorder = StepRecorder(trainer, self.guard)
         self.evaluation = Evaluation(trainer, self.guard)
@@ -352,7 +348,7 @@ class TrainerGuard:
         self._is_guarding_generation = True
         try:
             bounds = policy.logits_clip_value, policy.logits_min_prob
-            with guard_generation(model, policy.logits_mode, *bounds, boundary=self.boundary) as sampling:
+            with guarded_sampling(model, policy.logits_mode, *bounds, True, self.boundary) as sampling:
                 yield
         finally:
             self._is_guarding_generation = False
