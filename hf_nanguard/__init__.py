@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .errors import NanGuardError as NanGuardError
     from .errors import NonFiniteError as NonFiniteError
     from .hf.callbacks import ActivationMonitorCallback as ActivationMonitorCallback
+    from .hf.callbacks import CheckpointGuardCallback as CheckpointGuardCallback
     from .hf.callbacks import GradientMonitorCallback as GradientMonitorCallback
     from .hf.callbacks import NanGuardCallback as NanGuardCallback
     from .hf.generation.guard_generation import guard_generation as guard_generation
@@ -82,6 +83,7 @@ _HOMES = {
     "SafeTemperatureLogitsWarper": "hf.generation.logits_processors",
     "guard_generation": "hf.generation.guard_generation",
     "NanGuardCallback": "hf.callbacks",
+    "CheckpointGuardCallback": "hf.callbacks",
     "GradientMonitorCallback": "hf.callbacks",
     "ActivationMonitorCallback": "hf.callbacks",
 }

@@ -27,7 +27,14 @@ from transformers import Trainer, TrainingArguments
 
 from hf_nanguard import GuardedTrainingArguments, clamp_weight, guarded
 from hf_nanguard.examples.compare import Figures, Outcome, compare_runs
-from hf_nanguard.examples.recipe.command_line import COMMON, CaseArguments, argument, exit_code, parse_arguments
+from hf_nanguard.examples.recipe.command_line import (
+    COMMON,
+    CaseArguments,
+    argument,
+    exit_code,
+    keep_rate,
+    parse_arguments,
+)
 from hf_nanguard.hf.named_terms import watch_tensor, weigh_term
 
 SIDE, BAD_ROW = 12, 33
@@ -158,7 +165,9 @@ def measure(trainer: Trainer) -> Figures:
 
 def run(argv: Sequence[str] | None = None) -> list[Outcome]:
     """Runs the recipe and returns the outcomes of its runs, the guarded one last."""
-    script, args = parse_arguments([ScriptArguments, GuardedTrainingArguments], argv, DEFAULTS, __doc__)
+    script, args = parse_arguments(
+        [ScriptArguments, GuardedTrainingArguments], argv, DEFAULTS, __doc__, "diffusion", keep_rate
+    )
 
     def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
         torch.manual_seed(args.seed)

@@ -26,7 +26,14 @@ from transformers import BertConfig, BertModel, Trainer, TrainingArguments
 
 from hf_nanguard import GuardedTrainingArguments, guarded, masked_cross_entropy, normalized_mse
 from hf_nanguard.examples.compare import Figures, Outcome, compare_runs
-from hf_nanguard.examples.recipe.command_line import COMMON, CaseArguments, argument, exit_code, parse_arguments
+from hf_nanguard.examples.recipe.command_line import (
+    COMMON,
+    CaseArguments,
+    argument,
+    exit_code,
+    keep_rate,
+    parse_arguments,
+)
 from hf_nanguard.hf.named_terms import weigh_term
 
 PAD, BLANK, FIRST, NUM_TOKENS = 0, 1, 2, 50
@@ -154,7 +161,9 @@ def measure(trainer: Trainer) -> Figures:
 
 def run(argv: Sequence[str] | None = None) -> list[Outcome]:
     """Runs the recipe and returns the outcomes of its runs, the guarded one last."""
-    script, args = parse_arguments([ScriptArguments, GuardedTrainingArguments], argv, DEFAULTS, __doc__)
+    script, args = parse_arguments(
+        [ScriptArguments, GuardedTrainingArguments], argv, DEFAULTS, __doc__, "latent", keep_rate
+    )
 
     def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
         torch.manual_seed(args.seed)

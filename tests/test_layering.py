@@ -50,9 +50,10 @@ FOLDERS: dict[str, tuple[str, str]] = {
     "hf.data": ("batches on the CPU, before a device", "core core.rerun hf.compat"),
     "hf.generation": ("scores and sampling", "core hf.compat"),
     "hf.monitors": ("monitors that know transformers", "core core.monitors core.step hf.compat"),
+    "hf.custody": ("the checkpoints that a trainer saves and resumes from", "core checkpoints hf.compat"),
     "hf.trainer": (
         "the guard of one trainer, in the order of a step",
-        "core core.rerun core.autopsy core.autopsy.evidence core.monitors core.step report hf.compat hf.data hf.generation "
+        "hf.custody core core.rerun core.autopsy core.autopsy.evidence core.monitors core.step report hf.compat hf.data hf.generation "
         "hf.monitors doctor doctor.facts",
     ),
     "hf.rl": (
@@ -62,7 +63,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
     "hf": ("the guarded classes, and how any trainer becomes guarded", "core hf.compat hf.trainer hf.rl"),
     "hf.callbacks": (
         "callbacks for any trainer, one a file",
-        "core core.rerun core.monitors core.step report hf hf.compat hf.data hf.monitors hf.trainer",
+        "hf.custody core core.rerun core.monitors core.step report hf hf.compat hf.data hf.monitors hf.trainer",
     ),
     "integrations": (
         "the guard inside other training frameworks, one file each; nothing of them is imported at the head",
@@ -107,7 +108,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
     ),
     "doctor.command": (
         "the stages of `nanguard doctor` and what they print",
-        "core report hf.compat hf.data doctor doctor.facts doctor.data doctor.rules verification",
+        "core report hf.compat hf.data doctor doctor.facts doctor.data doctor.rules doctor.laws doctor.trial verification",
     ),
     "examples.tasks": ("models, data and rewards made in code", ""),
     "examples": (

@@ -37,7 +37,8 @@ def words(text: str) -> list[str]:
     return text.split()
 
 
-NAMES = words("""ActivationMonitorCallback ArgumentError GradientMonitorCallback Guard GuardArguments GuardedGRPOConfig GuardedGRPOTrainer
+NAMES = words("""ActivationMonitorCallback ArgumentError CheckpointGuardCallback
+GradientMonitorCallback Guard GuardArguments GuardedGRPOConfig GuardedGRPOTrainer
 GuardedSFTConfig GuardedSFTTrainer GuardedTrainer GuardedTrainerMixin GuardedTrainingArguments LossMissingError
 NanGuardCallback NanGuardError NonFiniteError NumericalStabilityLogitsProcessor Policy
 SafeTemperatureLogitsWarper attach check_config check_dataset guard_generation guarded prove replay scan_checkpoint verify

@@ -15,6 +15,7 @@ from ..errors import ArgumentError
 from ..plain_text import printable
 from .checkpoint_files import find_missing, is_state_file, list_checkpoints, list_tensor_files
 from .distributed_folder import read_shards
+from .good_record import digest_folder, read_good
 from .scan_result import Problem, ScanFinding, ScanResult
 from .tensor_check import NARROW, Checks, as_plain, judge
 from .tensor_extents import Progress, build_pool, find_extents
@@ -119,7 +120,17 @@ class _Scan:
         for part in sorted({each.parent for each in files if each.suffix == ".distcp"}):
             self._check_shards(part)
         self._check_tie(folder, weights)
+        self._compare_record()
         return self.result
+
+    def _compare_record(self) -> None:
+        """Takes what the run has recorded into account: tensors that are non-finite by design, and the digest."""
+        record = read_good(self.path.parent) if self.path.is_dir() else None
+        if record is None:
+            return
+        self.result.accept(record.accepted)
+        if record.path == self.path.name and record.digest != digest_folder(self.path):
+            self.result.notes.append("it has changed since it was saved: the digest in good.json is another")
 
     def _open(self, file: Path) -> OpenedFile | None:
         try:

@@ -1,6 +1,6 @@
 """What a scan finds in the files of a checkpoint."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ class Problem(StrEnum):
 
 
 UNUSABLE = frozenset({Problem.DAMAGED, Problem.INCOMPLETE})
-NOT_GOOD = UNUSABLE | {Problem.NAN, Problem.INF}
+NONFINITE = frozenset({Problem.NAN, Problem.INF})
+NOT_GOOD = UNUSABLE | NONFINITE
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,12 @@ class ScanResult:
         reasons = [str(finding) for finding in self.findings if finding.problem in NOT_GOOD]
         more = f" ({len(reasons) - 1} more)" if len(reasons) > 1 else ""
         return reasons[0] + more if reasons else "nothing is wrong with it"
+
+    def accept(self, tensors: Collection[str]) -> None:
+        """Turns findings of NaN and inf in tensors that are so by design into notes."""
+        for finding in [each for each in self.findings if each.problem in NONFINITE and each.tensor in tensors]:
+            self.findings.remove(finding)
+            self.notes.append(f"{finding}, by design")
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the result as plain values for JSON."""

@@ -31,8 +31,9 @@ HELP = ("-h", "--help")
 EPILOG = """stages, from cheap to expensive:
   rules  settings, precision and resources judged by rules, in seconds
   data   a sample of the training data, through the trainer's own preparation and collator
+  laws   relations that must hold for your model, data, loss and kernels (docs/laws.md)
   steps  a few steps with the guard, measured: best, acceptable or failed
-  --only and --skip take names of stages, separated by commas; --skip also names of rules, checks and topics (precision,
+  --only and --skip take names of stages, separated by commas; --skip also names of rules, checks, laws and topics (precision,
   hyperparameters, resources). Stages after rules need a trainer: they build that of `nanguard sft` or `nanguard grpo`
   from the file and the flags, or yours with --trainer. Nothing is written to the output_dir of the file.
 
@@ -46,6 +47,7 @@ examples:
   nanguard doctor my.yaml --only data --full --show 3
   nanguard doctor my.yaml --skip steps --json | jq .findings
   nanguard doctor --trainer my_module:build --steps 40
+  nanguard doctor --env
   nanguard doctor --task grpo --preset balanced --model_name_or_path my-model --dataset_name my-prompts \\
       --reward_funcs my_module.score
 
@@ -54,7 +56,7 @@ exit codes: 0 if nothing above a note was found, 1 if something was, 2 for bad a
 # Our own flags and whether each takes a value; all others are those of a recipe.
 FLAGS = {
     "--only": True, "--skip": True, "--trainer": True, "--task": True, "--steps": True, "--memory_limit": True,
-    "--memory-limit": True, "--sample": True, "--show": True, "--full": False, "--output_dir": True, "--output-dir": True, "--config": True, "--json": False,
+    "--memory-limit": True, "--sample": True, "--show": True, "--full": False, "--env": False, "--output_dir": True, "--output-dir": True, "--config": True, "--json": False,
 }  # fmt: skip
 
 
@@ -94,6 +96,9 @@ def add_parser(subparsers: Subparsers) -> None:
         default=0,
         metavar="N",
         help="print N rows, with the tokens that are learned marked",
+    )
+    parser.add_argument(
+        "--env", action="store_true", help="print versions, devices, dtypes and active parts of the guard, and exit"
     )
     parser.add_argument("--json", action="store_true", help="print only the result, as JSON")
     parser.add_argument(
@@ -141,6 +146,8 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the stages and returns the exit code."""
+    if arguments.env:
+        return show_environment(arguments.json)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ArgumentError(
             f"nanguard doctor must run in one process, got WORLD_SIZE={os.environ['WORLD_SIZE']}. Start it without a launcher."
@@ -167,6 +174,19 @@ def run(arguments: argparse.Namespace) -> int:
         print_precision(console, checkup.precision)
         print_end(console, checkup)
     return checkup.exit_code
+
+
+def show_environment(as_json: bool) -> int:
+    """Prints what this machine and its packages allow."""
+    with needs_trl("doctor --env"):
+        from ..doctor.command.environment import find_environment, print_environment
+
+    found = find_environment()
+    if as_json:
+        print(json.dumps(found.as_dict(), indent=2))
+    else:
+        print_environment(build_console(), found)
+    return 0
 
 
 def read_files(arguments: argparse.Namespace) -> list[ConfigFile]:

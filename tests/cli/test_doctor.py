@@ -62,11 +62,13 @@ def test_json_of_grpo_and_nothing_else(tmp_path, temporary, capsys):
         "--num_generations",
         "8",
         "--log_completions",
+        "--skip",
+        "laws",
     ]
     code = main(["doctor", *words, "--output_dir", str(tmp_path / "trial")])
     result = json.loads(capsys.readouterr().out)
     assert code == 0
-    assert [stage["name"] for stage in result["stages"]] == list(STAGES)
+    assert [stage["name"] for stage in result["stages"]] == [name for name in STAGES if name != "laws"]
     found = result["stages"][-1]["measurements"]
     assert (found["num_done"], found["num_steps"], found["measure"]) == (3, 3, "reward")
     assert found["verdict"] in ("best", "acceptable")
@@ -82,7 +84,7 @@ def test_a_configuration_that_fails(tmp_path, temporary, capsys):
               "nanguard_skip_grad_norm": 1e-9, "nanguard_max_bad_steps": 4, "use_cpu": True}  # fmt: skip
     file = tmp_path / "my.yaml"
     file.write_text(yaml.safe_dump(config))
-    assert main(["doctor", "--config", str(file), "--steps", "6"]) == 1
+    assert main(["doctor", "--config", str(file), "--steps", "6", "--skip", "laws"]) == 1
     output = capsys.readouterr().out
     assert "learning_rate is 5, too high" in output
     assert re.search(
@@ -147,7 +149,7 @@ def test_a_stream(tmp_path, temporary, capsys):
     rows = [{"prompt": f"{i}+1=", "completion": f"{i + 1}"} for i in range(8)] * 3
     model, data = save_model(tmp_path / "model"), save_rows(tmp_path / "data", rows)
     words = ["--model_name_or_path", model, "--dataset_name", data, "--dataset_streaming", "true", "--use_cpu"]
-    main(["doctor", *words, "--steps", "2", "--json"])
+    main(["doctor", *words, "--steps", "2", "--json", "--skip", "laws"])
     found = json.loads(capsys.readouterr().out)["stages"][-1]["measurements"]
     assert (found["num_done"], found["error"]) == (2, None)
     assert found["after"] is not None, "rows of the stream were held out"
@@ -270,3 +272,34 @@ def test_hostile_text_of_a_file_is_printed_without_its_control_characters(tmp_pa
     output = capsys.readouterr().out
     assert "\x1b" not in output
     assert "[bold]name" in output
+
+
+def test_the_environment(capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert main(["doctor", "--env"]) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"^  torch +\d", output, flags=re.MULTILINE)
+    assert re.search(r"^  ACCELERATE_MIXED_PRECISION +bf16$", output, flags=re.MULTILINE)
+    assert main(["doctor", "--env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parts"]["guarded SFT and GRPO trainers, recipes"] == "active"
+    assert found["dtypes"]["bfloat16"] == "native"
+
+
+BROKEN_LAW = """
+from pathlib import Path
+from trl import SFTTrainer
+from tests.trainers import build as build_trainer
+class Scaled(SFTTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return super().compute_loss(model, inputs, return_outputs, None)  # averages over each micro-batch
+def build():
+    return build_trainer("sft", Path("out"), Scaled, guard=False, warmup_steps=1)
+"""
+
+
+def test_a_broken_law_is_a_finding(tmp_path, capsys):
+    (tmp_path / "broken_law.py").write_text(BROKEN_LAW)
+    assert main(["doctor", "--trainer", "broken_law:build", "--only", "laws", "--json"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert "accumulation" in {found["rule"] for found in result["findings"]}

@@ -12,7 +12,7 @@ from ..config_check import ConfigReport
 from ..rules.finding import Examination, Finding, Severity
 from ..rules.precision_sources import Source
 
-STAGES = ("rules", "data", "steps")
+STAGES = ("rules", "data", "laws", "steps")
 """In the order in which they run: from cheap to expensive."""
 
 

@@ -16,11 +16,13 @@ from ..data.sampled_rows import Report, take_sample
 from ..dataset_check import DATA_CHECKS, SAMPLE, judge_sample
 from ..facts.config_file import ConfigFile
 from ..facts.trainer_inspection import find_trainer_facts
+from ..laws.prove import LAWS
 from ..rules.rule_set import RULES, TOPICS
 from .checkup import STAGES, Checkup, Stage, run_stage
 from .measured_steps import measure_steps
 from .printed_report import print_grade, print_stage
 from .shown_rows import print_rows
+from .tried_laws import try_laws
 
 # Takes a title and a number of steps; returns what is called with the steps done, a text, and whether they are the last.
 Progress = Callable[[str, int], Callable[[int, str, bool], None]]
@@ -43,7 +45,7 @@ class Options:
         _check_names(
             "--skip",
             self.skip,
-            (*STAGES, *TOPICS, *(rule.name for rule in RULES), *(check.name for check in DATA_CHECKS)),
+            (*STAGES, *TOPICS, *_names()),
         )
         if not self.stages:
             raise ArgumentError("--only and --skip must leave a stage to run, got none.")
@@ -52,6 +54,11 @@ class Options:
     def stages(self) -> tuple[str, ...]:
         """The stages to run, in their order."""
         return tuple(name for name in self.only or STAGES if name not in self.skip)
+
+
+def _names() -> list[str]:
+    """Returns the names of all rules, checks of data and laws."""
+    return [rule.name for rule in RULES] + [check.name for check in DATA_CHECKS] + [law.name for law in LAWS]
 
 
 def _check_names(flag: str, given: Sequence[str], known: Sequence[str]) -> None:
@@ -130,6 +137,10 @@ def _run_later(
         stage.details |= {"num_rows": found.num_rows, "num_checked": found.num_checked, "bad_rows": found.bad_rows}
         print_rows(console, sample, options.num_shown)
 
+    def check_laws(stage: Stage) -> None:
+        report = slow_progress(progress, "laws")
+        try_laws(stage, trainer, options.skip, lambda at, total, law: report(at + 1, total))
+
     def measure(stage: Stage) -> None:
         report = progress("measured steps", options.num_steps)
         found = measure_steps(
@@ -138,7 +149,7 @@ def _run_later(
         )  # fmt: skip
         print_grade(console, found)
 
-    return run_stage(name, {"data": check_data, "steps": measure}[name])
+    return run_stage(name, {"data": check_data, "laws": check_laws, "steps": measure}[name])
 
 
 def slow_progress(progress: Progress, title: str, after: float = 2.0) -> Report:

@@ -181,6 +181,11 @@ def check_output(args: TrainingArguments) -> None:
         )
 
 
+def keep_rate(given: argparse.Namespace) -> Sequence[str]:
+    """Returns what a preset must not change for a model that is built in code: it starts from random weights."""
+    return ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+
+
 def parse_arguments(
     types: Sequence[type],
     argv: Sequence[str] | None,

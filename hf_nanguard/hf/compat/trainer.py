@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 from transformers import Trainer, TrainerCallback
 from transformers import trainer as trainer_module
 from transformers.trainer_callback import CallbackHandler
-from transformers.trainer_utils import sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from .accelerate import local_collectives
 from .trainer_protocol import HostTrainer
@@ -195,32 +195,6 @@ def base_rates(trainer: HostTrainer) -> set[float]:
     return set(getattr(trainer.lr_scheduler, "base_lrs", ()))
 
 
-@contextmanager
-def keeping_checkpoint(folder: Path) -> Iterator[None]:
-    """Makes the host's rotation of checkpoints keep one more inside the block.
-
-    Can go when `rotate_checkpoints` takes several checkpoints to protect.
-    """
-
-    def rotate(output_dir: str, save_total_limit: int | None = None, best_model_checkpoint: str | None = None,
-               use_mtime: bool = False, **kwargs: Any) -> None:  # fmt: skip
-        if not save_total_limit or save_total_limit < 0:
-            return
-        found = [Path(each) for each in sort_checkpoints(output_dir, use_mtime=use_mtime, **kwargs)]
-        others = [each for each in found if each.absolute() != folder.absolute()]
-        best = None if best_model_checkpoint is None else Path(best_model_checkpoint)
-        old = [each for each in others[:-1] if each != best]
-        for each in old[: max(len(others) - save_total_limit, 0)]:
-            rmtree(each, ignore_errors=True)
-
-    original: Any = trainer_module.rotate_checkpoints
-    trainer_module.rotate_checkpoints = rotate  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        trainer_module.rotate_checkpoints = original
-
-
 def replace_callbacks(trainer: Trainer, callbacks: list[TrainerCallback]) -> None:
     """Gives a trainer other callbacks, and no others: none that report, save or print.
 
@@ -243,3 +217,45 @@ def set_batch_size(trainer: HostTrainer, size: int) -> None:
     Can go when the Trainer reads it from its arguments when it makes its dataloader.
     """
     trainer.args.per_device_train_batch_size = trainer._train_batch_size = size
+
+
+def checkpoint_folder(trainer: Trainer, trial: Any) -> Path:
+    """Returns where the Trainer saves the checkpoint of the current step.
+
+    Can go when the Trainer tells its callbacks.
+    """
+    return Path(trainer._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+
+
+@contextmanager
+def deferred_rotation() -> Iterator[list[dict[str, Any]]]:
+    """Holds back the host's rotation of checkpoints inside the block; yields the list of its calls, for [`rotate`].
+
+    Can go when the Trainer asks somebody which checkpoints to delete.
+    """
+    calls: list[dict[str, Any]] = []
+    original: Any = trainer_module.rotate_checkpoints
+    trainer_module.rotate_checkpoints = lambda **call: calls.append(call)  # type: ignore[assignment]
+    try:
+        yield calls
+    finally:
+        trainer_module.rotate_checkpoints = original
+
+
+def rotate(call: dict[str, Any], protected: set[Path]) -> None:
+    """Deletes the checkpoints that the host would, except the protected ones, which do not count for its limit.
+
+    Can go when `rotate_checkpoints` takes several checkpoints to protect.
+    """
+    found = [Path(each) for each in sort_checkpoints(call["output_dir"], use_mtime=call.get("use_mtime", False))]
+    kept = {path.absolute() for path in protected} & {path.absolute() for path in found[:-1]}
+    if not kept:
+        trainer_module.rotate_checkpoints(**call)
+        return
+    limit, best = call.get("save_total_limit"), call.get("best_model_checkpoint")
+    if limit is None or limit <= 0:
+        return
+    others = [each for each in found if each.absolute() not in kept]
+    old = [each for each in others[:-1] if best is None or each != Path(best)]
+    for each in old[: max(len(others) - limit, 0)]:
+        rmtree(each, ignore_errors=True)

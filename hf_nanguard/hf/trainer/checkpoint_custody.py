@@ -3,14 +3,16 @@
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from ...core.event import Culprit, Event, JsonValue
 from ...core.monitors.weights import find_bad_weights
 from ...core.rerun.runner import is_sharded
 from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Signal
-from ..compat.trainer import keeping_checkpoint
 from ..compat.trainer_protocol import HostTrainer
+from ..custody.resume_choice import choose_resume
+from ..custody.saved_checkpoints import SavedCheckpoints
 
 logger = logging.getLogger("hf_nanguard")
 
@@ -22,26 +24,32 @@ class CheckpointCustody:
         self.trainer = trainer
         self.guard = guard
         self.has_run = False
-        self.last_good: Path | None = None
-        self.before_bad: Path | None = (
-            None  # the last one from before a period of bad steps, or of spikes that lead to it
+        self.saved = SavedCheckpoints(
+            trainer, guard.journal, guard.policy.acts, guard.monitor_set.find_accepted, self._is_suspect
         )
+
+    @property
+    def last_good(self) -> Path | None:
+        """The newest checkpoint that is good."""
+        return self.saved.last_good
 
     def begin_run(self) -> None:
         """Forgets the checkpoints of an earlier run."""
         self.has_run = True
-        self.last_good = self.before_bad = None
+        self.saved.begin_run()
 
-    def note_saved(self, folder: Path) -> None:
-        """Notes a checkpoint whose state was finite, saved by this run or resumed from."""
-        self.last_good = folder
-        if not self._is_suspect():
-            self.before_bad = folder
+    def saving(self, folder: Path) -> AbstractContextManager[None]:
+        """Surrounds the save of a checkpoint."""
+        return nullcontext() if self.guard.policy.mode == "off" else self.saved.saving(folder)
 
-    def keeping_checkpoint(self) -> AbstractContextManager[None]:
-        """Returns a context, for a save among bad steps, in which the host deletes any checkpoint but that from before them."""
-        earlier = self.before_bad
-        return keeping_checkpoint(earlier) if earlier is not None and self._is_suspect() else nullcontext()
+    def choose_resume(self, asked: Any) -> Any:
+        """Returns what `train()` resumes from, given what it was asked to."""
+        policy = self.guard.policy
+        return asked if policy.mode == "off" else choose_resume(asked, self.trainer, self.guard.journal, policy.acts)
+
+    def may_load_best(self) -> bool:
+        """Returns whether the best checkpoint may be loaded at the end of a run."""
+        return self.guard.policy.mode == "off" or self.saved.may_load_best()
 
     def _is_suspect(self) -> bool:
         """Returns whether a state of now may hold what makes steps bad: among them, or while loss or norm are out of line."""
@@ -50,7 +58,7 @@ class CheckpointCustody:
     def find_earlier(self, folder: Path) -> Path | None:
         """Returns the checkpoint from before the bad steps, unless it is the last one: one that was saved among them may
         hold what makes them bad."""
-        earlier = self.before_bad
+        earlier = self.saved.before_bad
         is_other = earlier is not None and earlier not in (folder, self.last_good) and earlier.is_dir()
         return earlier if is_other else None
 

@@ -3,7 +3,7 @@ trainer's guard. All of them run behind the boundary of `entered_once`: an error
 
 One `train()`, in the order in which transformers calls us (`guard` is `self.nanguard`, a `TrainerGuard`):
 
-    train()
+    train()                                 custody.choose_resume: the newest good checkpoint
         for each epoch:
             _run_epoch()                    guard.epoch: batches are checked where they are collated, and which rows each
                                             is made of is recorded
@@ -20,8 +20,9 @@ One `train()`, in the order in which transformers calls us (`guard` is `self.nan
                 _maybe_log_save_evaluate()  guard.end_step, after_update (monitors), after_epoch
                     log()                   the guard's metrics join the row
                     evaluate()              a non-finite loss is an event and never "best"
-                    _save_checkpoint()      refused if weights or optimizer state are not finite
+                    _save_checkpoint()      refused if weights or optimizer state are not finite; read back, then good
                         _push_from_checkpoint()     without the guard's folder, as is push_to_hub()
+        _load_best_model()                  not if its files are bad
         _finalize_training()                a run without one good step has no mean loss
 
 A micro-batch that runs again (redo, autopsy) comes through `training_step` too, and passes through to the host.
@@ -29,7 +30,7 @@ A micro-batch that runs again (redo, autopsy) comes through `training_step` too,
 
 import logging
 import math
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -51,6 +52,7 @@ else:
     _Host = object
 
 logger = logging.getLogger("hf_nanguard")
+RESUME = "resume_from_checkpoint"
 SETTINGS = Parameter("guard", Parameter.KEYWORD_ONLY, default=None, annotation=GuardArguments | None)
 
 
@@ -122,6 +124,12 @@ class GuardedTrainerMixin(Stealth, _Host):
             detach(self)
             return self.train(*args, **kwargs)
         with self.nanguard.training(), self.nanguard.checked_updates():
+            custody, keep = self.nanguard.custody, lambda checkpoint: checkpoint
+            choose = partial(self.nanguard.boundary.call, "custody", custody.choose_resume, otherwise=keep)
+            if args:
+                args = (choose(args[0]), *args[1:])
+            elif kwargs.get(RESUME) is not None:
+                kwargs[RESUME] = choose(kwargs[RESUME])
             return host(*args, **kwargs)
 
     @entered_once
@@ -251,9 +259,13 @@ class GuardedTrainerMixin(Stealth, _Host):
     def _save_checkpoint(self, host, model, trial):
         if not self.nanguard.halting.may_save(model):
             return
-        with self.nanguard.custody.keeping_checkpoint():
-            host(model, trial)
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        self.nanguard.custody.note_saved(folder)
-        if self.nanguard.on and self.args.should_save:
-            save_guard(self.nanguard.guard, folder)
+        with self.nanguard.custody.saving(folder):
+            host(model, trial)
+            if self.nanguard.on and self.args.should_save:
+                save_guard(self.nanguard.guard, folder)
+
+    @entered_once
+    def _load_best_model(self, host):
+        if self.nanguard.custody.may_load_best():
+            host()

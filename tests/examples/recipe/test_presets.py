@@ -28,6 +28,9 @@ ROOT = Path(__file__).parents[3]
 CONFIGS = find_configs()
 FILES = sorted(CONFIGS.rglob("*.yaml"))
 KINDS = {"sft": ["sft"], "lora": ["sft", "--use_peft"], "grpo": ["grpo"]}
+SCRIPTS = {  # presets of recipes that are no commands, and what makes their runs short
+    "distill": ["--teacher_steps", "2", "--num_rows", "16"], "latent": ["--num_rows", "32"], "diffusion": ["--num_rows", "40"],
+}  # fmt: skip
 SHORT = ["--max_steps", "2", "--disable_tqdm", "true"]
 
 
@@ -37,7 +40,7 @@ def name_of(path: Path) -> str:
 
 def test_no_file_is_forgotten():
     kinds = {path.parent.name for path in FILES}
-    assert kinds == {*KINDS, "distill", "accelerate"}
+    assert kinds == {*KINDS, *SCRIPTS, "accelerate"}
     for kind in kinds - {"accelerate"}:
         assert list_presets(kind) == sorted(PRESETS)
     assert {path.stem for path in FILES if path.parent.name == "accelerate"} == {"single", "ddp", "fsdp2"}
@@ -57,6 +60,13 @@ def test_no_file_is_forgotten():
                                  "max_grad_norm": 0.5, "nanguard_skip_grad_norm": 2.0}),
         ("distill", "ultra_conservative", {"student_lr": 5e-6, "router_lr": 1e-5, "temperature": 1.5, "alpha_kd": 0.05,
                                            "alpha_ce": 0.95, "max_grad_norm": 0.5, "nanguard_skip_grad_norm": 2.0}),
+        ("latent", "balanced", {"learning_rate": 5e-5, "max_grad_norm": 0.5, "warmup_steps": 2000, "lr_scheduler_type": "cosine",
+                                "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "text_loss_weight": 1.0,
+                                "latent_loss_weight": 0.1, "bf16": True}),
+        ("latent", "ultra_conservative", {"learning_rate": 3e-5, "max_grad_norm": 0.3, "gradient_accumulation_steps": 4}),
+        ("diffusion", "balanced", {"learning_rate": 1e-5, "lr_scheduler_kwargs": {"min_lr": 1e-6}, "max_grad_norm": 0.5,
+                                   "max_weight": 100.0, "bf16": True, "fp16": False}),
+        ("diffusion", "ultra_conservative", {"learning_rate": 5e-6, "max_grad_norm": 0.25, "bf16": True}),
     ],
 )  # fmt: skip
 def test_values_of_the_field_reports(kind, name, values):
@@ -75,15 +85,15 @@ def test_a_preset_runs(kind, name, tmp_path, capsys):
     assert (tmp_path / ("adapter_model.safetensors" if kind == "lora" else "model.safetensors")).is_file()
 
 
+@pytest.mark.parametrize("kind", SCRIPTS)
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_distillation_preset_runs(name, tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("distill", ROOT / "recipes" / "distill.py")
+def test_a_preset_of_a_script_runs(kind, name, tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location(kind, ROOT / "recipes" / f"{kind}.py")
     recipe = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "distill", recipe)  # its dataclasses look their module up
+    monkeypatch.setitem(sys.modules, kind, recipe)  # its dataclasses look their module up
     spec.loader.exec_module(recipe)
-    short = ["--max_steps", "2", "--teacher_steps", "2", "--num_rows", "16", "--disable_tqdm", "true"]
     words = ["--preset", name, "--output_dir", str(tmp_path), "--plant", "none", "--compare", "false"]
-    assert exit_code(recipe.run, [*words, *short]) == 0
+    assert exit_code(recipe.run, [*words, *SCRIPTS[kind], *SHORT]) == 0
 
 
 def parse_sft(*words: str, config: dict | None = None, folder: Path):

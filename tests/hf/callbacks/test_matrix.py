@@ -15,10 +15,11 @@ ADAPTER = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.default.weigh
 
 CALLBACKS = {
     "ActivationMonitorCallback": partial(callbacks.ActivationMonitorCallback, check_every_n_steps=1),
+    "CheckpointGuardCallback": callbacks.CheckpointGuardCallback,
     "GradientMonitorCallback": callbacks.GradientMonitorCallback,
     "NanGuardCallback": callbacks.NanGuardCallback,
 }
-WATCH_GRADIENTS = [name for name in CALLBACKS if name != "ActivationMonitorCallback"]
+WATCH_GRADIENTS = ["GradientMonitorCallback", "NanGuardCallback"]
 VARIANTS = {
     "default": {},
     "one micro-batch": {"gradient_accumulation_steps": 1},

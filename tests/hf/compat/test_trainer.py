@@ -747,14 +747,20 @@ def test_the_rates_that_a_schedule_scales(trainer):
     assert compat.base_rates(trainer) == set()
 
 
+STEPS = range(10, 60, 10)
+
+
+@pytest.mark.parametrize("protected", [None, 20, 50])
 @pytest.mark.parametrize("limit", [None, 1, 2])
-def test_a_checkpoint_is_kept_beyond_the_limit_of_the_host(trainer, tmp_path, limit):
-    steps = range(10, 60, 10)
-    for step in steps:
+def test_protected_checkpoints_are_kept_beyond_the_limit(limit, protected, tmp_path):
+    for step in STEPS:
         (tmp_path / f"checkpoint-{step}").mkdir()
-    rotate = vars(trainer_module)["rotate_checkpoints"]
-    with compat.keeping_checkpoint(tmp_path / "checkpoint-20"):
+    original = vars(trainer_module)["rotate_checkpoints"]
+    with compat.deferred_rotation() as calls:
         trainer_module.rotate_checkpoints(output_dir=str(tmp_path), save_total_limit=limit)
-    assert trainer_module.rotate_checkpoints is rotate
-    kept = sorted(int(folder.name.split("-")[1]) for folder in tmp_path.iterdir())
-    assert kept == (list(steps) if limit is None else sorted({20, *steps[-limit:]}))
+        assert len(list(tmp_path.iterdir())) == len(STEPS)
+    assert trainer_module.rotate_checkpoints is original
+    for call in calls:
+        compat.rotate(call, set() if protected is None else {tmp_path / f"checkpoint-{protected}"})
+    kept = {int(folder.name.split("-")[1]) for folder in tmp_path.iterdir()}
+    assert kept == (set(STEPS) if limit is None else {*STEPS[-limit:]} | ({protected} - {None}))

@@ -68,7 +68,16 @@ def loss_error(folder, guard):
 
 def dropped_loss_error(folder, guard):
     """The same, of a micro-batch that is dropped."""
-    _losing(folder, guard, {"nanguard_on_loss_error": "drop", "nanguard_max_bad_steps": 1, "nanguard_on_halt": "stop"})
+    _losing(
+        folder,
+        guard,
+        {
+            "nanguard_on_loss_error": "drop",
+            "nanguard_max_bad_steps": 1,
+            "nanguard_max_rewinds": 0,
+            "nanguard_on_halt": "stop",
+        },
+    )
 
 
 class Keyed(Trainer):
@@ -181,13 +190,16 @@ def test_marks_of_quoted_text_appear_nowhere(tmp_path, caplog):
 
 
 def test_a_bundle_without_text_can_be_replayed(tmp_path):
-    settings = GuardArguments(nanguard_bundle_text=False, nanguard_bundle_weights="all", nanguard_on_halt="stop")
+    settings = GuardArguments(
+        nanguard_bundle_text=False, nanguard_bundle_weights="all", nanguard_on_halt="stop", nanguard_max_rewinds=0
+    )
     trainer = build("plain", tmp_path, extra={"guard": settings}, **QUICK)
 
     class Spoil(TrainerCallback):
         def on_step_begin(self, args, state, control, model, **kwargs):
-            with torch.no_grad():
-                model.get_parameter(LAYER)[0, 0] = NAN
+            if state.global_step == 1:
+                with torch.no_grad():
+                    model.get_parameter(LAYER)[0, 0] = NAN
 
     trainer.add_callback(Spoil())
     trainer.train()

@@ -8,7 +8,7 @@ import tempfile
 import pytest
 import torch
 
-from hf_nanguard import Guard, NonFiniteError
+from hf_nanguard import Guard, GuardArguments, NonFiniteError
 from hf_nanguard.core.monitors.base import load_whole
 from hf_nanguard.hf.trainer.run_record import STATE_FILE, RunRecord, load_guard, save_guard
 from hf_nanguard.testing import Fault, plant
@@ -215,7 +215,8 @@ def test_drafts_of_a_killed_run_are_removed_at_the_next_start_and_nothing_is_in_
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed")])
 def test_a_halt_is_logged_and_recorded_before_anything_is_saved(error, tmp_path, caplog, monkeypatch):
-    trainer = build("plain", tmp_path, gradient_accumulation_steps=1, max_steps=20)
+    extra = {"guard": GuardArguments(nanguard_max_rewinds=0)}
+    trainer = build("plain", tmp_path, gradient_accumulation_steps=1, max_steps=20, extra=extra)
     plant(trainer, *[Fault("gradient", step, parameter=LAYER) for step in range(2, 12)])
 
     def fail(*args, **kwargs):

@@ -1,0 +1,116 @@
+"""A callback that reads each checkpoint of a stock trainer back, and keeps bad ones from being resumed from."""
+
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback
+
+from ...core.finite import magnitudes, read_host
+from ...core.journal import Journal
+from ...core.ranks import Ranks
+from ...core.state_tensors import is_plain
+from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
+from ..compat.accelerate import replaced_method
+from ..compat.trainer import checkpoint_folder, find_trainer
+from ..compat.trainer_protocol import HostTrainer
+from ..custody.resume_choice import choose_resume
+from ..custody.saved_checkpoints import SavedCheckpoints
+from ..trainer.mixin import GuardedTrainerMixin
+
+
+class CheckpointGuardCallback(TrainerCallback):
+    """Keeps custody of the checkpoints of a stock trainer. A guarded trainer does so by itself.
+
+    Each checkpoint is read back after it was saved. One with NaN or inf, or that is not complete, is moved to
+    `_bad_checkpoints/` and reported as `checkpoint_nonfinite`; it is never the newest or the best one. `save_total_limit` never
+    deletes the last good checkpoint. `resume_from_checkpoint=True`, or the folder of a run, takes the newest good one; for
+    this the callback must be in the constructor's list.
+
+    Example:
+
+    ```python
+    trainer = Trainer(model, args, train_dataset=dataset, callbacks=[CheckpointGuardCallback()])
+    ```
+    """
+
+    def __init__(self) -> None:
+        self._run = ExitStack()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # a copy belongs to another trainer
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._run = ExitStack()
+
+    def on_init_end(self, args, state, control, **kwargs):
+        trainer = find_trainer()
+        if trainer is not None and not isinstance(trainer, GuardedTrainerMixin):
+            trainer.train = ResumingTrain(trainer)  # type: ignore[method-assign]
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self._run.close()  # of a run that failed
+        trainer = find_trainer()
+        if trainer is None or isinstance(trainer, GuardedTrainerMixin):
+            return
+        host = cast(HostTrainer, trainer)
+        saved = SavedCheckpoints(host, make_journal(trainer), True, Baseline(host.model).find_nonfinite)
+        self._run.enter_context(replaced_method(trainer, "_save_checkpoint", partial(_keep, saved, trainer)))
+        self._run.enter_context(replaced_method(trainer, "_load_best_model", partial(_load_good, saved)))
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self._run.close()
+
+
+class ResumingTrain:
+    """Stands in for the `train` of a trainer: resumes from the newest good checkpoint."""
+
+    def __init__(self, trainer: Trainer):
+        self.trainer = trainer
+
+    def __call__(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        host = cast(HostTrainer, self.trainer)
+        if resume_from_checkpoint is not None:
+            resume_from_checkpoint = choose_resume(resume_from_checkpoint, host, make_journal(self.trainer), True)
+            kwargs["resume_from_checkpoint"] = resume_from_checkpoint
+        return type(self.trainer).train(self.trainer, *args, **kwargs)
+
+
+def make_journal(trainer: Trainer) -> Journal:
+    """Returns a journal that writes to the event file of a run."""
+    ranks = Ranks(trainer.args.device)
+    return Journal(ranks, JsonlWriter(events_path(Path(str(trainer.args.output_dir)) / GUARD_FOLDER, ranks.rank)))
+
+
+class Baseline:
+    """What was not finite before the run. The magnitudes are read once something is found bad."""
+
+    def __init__(self, model: nn.Module):
+        named: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
+        kept = [(name, tensor) for name, tensor in named if tensor.is_floating_point() and is_plain(tensor)]
+        self._names = [name for name, _ in kept]
+        with torch.no_grad():
+            self._magnitudes_dev = magnitudes([tensor for _, tensor in kept])
+
+    def find_nonfinite(self) -> set[str]:
+        """Returns the names of those parameters and buffers."""
+        read = read_host(self._magnitudes_dev)
+        return {name for name, largest in zip(self._names, read, strict=True) if not largest < float("inf")}
+
+
+def _keep(saved: SavedCheckpoints, trainer: Trainer, save: Any) -> Any:
+    """Returns the replacement of `_save_checkpoint`."""
+
+    def save_checkpoint(model: Any, trial: Any) -> None:
+        with saved.saving(checkpoint_folder(trainer, trial)):
+            save(model, trial)
+
+    return save_checkpoint
+
+
+def _load_good(saved: SavedCheckpoints, load: Any) -> Any:
+    """Returns the replacement of `_load_best_model`."""
+    return lambda: load() if saved.may_load_best() else None
