@@ -236,7 +236,7 @@ class DistillationTrainer(Trainer):
         """Prints the validation perplexity, with the last logged loss and its terms."""
         last: dict[str, float] = next((row for row in reversed(self.state.log_history) if "loss" in row), {})
         terms = [f"{name}={last[key]:.4f}" for name in ("kd", "ce") if (key := f"nanguard/term/{name}") in last]
-        rate = f" ({', '.join(terms)}) success_rate={last['nanguard/success_rate']:.0%}" if terms else ""
+        rate = f" ({', '.join(terms)}) success_rate={last.get('nanguard/success_rate', 1.0):.0%}" if terms else ""
         mark = ", best so far" if score < self.best_perplexity else ""
         self.best_perplexity = score if mark else self.best_perplexity
         loss = f"loss={last.get('loss', math.nan):.4f}{rate}"

@@ -71,7 +71,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
     ),
     "takeover": (
         "`nanguard run`: every Trainer that a script builds becomes guarded",
-        "core report hf hf.compat hf.trainer hf.rl takeover.startup",
+        "core checkpoints report hf hf.compat hf.trainer hf.rl takeover.startup",
     ),
     "takeover.startup": (
         "what a guarded process imports when it starts: nothing of ours, until transformers comes",

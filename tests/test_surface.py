@@ -85,7 +85,7 @@ ARGUMENTS = {
 SIGNALS = words("""labels_masked label_out_of_range input_nonfinite input_out_of_range loss_nonfinite loss_zero loss_missing
 loss_error prediction_nonfinite eval_nonfinite grad_nonfinite grad_spike loss_spike loss_diverged activation_nonfinite
 activation_headroom entropy_collapse param_nonfinite optimizer_nonfinite reward_nonfinite advantage_nonfinite
-ratio_overflow logits_nonfinite checkpoint_nonfinite update_stalled no_learning_signal guard_failed""")
+ratio_overflow logits_nonfinite checkpoint_nonfinite update_stalled no_learning_signal run_restarted guard_failed""")
 
 ACTIONS = words("observed repaired dropped skipped clipped rewound halted refused")
 
@@ -134,7 +134,7 @@ SIGNATURES = [
     (hf_nanguard.scan_checkpoint, "(path, deep=False, as_dtype=None)"),
 ]
 
-COMMANDS = ["doctor", "run", "sft", "grpo", "demo", "replay", "scan", "completion"]
+COMMANDS = ["doctor", "run", "sft", "grpo", "demo", "watch", "report", "replay", "scan", "completion"]
 
 
 def bare_signature(function) -> str:

@@ -133,3 +133,11 @@ def events_of(trainer: Any, rank: int = 0) -> list[dict]:
 
     path = events_path(Path(trainer.args.output_dir) / "nanguard", rank)
     return list(read_jsonl(path)) if path.exists() else []
+
+
+def metric_rows_of(trainer: Any) -> list[dict]:
+    """Returns the rows of training losses in `metrics.jsonl`, which have every metric of the guard."""
+    from hf_nanguard.report.run_files import read_jsonl
+
+    rows = read_jsonl(Path(trainer.args.output_dir) / "nanguard" / "metrics.jsonl")
+    return [row for row in rows if "loss" in row]

@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 from .. import __version__
 from ..errors import ArgumentError
 from ..plain_text import printable
-from . import completion, demo, doctor, grpo, replay, run, scan, sft
+from . import completion, demo, doctor, grpo, replay, report, run, scan, sft, watch
 from .shared import recipe_command
 
 # Each has `add_parser(subparsers)`, which sets `run`, a function that takes the parsed arguments and returns an exit code.
-COMMANDS: tuple[ModuleType, ...] = (doctor, run, sft, grpo, demo, replay, scan, completion)
+COMMANDS: tuple[ModuleType, ...] = (doctor, run, sft, grpo, demo, watch, report, replay, scan, completion)
 # Commands that parse only some of their arguments here: the others belong to the user's script or to TRL.
 SPLITS = {"doctor": doctor.split, "run": run.split, "sft": recipe_command.split, "grpo": recipe_command.split}
 
@@ -28,6 +28,7 @@ EPILOG = """examples:
   nanguard sft --preset balanced
   nanguard replay runs/mine/nanguard/autopsy/step-42
   nanguard scan runs/mine
+  nanguard report runs/mine
   source <(nanguard completion bash)
 
 Run `nanguard <command> --help` for the options of a command.

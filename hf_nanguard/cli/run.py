@@ -7,15 +7,17 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from ..errors import ArgumentError
-from ..takeover.guarded_processes import build_environment
+from ..takeover.guarded_processes import build_environment, say
 from ..takeover.script_target import find_command
 from ..takeover.startup.sitecustomize import find_flags
-from .shared.command_parser import Subparsers
+from ..takeover.supervised_run import Supervisor, end_alike
+from .shared.command_parser import Subparsers, between
 from .shared.setting_flags import CONFIG_VARIABLE, add_flags, as_environment, gather
 
-WITH_VALUE = ("--config", "--nanguard_")
+WITH_VALUE = ("--config", "--max-restarts", "--nanguard_")
 
 EPILOG = """settings:
   Precedence, highest first: flag, environment variable, YAML file of --config, the script's own
@@ -31,6 +33,7 @@ examples:
   torchrun --nproc_per_node 2 -m hf_nanguard.run train.py
   accelerate launch -m hf_nanguard.run --nanguard_mode observe train.py
   nanguard run accelerate launch train.py
+  nanguard run --resume --max-restarts 5 train.py
 
 The script runs as with `python script.py`: arguments, sys.path, modules, signals, tracebacks and exit
 code are the same, except for frames of the guard. Child processes are guarded if they are Python
@@ -54,6 +57,14 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument("script", nargs="*", help="what to run, and its own arguments")
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings of the guard")
+    parser.add_argument(
+        "--resume", action="store_true",
+        help="continue from the newest good checkpoint of the output folder, and start the script again after a crash, a "
+        "halt or a kill; see docs/run.md",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-restarts", metavar="N", type=between(0, 1000), default=3, help="with --resume (default: 3)"
+    )
     parser.add_argument("--full-traceback", action="store_true", help="show the guard's own frames in tracebacks")
     add_flags(parser.add_argument_group("settings of the guard"))
     parser.set_defaults(run=run)
@@ -83,6 +94,15 @@ def run(arguments: argparse.Namespace) -> int:
     variables = {**os.environ, **as_environment(settings)}
     variables.pop(CONFIG_VARIABLE, None)
     environment = build_environment(variables, settings, arguments.full_traceback)
+    if arguments.resume:
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            raise ArgumentError(
+                "--resume restarts a launcher as a whole, so it goes before it: nanguard run --resume torchrun ... train.py."
+            )
+        supervisor = Supervisor(arguments.max_restarts, say)
+        return end_alike(
+            supervisor.run(command, partial(build_environment, variables, settings, arguments.full_traceback))
+        )
     if sys.platform == "win32":
         return subprocess.call(command, env=environment)
     os.execve(sys.executable, command, environment)

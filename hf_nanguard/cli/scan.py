@@ -104,7 +104,7 @@ def format_result(result: ScanResult) -> Iterator[str]:
 @contextmanager
 def progress(paths: list[str]) -> Iterator[Callable[[int], None] | None]:
     """Yields a function that moves a progress bar by a number of bytes; none where there is no terminal."""
-    from .shared.live_output import build_console
+    from ..report.terminal_console import build_console
 
     console = build_console(stderr=True)
     if not console.is_terminal:

@@ -219,7 +219,11 @@ class Policy:
         "they are checked only before a checkpoint is saved.",
         at_least=0,
     )
-    full_metrics: bool = setting(False, "Log the metrics of every module, not only those of the worst one.")
+    full_metrics: bool = setting(
+        False,
+        "Log every metric in every row, also those of each module. Otherwise a row shows the counters that are not zero, and "
+        "`metrics.jsonl` has the others.",
+    )
 
     def __post_init__(self):
         check_settings(vars(self))

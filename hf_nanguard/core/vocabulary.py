@@ -38,6 +38,7 @@ class Signal(StrEnum):
     CHECKPOINT_NONFINITE = "checkpoint_nonfinite"
     UPDATE_STALLED = "update_stalled"
     NO_LEARNING_SIGNAL = "no_learning_signal"
+    RUN_RESTARTED = "run_restarted"
     GUARD_FAILED = "guard_failed"
 
 

@@ -135,8 +135,8 @@ def check_dataset(
     return judge_sample(take_sample(cast(HostTrainer, trainer), sample, report), skip)
 
 
-def judge_sample(sample: Sample, skip: Collection[str] = ()) -> DatasetReport:
-    """Applies every check that applies to these rows."""
+def judge_sample(sample: Sample, skip: Collection[str] = (), text: bool = True) -> DatasetReport:
+    """Applies every check that applies to these rows. Without `text`, findings contain no text of the data."""
     result = DatasetReport(sample.num_rows, len(sample.rows))
     for each in DATA_CHECKS:
         if each.name in skip:
@@ -146,5 +146,6 @@ def judge_sample(sample: Sample, skip: Collection[str] = ()) -> DatasetReport:
         elif (found := each.check(sample)) is None:
             result.examination.sound.append(each.name)
         else:
-            result.examination.findings.append(replace(found, rule=each.name, reference=f"{DOCS}#data"))
+            found = replace(found.shown(text), rule=each.name, reference=f"{DOCS}#data")
+            result.examination.findings.append(found)
     return result

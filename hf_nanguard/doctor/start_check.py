@@ -5,7 +5,7 @@ import logging
 from ..core.ranks import Ranks
 from ..errors import ArgumentError
 from ..hf.compat.trainer_protocol import HostTrainer
-from ..plain_text import format_error, printable
+from ..plain_text import printable, quote_error, show
 from .data.sampled_rows import is_repeatable, take_sample
 from .dataset_check import judge_sample
 from .facts.trainer_inspection import find_trainer_facts
@@ -16,28 +16,28 @@ logger = logging.getLogger("hf_nanguard")
 NUM_ROWS = 64
 
 
-def check_start(trainer: HostTrainer) -> Examination:
+def check_start(trainer: HostTrainer, text: bool = True) -> Examination:
     """Returns what rules find, and what checks find in a few rows if reading them leaves no trace.
 
     Otherwise (a stream, a dataset or collator of the user's) the batches are judged as they pass, by the guard's own checks.
     """
     result = judge(find_trainer_facts(trainer))
     if trainer.train_dataset is not None and is_repeatable(trainer):
-        result.add(judge_sample(take_sample(trainer, NUM_ROWS)).examination)
+        result.add(judge_sample(take_sample(trainer, NUM_ROWS), text=text).examination)
     return result
 
 
-def report_start(trainer: HostTrainer, mode: str, ranks: Ranks) -> None:
-    """Logs everything above a note, one line each; in mode `strict` raises on every rank if there is anything on one."""
+def report_start(trainer: HostTrainer, mode: str, ranks: Ranks, text: bool = True) -> None:
+    """Logs everything above a note, one line each, without `text` of the data if it must not be shown; in mode `strict` raises on
+    every rank if there is anything on one."""
     if mode == "off":
         return
     try:
-        problems = [printable(found.format_line()) for found in check_start(trainer).problems]
+        problems = [printable(found.format_line()) for found in check_start(trainer, text).problems]
     except Exception as error:  # model, dataset and collator may be anything; a check must not end the run
         problems = []
-        logger.warning(
-            "hf_nanguard: the settings could not be checked at the start of the run (%s).", format_error(error)
-        )
+        why = show(quote_error(error), text)
+        logger.warning("hf_nanguard: the settings could not be checked at the start of the run (%s).", why)
     if mode == "strict" and ranks.any(bool(problems)):
         found = " ".join(f"({number}) {line}" for number, line in enumerate(problems, 1)) or "found on another rank."
         raise ArgumentError(

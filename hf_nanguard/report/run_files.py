@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -78,11 +79,8 @@ def read_lines(path: str | Path) -> tuple[list[dict[str, Any]], int]:
     num_skipped = 0
     with open_to_read(Path(path)) as file:
         while line := file.readline(MAX_LINE):
-            try:
-                item = parse_strict(line)
-            except ValueError:
-                item = None
-            if isinstance(item, dict):
+            item = _parse_line(line)
+            if item is not None:
                 items.append(item)
             elif line.strip():
                 num_skipped += 1
@@ -141,3 +139,37 @@ class Tail:
 
     def _read(self) -> list[dict[str, Any]]:
         return read_lines(self.path)[0] if self.path.is_file() else []
+
+
+class FollowedFile:
+    """The objects of a file that is being written, each returned once. Reads only what was appended since the last time.
+
+    A file that became shorter, because somebody began it anew, is read from its start.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._position = 0
+        self._rest = b""  # a line that is not complete yet
+
+    def read(self) -> list[dict[str, Any]]:
+        """Returns the objects that were appended; none if the file is not there, or cannot be read now."""
+        try:
+            with open_to_read(self.path) as file:
+                if file.seek(0, os.SEEK_END) < self._position:
+                    self._position, self._rest = 0, b""
+                file.seek(self._position)
+                content = file.read()
+        except OSError:
+            return []
+        self._position += len(content)
+        *lines, self._rest = (self._rest + content).split(b"\n")
+        return [item for line in lines if (item := _parse_line(line)) is not None]
+
+
+def _parse_line(line: bytes) -> dict[str, Any] | None:
+    try:
+        item = parse_strict(line)
+    except ValueError:
+        return None
+    return item if isinstance(item, dict) else None

@@ -14,6 +14,8 @@ from ..core.settings import PREFIX, check_settings
 from ..errors import ArgumentError
 from ..plain_text import printable
 from .hidden_frames import hide_in_tracebacks
+from .resumed_training import resume_training
+from .run_progress import Progress
 from .startup.sitecustomize import VARIABLE
 from .startup.sitecustomize import say as write_line
 from .takeover import Takeover
@@ -27,11 +29,21 @@ def say(sentence: str) -> None:
 
 
 def build_environment(
-    environment: Mapping[str, str], settings: Mapping[str, object], full_traceback: bool
+    environment: Mapping[str, str],
+    settings: Mapping[str, object],
+    full_traceback: bool,
+    progress: Progress | None = None,
+    restarted_after: str | None = None,
 ) -> dict[str, str]:
-    """Returns an environment in which Python processes guard their trainers, if this process becomes the first of them."""
+    """Returns an environment in which Python processes guard their trainers, if this process becomes the first of them.
+
+    With `progress` they also resume from the newest good checkpoint and note there how far they have come; `restarted_after` is why
+    they were started again.
+    """
     folders = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder not in ("", STARTUP)]
-    passed = {"settings": dict(settings), "full_traceback": full_traceback}
+    passed: dict[str, object] = {"settings": dict(settings), "full_traceback": full_traceback}
+    if progress is not None:
+        passed |= {"progress": progress.folder, "restarted_after": restarted_after}
     return {
         **environment,
         "PYTHONPATH": os.pathsep.join([STARTUP, *folders]),
@@ -41,21 +53,25 @@ def build_environment(
 
 def take_over(passed: str) -> Takeover:
     """Guards the trainers of this process until it ends. `passed` is the content of the environment variable."""
-    settings, full_traceback = read_passed(passed)
-    takeover = Takeover(settings, say)
+    values = read_passed(passed)
+    takeover = Takeover(values["settings"], say)
     takeover.__enter__()
-    if not full_traceback:
+    if not values["full_traceback"]:
         hide_in_tracebacks(say)
+    if "progress" in values:
+        from transformers import Trainer
+
+        resume_training(Trainer, Progress(str(values["progress"])), values.get("restarted_after"), say)
     return takeover
 
 
-def read_passed(passed: str) -> tuple[dict[str, Any], bool]:
-    """Returns the settings and whether to show full tracebacks. A variable that was tampered with is an [`ArgumentError`]."""
+def read_passed(passed: str) -> dict[str, Any]:
+    """Returns what [`build_environment`] has passed on. A variable that was tampered with is an [`ArgumentError`]."""
     try:
         values = json.loads(passed.partition(" ")[2])
-        settings = values["settings"]
-        check_settings({name.removeprefix(PREFIX): value for name, value in settings.items()}, PREFIX)
-        return settings, values["full_traceback"] is True
+        settings = {name.removeprefix(PREFIX): value for name, value in values["settings"].items()}
+        check_settings(settings, PREFIX)
+        return {**values, "full_traceback": values["full_traceback"] is True}
     except ArgumentError:
         raise
     except (ValueError, LookupError, TypeError, AttributeError) as error:

@@ -381,6 +381,97 @@ def test_other_ways_to_two_ranks(way, tmp_path):
     check_two_ranks(done, tmp_path)
 
 
+def test_a_launcher_is_restarted_as_a_whole(printing, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["run", "--resume", printing]) == 2
+    assert "nanguard run --resume torchrun" in capsys.readouterr().err
+
+
+SAVING = f"""
+import os, signal, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from tests.models import tiny_llama, token_dataset
+folder, how = sys.argv[1:]
+class Plan(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        mark = os.path.join(folder, "mark")
+        if how == "slow":
+            print("step", state.global_step, flush=True)
+            time.sleep(0.3)
+        elif state.global_step == 5 and args.process_index == args.world_size - 1 and (how == "always" or not os.path.exists(mark)):
+            open(mark, "w").close()
+            if how == "kill":
+                os.kill(os.getpid(), 9)
+            raise RuntimeError("planted")
+args = TrainingArguments(
+    folder, max_steps=200 if how == "slow" else 8, save_steps=2, report_to="none", use_cpu=True, per_device_train_batch_size=2,
+    disable_tqdm=True,
+)
+trainer = Trainer(tiny_llama(), args, train_dataset=token_dataset(48), callbacks=[Plan()])
+trainer.train()
+trainer.save_model(folder)
+if args.world_size > 1:
+    from tests.distributed.ending import hang_up
+    hang_up()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("launcher", [False, True])
+@pytest.mark.parametrize("how", ["error", "kill"])
+def test_a_restarted_run_ends_as_if_nothing_had_happened(how, launcher, tmp_path):
+    from ..distributed.launch import torchrun
+
+    before = torchrun(2)[1:] if launcher else []
+    folders = [tmp_path / "stock", tmp_path / "run"]
+    for folder in folders:
+        folder.mkdir()
+    (folders[0] / "mark").touch()
+    script = write(tmp_path, SAVING)
+    variables = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    for folder in folders:
+        done = run_command("--resume", *before, script, str(folder), how, env=variables)
+        assert done.returncode == 0, done.stderr[-3000:]
+    expected, actual = (load_file(folder / "model.safetensors") for folder in folders)
+    assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
+    [event] = read_jsonl(folders[1] / "nanguard" / "events.jsonl")
+    assert (event["signal"], event["values"]["checkpoint"]) == ("run_restarted", str(folders[1] / "checkpoint-4"))
+    assert "nanguard: ended by " in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_same_failure_at_the_same_step_ends_it(tmp_path):
+    done = run_command("--resume", write(tmp_path, SAVING), str(tmp_path), "always")
+    assert done.returncode == 1
+    assert done.stderr.count("RuntimeError: planted") == 2
+    assert told_by(done.stderr)[-1].endswith("not restarted because the same failure came back at the same step.")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_preempted_run_saves_and_is_continued_by_the_next_job(tmp_path):
+    command = [sys.executable, "-m", "hf_nanguard.run", "--resume", write(tmp_path, SAVING), str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([*command, "slow"], stdout=subprocess.PIPE, text=True, env=environment) as process:
+        last = 0
+        for line in process.stdout:
+            if line == "step 3\n":
+                process.send_signal(signal.SIGTERM)
+            last = int(line.split()[1]) if line.startswith("step ") else last
+    assert process.returncode == 0
+    assert last < 200
+    assert (tmp_path / f"checkpoint-{last}").is_dir()
+    (tmp_path / "mark").touch()
+    script = (tmp_path / "script.py").read_text().replace("else 8", f"else {last + 2}")
+    (tmp_path / "script.py").write_text(script)
+    done = run_command("--resume", str(tmp_path / "script.py"), str(tmp_path), "none")
+    assert done.returncode == 0, done.stderr
+    assert f"training resumes from {tmp_path / f'checkpoint-{last}'}." in done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.xdist_group("distributed")

@@ -1,6 +1,7 @@
 """The check at the start of a guarded run: it says what is wrong before step 0, and changes nothing."""
 
 import logging
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,9 +11,12 @@ from transformers import TrainingArguments, default_data_collator
 
 from hf_nanguard import ArgumentError, GuardArguments, GuardedTrainingArguments, attach
 from hf_nanguard.core.ranks import Ranks
-from hf_nanguard.doctor import start_check
+from hf_nanguard.doctor import dataset_check, start_check
+from hf_nanguard.doctor.dataset_check import DATA_CHECKS
 from hf_nanguard.doctor.facts import device_facts
+from hf_nanguard.doctor.rules.finding import Finding, Severity
 from hf_nanguard.doctor.rules.run_facts import Facts
+from hf_nanguard.plain_text import quote
 from hf_nanguard.testing import OperationCounter
 
 from ..models import token_rows
@@ -147,3 +151,26 @@ def test_auto_where_it_cannot_take_effect_says_so(tmp_path, caplog):
     trainer.train()
     assert isinstance(trainer.args, TrainingArguments)
     assert caplog.text.count("nanguard_precision='auto' has no effect here") == 1
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_text_of_the_data_is_logged_only_if_it_may_be(text, tmp_path, caplog, monkeypatch):
+    def find(sample):
+        return Finding(Severity.WARNING, f"Batches have no labels, only {quote('Jane Roe')}.", "Because.", "Add them.")
+
+    guard = GuardArguments(nanguard_bundle_text=text)
+    check = replace(DATA_CHECKS[0], check=find, applies=lambda sample: True)
+    monkeypatch.setattr(dataset_check, "DATA_CHECKS", (check,))
+    build("plain", tmp_path, extra={"guard": guard}).train()
+    assert f"only {'Jane Roe' if text else '[redacted]'}. Because. Add them." in caplog.text
+    caplog.clear()
+
+    def fail(facts):
+        raise ValueError("Jane Roe")
+
+    monkeypatch.setattr(start_check, "judge", fail)
+    build("plain", tmp_path, extra={"guard": guard}).train()
+    assert (
+        f"could not be checked at the start of the run (ValueError: {'Jane Roe' if text else '[redacted]'})"
+        in caplog.text
+    )

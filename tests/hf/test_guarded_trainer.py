@@ -32,7 +32,7 @@ from hf_nanguard.testing import Fault, plant
 
 from ..models import text_rows, tiny_llama, tiny_t5, tiny_tokenizer, token_dataset
 from ..reference import assert_same, tensors_of, without
-from ..trainers import KINDS, build, common_arguments, events_of, reward_length, stock_class
+from ..trainers import KINDS, build, common_arguments, events_of, metric_rows_of, reward_length, stock_class
 
 
 def test_guarded_classes_accept_all_that_the_host_accepts():
@@ -227,7 +227,7 @@ def test_guard_state_survives_a_resume(tmp_path):
     assert state["counter"]["dropped"] == 1
     resumed = _checkpointed(tmp_path / "resumed", True)
     resumed.train(resume_from_checkpoint=str(tmp_path / "begun" / "checkpoint-4"))
-    rows = [row for row in resumed.state.log_history if "nanguard/dropped_microbatches" in row]
+    rows = metric_rows_of(resumed)
     assert rows[-1]["nanguard/dropped_microbatches"] == 1
     assert rows[-1]["nanguard/success_rate"] == pytest.approx(17 / 18)
     assert len(resumed.nanguard.guard.norms.values) == len(begun.nanguard.guard.norms.values)
@@ -380,6 +380,20 @@ def test_metrics_file_holds_every_log_row(tmp_path):
     rows = [json.loads(line) for line in (Path(tmp_path) / "nanguard" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [row["step"] for row in trainer.state.log_history]
     assert {"nanguard/skipped_steps", "nanguard/success_rate", "nanguard/grad_norm_max"} <= rows[0].keys()
+
+
+def test_a_healthy_row_shows_one_metric_of_ours_and_a_bad_one_what_was_lost(tmp_path):
+    trainer = build("sft", tmp_path, max_steps=12, extra={"guard": GuardArguments(nanguard_weight_check_steps=2)})
+    plant(trainer, Fault("loss", 8, 1))
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    ours = [{name for name in row if name.startswith("nanguard/")} for row in rows]
+    lost = {"nanguard/dropped_microbatches", "nanguard/success_rate", "nanguard/success_rate_recent"}
+    assert ours == [{"nanguard/grad_norm_max"}] * 8 + [{"nanguard/grad_norm_max", *lost}] * 4
+    written = metric_rows_of(trainer)
+    assert [row["loss"] for row in written] == [row["loss"] for row in rows]
+    assert all("nanguard/skipped_steps" in row for row in written)
+    assert any("nanguard/update_share" in row for row in written)
 
 
 def test_a_custom_loss_function_and_label_smoothing_are_redone(tmp_path):

@@ -84,7 +84,7 @@ def test_a_dropped_term_leaves_the_rest_of_its_loss(tmp_path, sick):
     assert event["culprit"]["term"] == "penalty"
     last = rows_of(trainer)[-1]
     assert last["nanguard/dropped_terms/penalty"] == 1
-    assert last["nanguard/dropped_microbatches"] == 0
+    assert "nanguard/dropped_microbatches" not in last
 
 
 def test_an_evaluation_keeps_its_terms_to_itself(tmp_path):

@@ -17,7 +17,7 @@ from hf_nanguard.testing import INF, NAN, Fault, plant
 from ..architectures import BY_NAME
 from ..models import tiny_t5, token_dataset
 from ..reference import assert_same, losses_of, tensors_of, without
-from ..trainers import KINDS, build, events_besides_spikes, events_of, stock_class
+from ..trainers import KINDS, build, events_besides_spikes, events_of, metric_rows_of, stock_class
 
 LAYER = "model.layers.0.self_attn.k_proj.weight"
 
@@ -48,7 +48,7 @@ def test_events_match_faults_one_to_one(places, tmp_path_factory):
     found = {(e["step"], e["micro_step"]): e["signal"] for e in events_of(trainer)}
     assert found == {place: signals[kind] for place, kind in places.items()}
     assert len(events_of(trainer)) == len(places)
-    final = [row for row in trainer.state.log_history if "nanguard/dropped_microbatches" in row]
+    final = metric_rows_of(trainer)
     whole = [step for step in range(4) if all((step, m) in places for m in range(3))]
     if 3 not in whole:
         assert final[-1]["nanguard/dropped_microbatches"] == len(places)

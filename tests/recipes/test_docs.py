@@ -20,7 +20,7 @@ from hf_nanguard.core.vocabulary import Action, Cause, Signal
 from hf_nanguard.examples.recipe.presets import list_presets
 
 from ..architectures import BY_NAME
-from ..trainers import common_arguments
+from ..trainers import common_arguments, metric_rows_of
 from .argument_tables import update_tables
 from .markdown import (
     ROOT,
@@ -183,7 +183,7 @@ def test_metrics_are_those_of_the_code(tmp_path):
         train_dataset=samples, guard=GuardArguments(**periods),
     )  # fmt: skip
     trainer.train()
-    seen = {name for row in trainer.state.log_history for name in row if name.startswith("nanguard/")}
+    seen = {name for row in metric_rows_of(trainer) for name in row if name.startswith("nanguard/")}
     counter = Counter()
     counter.count_scaler_skip()
     counter.count_rewards(1, 1)

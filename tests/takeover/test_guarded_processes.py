@@ -14,7 +14,7 @@ def test_settings_are_passed_on_in_their_types():
     environment = build_environment({"A": "1"}, settings, True)
     assert environment.keys() == {"A", "PYTHONPATH", VARIABLE}
     assert environment["PYTHONPATH"] == STARTUP
-    assert read_passed(environment[VARIABLE]) == (settings, True)
+    assert read_passed(environment[VARIABLE]) == {"settings": settings, "full_traceback": True}
     assert environment[VARIABLE].split(" ")[0] == str(os.getpid())
 
 
@@ -22,7 +22,7 @@ def test_a_run_inside_a_run_has_one_startup_folder():
     outer = build_environment({"PYTHONPATH": os.pathsep.join(["a", "", "b"])}, {"nanguard_mode": "off"}, False)
     inner = build_environment(outer, {"nanguard_mode": "act"}, False)
     assert inner["PYTHONPATH"].split(os.pathsep) == [STARTUP, "a", "b"]
-    assert read_passed(inner[VARIABLE]) == ({"nanguard_mode": "act"}, False)
+    assert read_passed(inner[VARIABLE])["settings"] == {"nanguard_mode": "act"}
 
 
 @pytest.mark.parametrize(

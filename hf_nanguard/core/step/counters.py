@@ -7,6 +7,20 @@ from ..event import JsonObject
 from ..rerun.micro_batch import MicroBatch
 
 RECENT = 100
+QUIET = {
+    "nanguard/success_rate": 1.0,
+    "nanguard/success_rate_recent": 1.0,
+}  # values that say nothing; 0 for other metrics
+
+
+def find_news(metrics: dict[str, float]) -> dict[str, float]:
+    """Returns the metrics that a log row should show: counters once they are not zero, rates once something was lost, and the
+    terms that the user has named."""
+    return {
+        name: value
+        for name, value in metrics.items()
+        if value != QUIET.get(name, 0) or name.startswith("nanguard/term/")
+    }
 
 
 class Counter:

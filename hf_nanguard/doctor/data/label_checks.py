@@ -5,10 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from ...core.rerun.nested_inputs import quote_name
 from ...hf.data.batch_limits import IGNORED_LABEL
 from ...hf.data.checked_collator import find_masked
 from ...hf.data.masked_samples import format_rows
 from ...hf.data.numpy_view import is_viewable, view
+from ...plain_text import quote
 from ..rules.finding import Finding, Severity
 from .sampled_rows import Sample, SampledRow
 
@@ -89,7 +91,7 @@ def check_stop_token(sample: Sample) -> Finding | None:
     ends = _name(sample, int(np.bincount([int(found[-1]) for found in targets]).argmax()))
     stops = ", ".join(_name(sample, token) for token in sorted(sample.stop_ids))
     what = f"The stop token {stops} is not a label in any of {len(targets)} rows."
-    why = f"The model never learns to stop: generation ends at {stops}, but most answers here end with {ends}."
+    why = f"The model never learns to stop: generation ends at {stops}, but most answers here end with {quote(ends)}."
     change = "End answers with the stop token (eos_token of SFTConfig, or the chat template), give pads a token of their own, or raise max_length."
     is_instruction = any(found.size < row_size for found, row_size in _sizes(sample))
     severity = Severity.WARNING if sample.facts.task == "sft" or is_instruction else Severity.NOTE
@@ -136,7 +138,7 @@ def check_missing_labels(sample: Sample) -> Finding | None:
     names = sample.label_names or ("labels",)
     if not batches or any(name in batch for batch in batches for name in (*names, "labels", "label", "return_loss")):
         return None
-    what = f"Batches have no {' or '.join(names)}, only {', '.join(sorted(batches[0]))}."
+    what = f"Batches have no {' or '.join(names)}, only {', '.join(map(quote_name, sorted(batches[0])))}."
     why = "The model computes its loss from labels: without them it returns none, and the first step fails."
     change = (
         "Use a collator that makes labels (DataCollatorForLanguageModeling with mlm=False), or add a column labels."

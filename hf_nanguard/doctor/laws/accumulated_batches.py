@@ -12,7 +12,7 @@ def check_accumulation(bench: TrialBench) -> LawResult:
         raise NotApplicable("its batches of one have other fields than its batches of four")
     bench.need_steady()
     singles = [bench.collate([row]) for row in bench.rows]
-    whole, parts = bench.run(), bench.run(singles)
+    whole, parts = bench.usual, bench.run(singles)
     if not whole.norm:
         raise NotApplicable("the gradient of its batch is zero")
     off, worst, name = compare(whole, parts)

@@ -19,6 +19,7 @@ Document = tuple[int, tuple[int, int]]  # row, begin and end
 def check_isolation(bench: TrialBench) -> LawResult:
     """Changes the first and the last document of a batch, one at a time, and compares the outputs of all others."""
     rows, documents = _choose_documents(bench)
+    bench.need_steady()
     inputs, owners = _find_owners(bench, rows, documents)
     bound = ROUNDING * bench.eps + 10 * bench.noise
     before, moves = bench.forward(inputs), []

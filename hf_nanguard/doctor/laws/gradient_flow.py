@@ -1,16 +1,15 @@
 """Every trainable parameter gets a gradient and moves, and nothing frozen does."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor, nn
 
 from ...hf.compat.accelerate import bare_optimizer
-from ..trial.borrowed_trainer import find_models
-from ..trial.law_result import ERROR, NOTE, WARNING, Law, LawResult, NotApplicable, broken, held
+from ..rules.finding import Severity
+from ..trial.borrowed_trainer import borrowed, find_models
+from ..trial.law_result import ERROR, HELD, NOTE, WARNING, Law, LawResult, NotApplicable, broken, held
 from ..trial.trial_bench import TrialBench
 
+MAX_TRIED = 16
 STEPS = 3  # the first update of a LoRA moves only one of its two matrices
 ADAPTERS = (
     "lora_",
@@ -25,41 +24,53 @@ ADAPTERS = (
 )
 
 
-@contextmanager
-def _called_modules(model: nn.Module, called: set[str]) -> Iterator[None]:
-    """Adds the names of the modules that are called inside the block."""
-    names = {module: name for name, module in model.named_modules()}
-    handles = [m.register_forward_pre_hook(lambda module, args: called.add(names[module])) for m in names]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def check_gradients(bench: TrialBench) -> LawResult:
     """Takes a few optimizer steps and asks which trainable parameters had a gradient in any of them."""
     parameters = bench.trainable()
     if not parameters:
         return broken(ERROR, "No parameter is trainable: requires_grad is False for all of them.")
-    called: set[str] = set()
+    with borrowed(bench.trainer):
+        return _check_steps(bench, parameters)
+
+
+def _check_steps(bench: TrialBench, parameters: dict[str, nn.Parameter]) -> LawResult:
     before = {name: p.detach().clone() for name, p in parameters.items()}
     frozen = _find_frozen(bench)
-    with _called_modules(bench.bare, called):
-        reached = _take_steps(bench)
+    reached = _take_steps(bench)
     without = [name for name in parameters if name not in reached]
-    if not without:
-        return _check_movement(bench, before, frozen)
     adapters = [name for name in without if any(part in name for part in ADAPTERS) and ".experts." not in name]
-    used = [name for name in without if name.rpartition(".")[0] in called and ".experts." not in name]
-    severity = ERROR if adapters or used else NOTE
-    first = (adapters or used or without)[0]
-    why = "its module runs, but nothing flows back" if first in used else "its module is not called in the loss"
-    count = len(adapters or used or without)
+    if adapters:
+        return _describe_missing(ERROR, adapters, len(parameters), "it is part of an adapter")
+    needed = _find_needed(bench, without)
+    if needed:
+        return _describe_missing(ERROR, needed, len(parameters), "the loss depends on it, but nothing flows back")
+    result = _check_movement(bench, {name: value for name, value in before.items() if name in reached}, frozen)
+    if without and result.status == HELD:
+        return _describe_missing(NOTE, without, len(parameters), "the loss of these rows does not depend on it")
+    return result
+
+
+def _describe_missing(severity: Severity, names: list[str], total: int, why: str) -> LawResult:
     return broken(
-        severity, f"{count} of {len(parameters)} trainable parameters get no gradient, first {first}: {why}.",
-        count=count, parameters=(adapters or used or without)[:20], total=len(parameters),
+        severity, f"{len(names)} of {total} trainable parameters get no gradient, first {names[0]}: {why}.",
+        count=len(names), parameters=names[:20], total=total,
     )  # fmt: skip
+
+
+@torch.no_grad()
+def _find_needed(bench: TrialBench, names: list[str]) -> list[str]:
+    """Returns those parameters without a gradient whose values change the loss; if many have none, of the first of them."""
+    parameters, needed = bench.trainable(), []
+    with bench.steady():
+        before = float(bench.compute_loss()) if names else 0.0
+        for name in names[:MAX_TRIED]:
+            parameter = parameters[name]
+            value = parameter.clone()
+            parameter.add_(torch.randn_like(parameter))
+            if float(bench.compute_loss()) != before:
+                needed.append(name)
+            parameter.copy_(value)
+    return needed
 
 
 def _name_parameters(bench: TrialBench) -> dict[str, nn.Parameter]:
@@ -123,5 +134,5 @@ def _check_movement(bench: TrialBench, before: dict[str, Tensor], frozen: dict[s
 
 
 LAWS = (
-    Law("gradients", "every trainable parameter gets a gradient and moves, nothing frozen does", check_gradients, writes=True),
+    Law("gradients", "every trainable parameter gets a gradient and moves, nothing frozen does", check_gradients),
 )  # fmt: skip

@@ -17,6 +17,7 @@ def check_padding(bench: TrialBench) -> LawResult:
     pair = _find_padded(alone, padded)
     if pair is None:
         raise NotApplicable("its batches have no padding")
+    bench.need_steady()
     outputs = bench.forward(alone), bench.forward(padded)
     at, row = pair
     before, after = _real_outputs(bench, alone, outputs[0], at), _real_outputs(bench, padded, outputs[1], row)

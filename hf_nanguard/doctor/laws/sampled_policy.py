@@ -96,6 +96,6 @@ def _read_rule(trainer: Any) -> str:
 
 
 LAWS = (
-    Law("sampler", "tokens are sampled with the probabilities that the loss trains", check_sampler, writes=True),
-    Law("advantages", "advantages are the rewards, centred and scaled as the config says", check_advantages, writes=True),
+    Law("sampler", "tokens are sampled with the probabilities that the loss trains", check_sampler),
+    Law("advantages", "advantages are the rewards, centred and scaled as the config says", check_advantages),
 )  # fmt: skip

@@ -97,7 +97,7 @@ def check_stop_token(bench: TrialBench) -> LawResult:
 def _judge_absent(bench: TrialBench, stops: set[int], values: dict[str, Any]) -> LawResult:
     """No row has a stop token: meant in pretraining on pieces of text, a fault where answers are learned."""
     learns_answers = any(any(_content_mask(row, name) for name in CONTENT) for row in bench.all_rows[:CHUNK])
-    last = {row[IDS][-1] for row in bench.all_rows[:CHUNK] if isinstance(row, Mapping) and row.get(IDS)}
+    last = {int(row[IDS][-1]) for row in bench.all_rows[:CHUNK] if isinstance(row, Mapping) and len(row.get(IDS, ()))}
     ending = f"; rows end with {show_token(bench.trainer, last.pop())}" if len(last) == 1 else ""
     names = ", ".join(show_token(bench.trainer, token) for token in sorted(stops))
     return broken(

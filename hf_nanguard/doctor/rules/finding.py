@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 
 from ...core.vocabulary import StrEnum
+from ...plain_text import show
 from .run_facts import Facts
 
 DOCS = "docs/doctor.md"
@@ -50,6 +51,10 @@ class Finding:
     rule: str = ""
     reference: str = ""
     rows: tuple[int, ...] = ()
+
+    def shown(self, text: bool = True) -> "Finding":
+        """Returns it with quoted text of the data as it is, or, without `text`, left out."""
+        return replace(self, what=show(self.what, text), why=show(self.why, text), change=show(self.change, text))
 
     def format_line(self) -> str:
         """Returns the finding in one line of a log."""

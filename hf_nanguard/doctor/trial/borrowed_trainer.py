@@ -53,6 +53,14 @@ def find_models(trainer: Any) -> dict[str, nn.Module]:
     return dict(found.values())
 
 
+def list_parts(model: nn.Module) -> list[Any]:
+    """Returns all modules of a model and the configs they hold, each once."""
+    modules = list(model.modules())
+    configs = [value for module in modules for value in vars(module).values() if isinstance(value, PreTrainedConfig)]
+    configs += [part for config in configs for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
+    return list({id(part): part for part in (*modules, *configs)}.values())
+
+
 def _find_tensors(models: list[nn.Module], optimizer: Any) -> list[Tensor]:
     tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
     states = [] if optimizer is None else optimizer.state.values()
@@ -62,11 +70,9 @@ def _find_tensors(models: list[nn.Module], optimizer: Any) -> list[Tensor]:
 
 def _list_owners(trainer: Any, models: list[nn.Module], optimizer: Any) -> list[Any]:
     """Returns the objects whose attributes are put back, besides the trainer."""
-    modules = [module for model in models for module in model.modules()]
-    configs = [value for module in modules for value in vars(module).values() if isinstance(value, PreTrainedConfig)]
-    configs += [part for config in configs for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
     accelerator = trainer.accelerator
-    owners = [*modules, *configs, *(getattr(model, "generation_config", None) for model in models), GradientState()]
+    owners = [part for model in models for part in list_parts(model)]
+    owners += [*(getattr(model, "generation_config", None) for model in models), GradientState()]
     owners += [trainer.args, trainer.state, trainer.control, accelerator, accelerator.scaler, trainer.callback_handler]
     owners += [optimizer, trainer.lr_scheduler, trainer.processing_class, trainer.data_collator]
     return list({id(owner): owner for owner in owners if hasattr(owner, "__dict__")}.values())

@@ -44,12 +44,11 @@ class LawResult:
 
 @dataclass(frozen=True)
 class Law:
-    """A law: its name, what must hold, the function that tries it, and whether that writes to weights or settings."""
+    """A law: its name, what must hold, and the function that tries it and leaves the trainer as it was."""
 
     name: str
     statement: str
     check: Callable[[Any], LawResult]
-    writes: bool = False
 
 
 def held(message: str, **values: Any) -> LawResult:

@@ -6,18 +6,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedConfig
 
 RANDOM = ("drop", "jitter")
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 AUXILIARY = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef")
-
-
-def _list_owners(owner: Any, recurse: bool) -> list[Any]:
-    modules = list(owner.modules()) if recurse and isinstance(owner, nn.Module) else [owner]
-    configs = [value for each in modules for value in vars(each).values() if isinstance(value, PreTrainedConfig)]
-    configs += [part for config in configs for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
-    return list({id(each): each for each in (*modules, *configs)}.values())
 
 
 def _is_rate(owner: Any, name: str) -> bool:
@@ -25,11 +17,11 @@ def _is_rate(owner: Any, name: str) -> bool:
 
 
 @contextmanager
-def without_randomness(owner: Any, recurse: bool = True) -> Iterator[None]:
-    """Sets these rates to 0 in an object, its modules and its configs inside the block."""
+def without_randomness(owners: list[Any]) -> Iterator[None]:
+    """Sets these rates to 0 in modules, configs and other objects inside the block."""
     found = [
         (each, name, value)
-        for each in _list_owners(owner, recurse)
+        for each in owners
         for name, value in vars(each).items()
         if type(value) is float and value and (_is_rate(each, name) or name in AUXILIARY)
     ]

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.rerun.kept_attributes import untouched
 from ...hf.compat.accelerate import replaced_method
 from ...hf.compat.online_trainer import is_online
 from ...hf.compat.trainer import prepare_inputs, set_accumulation_steps
-from .borrowed_trainer import find_models
+from .borrowed_trainer import find_models, list_parts
 from .law_result import NotApplicable
 from .quiet_forward import without_randomness
 from .sampled_completions import Sampled, sample_completions
@@ -22,7 +23,7 @@ from .trial_rows import MASKED, choose_rows, read_rows, shorten, vary_labels, va
 NUM_ROWS = 4
 WORK = 4e9  # parameters times tokens of a row: a run of four rows takes about a second on two cores
 SHORTEST, LONGEST = 24, 256
-LOSS_ONLY = ("labels", "shift_labels", "fused_lm_head", "num_items_in_batch", "logits_to_keep")
+LABELS, FUSED = ("labels", "shift_labels"), ("fused_lm_head", "num_items_in_batch", "logits_to_keep")
 Batch = Any
 Inputs = dict[str, Any]
 
@@ -118,7 +119,7 @@ class TrialBench:
         if not self.is_online:
             raise NotApplicable("it does not sample completions")
         torch.manual_seed(0)
-        with self.steady():
+        with untouched(self.trainer), self.steady():
             return sample_completions(self.trainer, self.all_rows)
 
     # ---- runs ----
@@ -168,18 +169,28 @@ class TrialBench:
     def steady(self, active: bool = True) -> Iterator[None]:
         """Turns off dropout and other random parts of the models inside the block, and auxiliary losses, which are no sums
         over samples."""
-        with ExitStack() as stack:
-            for model in find_models(self.trainer).values() if active else ():
-                stack.enter_context(without_randomness(model))
-            if active:
-                stack.enter_context(without_randomness(self.trainer, recurse=False))
+        models = find_models(self.trainer).values() if active else ()
+        owners = [self.trainer, *(part for model in models for part in list_parts(model))]
+        with without_randomness(owners if active else []):
             yield
+
+    @contextmanager
+    def untouched_modules(self) -> Iterator[None]:
+        """Leaves settings and hooks of the model's modules as they were before the block; weights are not looked at."""
+        with ExitStack() as stack:
+            for part in list_parts(self.bare):
+                stack.enter_context(untouched(part, by_reference=()))
+            yield
+
+    @cached_property
+    def usual(self) -> Run:
+        """The trial batch, run as the trainer would."""
+        return self.run()
 
     @cached_property
     def noise(self) -> float:
         """How far two runs of the same batch differ, relatively, from kernels or from random parts that stay on."""
-        first, second = self.run(seed=0), self.run(seed=1)
-        return compare(first, second)[0]
+        return compare(self.usual, self.run(seed=1))[0]
 
     def need_steady(self) -> None:
         """Raises if two equal runs differ so much that nothing can be concluded from a difference."""
@@ -207,11 +218,14 @@ class TrialBench:
     def forward(self, inputs: Inputs, training: bool = False) -> Tensor:
         """Returns the model's output for inputs of [`find_inputs`]: logits, or what it has in their place."""
         self.model.train(training)
-        plain = {name: value for name, value in inputs.items() if name not in LOSS_ONLY}
-        if self.is_seq2seq and "labels" in inputs:  # the decoder's inputs are made of them
-            plain["labels"] = inputs["labels"]
         with torch.no_grad(), self.steady(), self.trainer.compute_loss_context_manager():
-            return find_output(self.model(**plain))
+            return find_output(self.model(**self.without_loss(inputs)))
+
+    def without_loss(self, inputs: Inputs) -> Inputs:
+        """Returns the inputs without those that only concern the loss. Other models than causal ones may need labels: a decoder
+        makes its inputs of them."""
+        names = (*FUSED, *LABELS) if self.is_causal and "input_ids" in inputs else FUSED
+        return {name: value for name, value in inputs.items() if name not in names}
 
     @cached_property
     def is_causal(self) -> bool:

@@ -10,6 +10,7 @@ from itertools import islice, pairwise
 from typing import Any
 
 import datasets
+import torch
 from torch.utils.data import IterableDataset
 
 from .law_result import NotApplicable
@@ -45,7 +46,7 @@ def find_documents(row: Any) -> list[tuple[int, int]]:
     size = len(row[IDS])
     starts = [0]
     if _is_sequence(row.get(LENGTHS)):
-        starts = [sum(row[LENGTHS][:i]) for i in range(len(row[LENGTHS]))]
+        starts = [int(sum(row[LENGTHS][:i])) for i in range(len(row[LENGTHS]))]
     elif _is_sequence(row.get("position_ids")) and len(row["position_ids"]) == size:
         starts = [i for i, position in enumerate(row["position_ids"]) if position == 0]
     else:
@@ -67,7 +68,7 @@ def shorten(row: Any, limit: int) -> Any:
     if not isinstance(row, Mapping) or any(_is_nested(value) for value in row.values()):
         return row
     documents = find_documents(row)
-    if len(documents) > 1:
+    if len(documents) > 1 or LENGTHS in row:
         return _shorten_packed(row, documents[:MAX_DOCUMENTS], limit)
     return {name: _tail(value, limit) for name, value in row.items()}
 
@@ -121,13 +122,14 @@ def measure(row: Any) -> int:
 
 def change_document(row: Row, span: tuple[int, int], kept: set[int]) -> Row:
     """Returns a row in which each token of one document is another token of the row, except those to be kept."""
-    tokens = sorted(set(row[IDS]) - kept)
+    own = [int(token) for token in row[IDS]]
+    tokens = sorted(set(own) - kept)
     if len(tokens) < 2:
         raise NotApplicable("its rows have too few different tokens to change one")
     other = {token: tokens[(i + 1) % len(tokens)] for i, token in enumerate(tokens)}
     start, stop = span
-    ids = [other.get(token, token) if start <= i < stop else token for i, token in enumerate(row[IDS])]
-    return {**row, IDS: ids}
+    ids = [other.get(token, token) if start <= i < stop else token for i, token in enumerate(own)]
+    return {**row, IDS: torch.tensor(ids) if isinstance(row[IDS], torch.Tensor) else ids}
 
 
 def _is_sequence(value: Any) -> bool:

@@ -71,11 +71,11 @@ class ResumingTrain:
     def __init__(self, trainer: Trainer):
         self.trainer = trainer
 
-    def __call__(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        host = cast(HostTrainer, self.trainer)
-        if resume_from_checkpoint is not None:
-            resume_from_checkpoint = choose_resume(resume_from_checkpoint, host, make_journal(self.trainer), True)
-            kwargs["resume_from_checkpoint"] = resume_from_checkpoint
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        asked = args[0] if args else kwargs.get("resume_from_checkpoint")
+        if asked is not None:
+            chosen = choose_resume(asked, cast(HostTrainer, self.trainer), make_journal(self.trainer), True)
+            args, kwargs = (chosen, *args[1:]), {k: v for k, v in kwargs.items() if k != "resume_from_checkpoint"}
         return type(self.trainer).train(self.trainer, *args, **kwargs)
 
 

@@ -64,6 +64,7 @@ class SavedCheckpoints:
             None  # the last one from before a period of bad steps, or of spikes that lead to it
         )
         self._best: Best = (None, None, None)  # as of the last good save
+        self._accepted: set[str] = set()  # tensors of the last checkpoint that are not finite by design
 
     def note_good(self, folder: Path) -> None:
         """Notes a good checkpoint, saved by this run or resumed from."""
@@ -77,6 +78,7 @@ class SavedCheckpoints:
         """Surrounds the save of a checkpoint on every rank. If it fails, nothing is deleted and nothing becomes good."""
         with deferred_rotation() as rotations:
             yield
+        self.journal.ranks.any(False)  # waits until every rank has written its part
         reason = self._agree(self._check(folder) if self.trainer.args.should_save else None)
         if reason is None:
             self.note_good(folder)
@@ -96,14 +98,14 @@ class SavedCheckpoints:
 
     def _check(self, folder: Path) -> str | None:
         """Reads a checkpoint back; returns why it is not good. What was not finite before the run is so by design."""
-        self._accepted: list[str] = []
+        self._accepted = set()
         if not folder.is_dir():  # another way to save, e.g. one of a subclass
             return None
         result = scan_checkpoint(folder)
-        if any(finding.problem in NONFINITE for finding in result.findings):
-            accepted = self._list_accepted()
-            self._accepted = sorted({f.tensor for f in result.findings if f.tensor in accepted and f.problem in NONFINITE})  # type: ignore[type-var]  # fmt: skip
-            result.accept(accepted)
+        bad = {finding.tensor for finding in result.findings if finding.problem in NONFINITE and finding.tensor}
+        if bad:
+            self._accepted = bad & self._list_accepted()
+            result.accept(self._accepted)
         return None if result.is_good else result.why_not_good
 
     def _list_accepted(self) -> set[str]:

@@ -64,7 +64,7 @@ class GuardedTrainerMixin(Stealth, _Host):
             The guard's settings. Without it they are taken from the training arguments if these are guarded ones, and
             are the defaults otherwise. All other arguments are the host's.
 
-    Metrics that are added to every row of training losses:
+    Metrics of a row of training losses. The log shows `grad_norm_max`, named terms and what is not zero; `metrics.jsonl` has all:
 
     | metric | meaning |
     |---|---|

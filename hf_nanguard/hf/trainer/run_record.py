@@ -58,6 +58,7 @@ class RunRecord:
         self.trainer = trainer
         self.rank = rank
         self.policy = policy or Policy()
+        self._kept: dict[str, float] = {}
         self.begin_run()
 
     def begin_run(self) -> None:
@@ -80,11 +81,16 @@ class RunRecord:
         """Returns a context in which the trainer uploads its folder to the Hub without ours, unless the policy says otherwise."""
         return nullcontext() if self.policy.push_to_hub else uploads_without(GUARD_FOLDER)
 
+    def keep_metrics(self, metrics: dict[str, float]) -> None:
+        """Keeps the metrics of the next row, of which the log shows only some."""
+        self._kept = metrics
+
     def write_row(self) -> None:
-        """Appends the newest log row to `metrics.jsonl`."""
+        """Appends the newest log row to `metrics.jsonl`, with all metrics of the guard."""
+        kept, self._kept = self._kept, {}
         if self.trainer.is_world_process_zero() and self.trainer.state.log_history:
-            row = {name: self._show(value) for name, value in self.trainer.state.log_history[-1].items()}
-            self.metrics(strict(row))
+            row = {**self.trainer.state.log_history[-1], **kept}
+            self.metrics(strict({name: self._show(value) for name, value in row.items()}))
 
     def _show(self, value: object) -> object:
         is_number = value is None or isinstance(value, (bool, int, float)) or getattr(value, "ndim", None) == 0

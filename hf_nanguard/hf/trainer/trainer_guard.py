@@ -21,6 +21,7 @@ from ...core.ranks import Ranks
 from ...core.rerun.micro_batch import AccumulationGroup
 from ...core.rerun.runner import same_on_all_ranks
 from ...core.rerun.traceless_skip import clear_gradients
+from ...core.step.counters import find_news
 from ...core.step.guard import Guard
 from ...core.step.step_reading import StepOutcome
 from ...core.vocabulary import Action, Signal
@@ -170,7 +171,9 @@ class TrainerGuard:
             self.boundary.call("limits", self._log_limits)
             self.boundary.call("removed rows", self._report_removed_rows)
         if self.on:
-            self.boundary.call("doctor", report_start, self.trainer, self.policy.doctor, self.guard.ranks)
+            self.boundary.call(
+                "doctor", report_start, self.trainer, self.policy.doctor, self.guard.ranks, self.policy.bundle_text
+            )
 
     def _end_run(self) -> None:
         """Puts everything back, each piece even if another fails or is interrupted."""
@@ -610,9 +613,12 @@ class TrainerGuard:
     # ---- losses, log, halt ----
 
     def log_metrics(self) -> dict[str, float]:
-        """Returns what the guard adds to a row of training losses."""
+        """Returns what the guard adds to a row of training losses; what is not news goes to `metrics.jsonl` only."""
         online = {} if self.online is None else self.online.take_metrics()
-        return {**self.guard.counter.as_metrics(), **online, **self.guard.monitor_set.metrics()}
+        counted = {**self.guard.counter.as_metrics(), **online}
+        metrics = {**counted, **self.guard.monitor_set.metrics()}
+        self.record.keep_metrics(metrics)
+        return metrics if self.policy.full_metrics else find_news(counted)
 
     def end_if(self, reason: str | None) -> None:
         """Ends the run if there is a reason to, decided on every rank alike."""

@@ -9,6 +9,7 @@ import transformers
 from datasets import Dataset
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithPadding, Trainer, TrainingArguments
 
+from ...architectures import BY_NAME
 from ...models import VOCAB, tiny_tokenizer
 from ...trainers import common_arguments
 
@@ -138,3 +139,12 @@ def build_translator(folder: Path, **arguments: Any) -> Any:
     model = transformers.T5ForConditionalGeneration(config)
     rows = [{**a, "labels": b["input_ids"]} for a, b in zip(token_rows(), token_rows(seed=9), strict=True)]
     return build_plain(folder, model, rows, DataCollatorForSeq2Seq(tiny_tokenizer(), model), **arguments)
+
+
+def build_stacked(folder: Path, name: str) -> Any:
+    """Returns a Trainer of an architecture whose rows have one shape: pictures, sounds, pictures with text."""
+    architecture = BY_NAME[name]
+    inputs = architecture.inputs()
+    rows = [{field: values[i % 3] for field, values in inputs.items()} for i in range(9)]
+    args = TrainingArguments(**common_arguments(folder, gradient_accumulation_steps=1))
+    return Trainer(architecture.build(), args, train_dataset=rows)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 
 from hf_nanguard import ArgumentError, attach, prove
 from hf_nanguard.doctor.laws.prove import LAWS
@@ -19,7 +20,10 @@ from .setups import (
     build_model,
     build_plain,
     build_sft,
+    build_stacked,
     build_translator,
+    text_rows,
+    token_rows,
 )
 
 NO_ACCUMULATION = {"gradient_accumulation_steps": 1}
@@ -46,8 +50,8 @@ def train_with(kind, folder, proves, **more):
     ("kind", "more"),
     [
         ("sft", {"lora": True}),
-        ("plain", {"dtype": torch.bfloat16, "gradient_checkpointing": True}),
         ("grpo", {}),
+        pytest.param("plain", {"dtype": torch.bfloat16, "gradient_checkpointing": True}, marks=pytest.mark.slow),
         pytest.param("dpo", {}, marks=pytest.mark.slow),
         pytest.param("plain", {}, marks=pytest.mark.slow),
         pytest.param("sft", {"bf16": True}, marks=pytest.mark.slow),
@@ -84,7 +88,7 @@ def state_of(trainer):
     }
 
 
-@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("trained", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_nothing_of_the_trainer_is_changed(tmp_path, trained):
     trainer = build("sft", tmp_path / "run", guard=False, max_steps=1)
     if trained:
@@ -125,14 +129,23 @@ def test_a_collator_that_counts_is_not_used_up(tmp_path):
 # ---- sound set-ups ----
 
 SOUND = {
-    "sft": lambda folder: build_sft(folder, build_model("llama")),
     "packed": lambda folder: build_sft(folder, build_model("qwen3"), packing=True),
-    "bfloat16": lambda folder: build_sft(folder, build_model("gemma", torch.bfloat16), learning_rate=0.1),
     "adapter": lambda folder: build_sft(folder, add_adapter(build_model("llama")), gradient_checkpointing=True),
-    "classifier": lambda folder: build_classifier(folder, **NO_ACCUMULATION),
     "grpo": lambda folder: build("grpo", folder, guard=False),
 }
 MORE_SOUND = {
+    "sft": lambda folder: build_sft(folder, build_model("llama")),
+    "bfloat16": lambda folder: build_sft(folder, build_model("gemma", torch.bfloat16), learning_rate=0.1),
+    "classifier": lambda folder: build_classifier(folder, **NO_ACCUMULATION),
+    "stream": lambda folder: build_sft(folder, build_model("llama"), text_rows().to_iterable_dataset()),
+    "tensors": lambda folder: build_plain(folder, build_model("llama"), Dataset.from_list(token_rows()).with_format("torch")),
+    "one row": lambda folder: build_plain(folder, build_model("llama"), token_rows(1)),
+    "label smoothing": lambda folder: build_plain(folder, build_model("llama"), label_smoothing_factor=0.1),
+    "embedding noise": lambda folder: build_sft(folder, build_model("llama"), neftune_noise_alpha=5),
+    "adafactor": lambda folder: build_plain(folder, build_model("llama"), optim="adafactor"),
+    "trained head": lambda folder: build_sft(folder, add_adapter(build_model("llama"), modules_to_save=["lm_head"])),
+    "dora": lambda folder: build_sft(folder, add_adapter(build_model("llama"), use_dora=True)),
+    **{f"stacked {name}": lambda folder, name=name: build_stacked(folder, name) for name in ("llava", "whisper", "vit", "wav2vec2")},
     **{f"sft {f}": lambda folder, f=f: build_sft(folder, build_model(f)) for f in ("qwen3", "gemma", "gemma3", "mistral", "mixtral", "phi3", "olmo2", "gpt2", "mamba", "mamba2", "qwen3_next")},
     **{f"packed {f}": lambda folder, f=f: build_sft(folder, build_model(f), packing=True) for f in ("llama", "gemma", "gemma3", "mistral", "mixtral", "phi3", "olmo2", "gpt2")},
     **{f"bfloat16 {f}": lambda folder, f=f: build_sft(folder, build_model(f, torch.bfloat16), learning_rate=0.1) for f in ("llama", "qwen3", "gpt2", "mixtral")},

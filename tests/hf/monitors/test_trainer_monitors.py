@@ -13,7 +13,7 @@ from hf_nanguard import Guard, GuardArguments, NanGuardCallback, NonFiniteError,
 from hf_nanguard.testing import NAN, Fault, plant
 
 from ...models import tiny_llama, token_dataset, token_rows
-from ...trainers import build, common_arguments, events_of
+from ...trainers import build, common_arguments, events_of, metric_rows_of
 
 CHECKED = GuardArguments(nanguard_weight_check_steps=2)
 
@@ -132,7 +132,7 @@ def test_bf16_weights_that_no_longer_move(kind, rate, stalls, tmp_path):
     trainer.train()
     events = emitted(trainer, "update_stalled")
     assert [(event["action"], event["cause"]) for event in events] == [("observed", "rounding_stall")] * stalls
-    shares = [row["nanguard/update_share"] for row in trainer.state.log_history if "nanguard/update_share" in row]
+    shares = [row["nanguard/update_share"] for row in metric_rows_of(trainer)]
     assert len(shares) == 6
     assert max(shares) < 0.01 if stalls else min(shares) > 0.3
 
@@ -180,7 +180,7 @@ def test_an_overflow_of_float16_is_announced(tmp_path):
     ahead = broken["step"] - forecast["step"]
     assert ahead >= 20
     assert 0.5 * ahead <= forecast["values"]["overflow_step"] - forecast["step"] <= 2 * ahead
-    bits = [row["nanguard/headroom_bits"] for row in trainer.state.log_history if "nanguard/headroom_bits" in row]
+    bits = [row["nanguard/headroom_bits"] for row in metric_rows_of(trainer) if "nanguard/headroom_bits" in row]
     assert bits[0] > 8
     assert min(bits) < 1
 

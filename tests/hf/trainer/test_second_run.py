@@ -2,7 +2,7 @@
 
 from hf_nanguard.testing import Fault, plant
 
-from ...trainers import build, events_of
+from ...trainers import build, events_of, metric_rows_of
 
 
 def test_counts_of_a_second_run_start_from_zero(tmp_path):
@@ -11,8 +11,8 @@ def test_counts_of_a_second_run_start_from_zero(tmp_path):
     trainer.train()
     assert trainer.nanguard.guard.counter.dropped == 2
     trainer.train()
-    rows = [row for row in trainer.state.log_history if "nanguard/dropped_microbatches" in row]
-    assert rows[0]["nanguard/dropped_microbatches"] == 0
+    rows = metric_rows_of(trainer)
+    assert [row["nanguard/dropped_microbatches"] for row in rows] == [0, 1, 2, 2] + [0] * 4
 
 
 def test_a_resumed_run_goes_on_with_the_counts_of_its_checkpoint(tmp_path):

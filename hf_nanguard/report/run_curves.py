@@ -1,0 +1,131 @@
+"""The curves of a run for plots and programs: loss, gradient norm and learning rate by step, and what the guard did."""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArgumentError
+from ..plain_text import printable
+from .run_files import GUARD_FOLDER, events_path, read_lines
+
+CURVES = ("loss", "grad_norm", "learning_rate")
+MARKED = ("dropped", "skipped", "clipped", "rewound", "halted", "refused")  # actions that a plot shows, mildest first
+MAX_MESSAGE = 300
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something the guard did at a step."""
+
+    step: int
+    action: str
+    signal: str
+    message: str
+
+
+@dataclass(frozen=True)
+class RunCurves:
+    """What a run has logged and what the guard did about it.
+
+    Attributes:
+        folder (`Path`):
+            The output directory of the run.
+        rows (`dict[int, dict[str, float]]`):
+            By step, those of `CURVES` that were logged; NaN and inf are what they are.
+        marks (`list[Mark]`):
+            Events in which the guard acted.
+        num_invalid (`int`):
+            Lines of the files that could not be read.
+    """
+
+    folder: Path
+    rows: dict[int, dict[str, float]]
+    marks: list[Mark]
+    num_invalid: int = 0
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """Returns the steps and values of a curve. A value that is not finite is NaN, which a plot leaves out."""
+        found = [(step, row[name]) for step, row in sorted(self.rows.items()) if name in row]
+        return [step for step, _ in found], [value if math.isfinite(value) else math.nan for _, value in found]
+
+    def count_actions(self) -> dict[str, int]:
+        """Returns how often the guard did what."""
+        actions = [mark.action for mark in self.marks]
+        return {action: actions.count(action) for action in MARKED if action in actions}
+
+
+def read_curves(run: str | Path) -> RunCurves:
+    """Reads the files of a run. Of steps that a resumed run has run again, only the last time counts.
+
+    Args:
+        run (`str` or `Path`):
+            The output directory of a run, or its `nanguard` folder.
+
+    Raises:
+        ArgumentError: if there are no such files.
+    """
+    folder = find_guard_folder(run)
+    found = [
+        read_lines(path) if path.is_file() else ([], 0) for path in (folder / "metrics.jsonl", events_path(folder, 0))
+    ]
+    (rows, bad_rows), (events, bad_events) = found
+    ends = _find_ends(rows)
+    kept = [row for row in rows if _step_of(row) < ends.get(str(row.get("run")), math.inf)]
+    marks = [
+        make_mark(event)
+        for event in events
+        if event.get("action") in MARKED and _step_of(event) < ends.get(str(event.get("run")), math.inf)
+    ]
+    return RunCurves(folder.parent, _join_rows(kept), marks, bad_rows + bad_events)
+
+
+def find_guard_folder(run: str | Path) -> Path:
+    """Returns the folder of the guard in the output directory of a run, or the path itself if it is that folder."""
+    path = Path(run)
+    folder = path if path.name == GUARD_FOLDER else path / GUARD_FOLDER
+    if not folder.is_dir():
+        raise ArgumentError(f"No run of a guarded trainer in {printable(str(path))}: it has no folder {GUARD_FOLDER}.")
+    return folder
+
+
+def make_mark(event: Mapping[str, Any]) -> Mark:
+    """Returns what a plot or a table shows of an event, safe to print."""
+    action, signal = printable(str(event.get("action"))), printable(str(event.get("signal")))
+    step = _step_of(event)
+    return Mark(
+        int(step) if math.isfinite(step) else 0, action, signal, printable(str(event.get("message")), MAX_MESSAGE)
+    )
+
+
+def read_number(value: object) -> float | None:
+    """Returns a logged number; NaN and inf are strings in the files."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    return float(value) if value in ("nan", "inf", "-inf") else None  # type: ignore[arg-type]
+
+
+def _step_of(item: Mapping[str, Any]) -> float:
+    step = item.get("step")
+    return step if isinstance(step, int) and not isinstance(step, bool) else math.inf
+
+
+def _find_ends(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Returns for each run but the last the step from which a later one has run the same steps again."""
+    starts: dict[str, float] = {}
+    for row in rows:
+        starts.setdefault(str(row.get("run")), _step_of(row))
+    runs = list(starts)
+    return {run: min(starts[later] for later in runs[index + 1 :]) for index, run in enumerate(runs[:-1])}
+
+
+def _join_rows(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
+    joined: dict[int, dict[str, float]] = {}
+    for row in rows:
+        step, values = _step_of(row), {name: read_number(row.get(name)) for name in CURVES}
+        if math.isfinite(step):
+            joined.setdefault(int(step), {}).update(
+                {name: value for name, value in values.items() if value is not None}
+            )
+    return {step: values for step, values in joined.items() if values}

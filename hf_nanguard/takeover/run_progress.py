@@ -1,0 +1,54 @@
+"""How far a supervised run has come, on disk, so that its supervisor knows it even after `kill -9`."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+WIDTH = 20  # digits, so that a step is always overwritten as a whole
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A folder with the last step that was begun, and the class of the error that ended the process."""
+
+    folder: str
+
+    def write_step(self, step: int) -> None:
+        """Notes that a step begins."""
+        self._overwrite("step", f"{step:0{WIDTH}d}")
+
+    def write_error(self, name: str) -> None:
+        """Notes the class of an uncaught error."""
+        self._overwrite("error", f"{name[:200]}\n")
+
+    def _overwrite(self, name: str, text: str) -> None:
+        try:
+            descriptor = os.open(os.path.join(self.folder, name), os.O_WRONLY | os.O_CREAT, 0o600)
+        except OSError:  # the supervisor is gone: nobody reads it
+            return
+        try:
+            os.write(descriptor, text.encode(errors="replace"))
+        except OSError:  # a full disk must not end the run
+            pass
+        finally:
+            os.close(descriptor)
+
+    def read_step(self) -> int | None:
+        """Returns the last step that was begun, `None` if there was none."""
+        text = self._read("step")
+        return int(text) if text.isdecimal() else None
+
+    def read_error(self) -> str | None:
+        """Returns the class of the error that ended the process, `None` if it ended otherwise."""
+        return self._read("error").partition("\n")[0] or None
+
+    def clear(self) -> None:
+        """Forgets everything before the next attempt."""
+        for name in ("step", "error"):
+            Path(self.folder, name).unlink(missing_ok=True)
+
+    def _read(self, name: str) -> str:
+        try:
+            return Path(self.folder, name).read_text(encoding="utf-8")
+        except OSError:
+            return ""

@@ -1,0 +1,116 @@
+"""`nanguard run --resume`: runs the script in a child process and starts it again after a crash, a halt or a kill.
+
+Imports only the standard library. What the restarted script resumes from is decided in its own process
+(`resumed_training.py`).
+"""
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from .run_progress import Progress
+
+FORWARDED = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
+Environment = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a child process ended: an uncaught error, a signal or an exit code, and the last step that it had begun."""
+
+    reason: str
+    step: int | None
+
+    def __str__(self) -> str:
+        return f"{self.reason} {'before the first step' if self.step is None else f'at step {self.step}'}"
+
+
+class Supervisor:
+    """Starts a command until it ends well, gives up, or is asked to stop. `say` is called with a sentence about each restart."""
+
+    def __init__(self, max_restarts: int, say: Callable[[str], None], first_wait: float = FIRST_WAIT):
+        self.max_restarts = max_restarts
+        self.say = say
+        self.wait = first_wait
+        self.child: subprocess.Popen | None = None
+        self.is_asked_to_stop = False
+
+    def run(self, command: Sequence[str], build: Callable[[Progress, str | None], Environment]) -> int:
+        """Returns the exit code of the last child. `build` returns the environment of an attempt, given why it is needed."""
+        with tempfile.TemporaryDirectory(prefix="nanguard-run-") as folder, self._forwarding_signals():
+            progress, before = Progress(folder), None
+            for num_restarts in range(self.max_restarts + 1):
+                code = self._run_once(command, build(progress, None if before is None else str(before)))
+                if code == 0 or self.is_asked_to_stop:
+                    return code
+                failure = Failure(progress.read_error() or format_end(code), progress.read_step())
+                if why := self._find_obstacle(failure, before, code, num_restarts):
+                    self.say(f"ended by {failure}; not restarted because {why}.")
+                    return code
+                self.say(f"ended by {failure}; restart {num_restarts + 1} of {self.max_restarts} in {self.wait:g} s.")
+                self._sleep()
+                if self.is_asked_to_stop:
+                    return code
+                progress.clear()
+                before = failure
+        raise AssertionError("the last attempt ends the loop")
+
+    def _find_obstacle(self, failure: Failure, before: Failure | None, code: int, num_restarts: int) -> str | None:
+        if failure == before:
+            return "the same failure came back at the same step"
+        if failure.step is None and code > 0:
+            return "no step was taken"
+        return f"it was restarted {num_restarts} times" if num_restarts == self.max_restarts else None
+
+    def _run_once(self, command: Sequence[str], environment: Environment) -> int:
+        self.child = subprocess.Popen(command, env=environment)
+        while True:
+            try:
+                return self.child.wait()
+            except KeyboardInterrupt:  # of the terminal, which the child has received too
+                self.is_asked_to_stop = True
+
+    def _sleep(self) -> None:
+        end = time.monotonic() + self.wait
+        self.wait = min(self.wait * 2, LONGEST_WAIT)
+        while not self.is_asked_to_stop and time.monotonic() < end:
+            try:
+                time.sleep(min(0.2, max(end - time.monotonic(), 0.0)))
+            except KeyboardInterrupt:
+                self.is_asked_to_stop = True
+
+    @contextmanager
+    def _forwarding_signals(self) -> Iterator[None]:
+        def forward(number: int, frame: object) -> None:
+            self.is_asked_to_stop = self.is_asked_to_stop or number in (signal.SIGTERM, getattr(signal, "SIGHUP", None))
+            if self.child is not None and self.child.poll() is None:
+                self.child.send_signal(number)
+
+        numbers = [getattr(signal, name) for name in FORWARDED if hasattr(signal, name)]
+        before = {number: signal.signal(number, forward) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def format_end(code: int) -> str:
+    """Returns how a process ended, in words."""
+    return f"exit code {code}" if code > 0 else signal.Signals(-code).name
+
+
+def end_alike(code: int) -> int:
+    """Returns the exit code for this process to end as its child did, or ends it by the same signal."""
+    if code < 0 and hasattr(os, "kill"):
+        number = -code
+        if number not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+    return code

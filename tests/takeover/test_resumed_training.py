@@ -1,0 +1,124 @@
+"""`train()` under `nanguard run --resume`: it continues from the newest good checkpoint, as if it had never stopped."""
+
+import inspect
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Trainer, TrainerCallback
+
+from hf_nanguard.report.run_files import read_jsonl
+from hf_nanguard.takeover.resumed_training import resume_training
+from hf_nanguard.takeover.run_progress import Progress
+from hf_nanguard.takeover.takeover import Takeover
+
+from ..trainers import build
+
+
+class Crash(TrainerCallback):
+    """Raises after a step."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyError("planted")
+
+
+@pytest.fixture
+def resume(tmp_path, monkeypatch):
+    """Returns a function that makes trainers resume, as at the start of a process; undone after the test."""
+    monkeypatch.setattr(Trainer, "train", Trainer.train)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    (tmp_path / "progress").mkdir()
+    host, said = Trainer.train, []
+
+    def begin(reason: str | None = None) -> list[str]:
+        Trainer.train = host
+        said.clear()
+        resume_training(Trainer, Progress(str(tmp_path / "progress")), reason, said.append)
+        return said
+
+    return begin
+
+
+def make(folder: Path, *callbacks: TrainerCallback, steps: int = 6):
+    settings = {"max_steps": steps, "save_steps": 2, "save_strategy": "steps"}
+    with Takeover({}, lambda text: None):
+        trainer = build("plain", folder, guard=False, **settings)
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    return trainer
+
+
+def weights(trainer) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
+
+
+def test_a_crash_leaves_no_trace(tmp_path, resume):
+    whole = make(tmp_path / "whole")
+    whole.train()
+    said = resume()
+    broken = make(tmp_path / "run", Crash(5))
+    with pytest.raises(KeyError, match="planted"):
+        broken.train()
+    assert said == []  # there was no checkpoint, so nothing was resumed
+    assert Progress(str(tmp_path / "progress")).read_step() == 4
+    said = resume("KeyError at step 4")
+    again = make(tmp_path / "run")
+    again.train()
+    assert said == [f"training resumes from {tmp_path / 'run' / 'checkpoint-4'}."]
+    assert again.state.global_step == 6
+    assert all(map(torch.equal, weights(again), weights(whole)))
+    [event] = read_jsonl(tmp_path / "run" / "nanguard" / "events.jsonl")
+    assert (event["signal"], event["action"], event["step"]) == ("run_restarted", "rewound", 4)
+    assert event["values"] == {"reason": "KeyError at step 4", "checkpoint": str(tmp_path / "run" / "checkpoint-4")}
+
+
+def test_a_checkpoint_that_is_cut_short_is_passed_over(tmp_path, resume):
+    resume()
+    make(tmp_path, steps=4).train()
+    newest = tmp_path / "checkpoint-4" / "model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    said = resume()
+    trainer = make(tmp_path)
+    trainer.train()
+    assert said[0].startswith(f"training resumes from {tmp_path / 'checkpoint-2'} (not from checkpoint-4: ")
+    assert trainer.state.global_step == 6
+
+
+def test_what_the_script_asks_for_itself_is_kept(tmp_path, resume):
+    resume()
+    make(tmp_path, steps=4).train()
+    said = resume()
+    trainer = make(tmp_path)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert said == []
+    assert trainer.state.global_step == 6
+
+
+def test_a_second_training_in_the_same_folder_starts_as_usual(tmp_path, resume):
+    said = resume()
+    trainer = make(tmp_path, steps=2)
+    trainer.train()
+    trainer.train()
+    assert said == []
+    assert trainer.state.global_step == 2
+    names = [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
+    assert (names.count("StepNote"), names.count("JITCheckpointCallback")) == (1, 1)
+
+
+def test_the_signature_stays(resume):
+    before = inspect.signature(Trainer.train)
+    resume()
+    assert inspect.signature(Trainer.train) == before
+
+
+def test_an_uncaught_error_is_noted(tmp_path, resume, capsys):
+    resume()
+    error = ValueError("mine")
+    sys.excepthook(ValueError, error, None)
+    assert Progress(str(tmp_path / "progress")).read_error() == "ValueError"
+    assert "ValueError: mine" in capsys.readouterr().err
