@@ -21,7 +21,8 @@ BUILDING = (
 FORWARDERS = (
     "CheckedCollator.__call__", "Hook.__call__", "NumericalStabilityLogitsProcessor.__call__", "ObservedIndices.__next__",
     "ObservedSampler.__iter__", "Override.__call__", "_Bounding.__torch_function__", "_received.<locals>.receive_next",
-    "_wrap.<locals>.call",
+    "_wrap.<locals>.call", "deferred_rotation.<locals>.<lambda>",
+    "Inert.__new__", "Inert.__setstate__",  # of a reader to which any error is a damaged file
 )  # fmt: skip
 # Who calls parts of the guard behind the boundary.
 CALLERS = ("boundary.py", "hf/trainer/mixin.py", "hf/rl/rl_mixin.py")
