@@ -9,8 +9,8 @@ code; nothing is downloaded. Planted failures:
     teacher_row  a word of one text has a NaN embedding in the teacher, as if its row had never been initialized
     eps          the optimizer has the usual eps of 1e-8, which is 0 in float16
 
-With eps, an update with finite loss and gradients makes weights NaN. The guard cannot prevent that; it halts and names the
-cause. The recipe's default is a fused AdamW, which computes in float32, with an eps of 1e-4.
+With eps, an update with finite loss and gradients makes weights NaN. The guard names the cause, goes back to the state from
+before and continues with a larger eps. The recipe's default is a fused AdamW, which computes in float32, with an eps of 1e-4.
 
     python recipes/distill.py
     python recipes/distill.py --plant eps

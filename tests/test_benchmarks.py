@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import autopsy, logits, losses, monitor, overhead, peers, picture, scan
+from benchmarks import autopsy, logits, losses, monitor, overhead, peers, picture, scan, snapshot
 
 
 def run(module, monkeypatch, capsys, *words: str) -> list[str]:
@@ -31,6 +31,14 @@ def test_monitor(monkeypatch, capsys):
     rows = {line[:18].strip(): list(map(float, line[18:].split())) for line in lines[1:]}
     assert [*rows] == ["stock", *monitor.MONITORS]
     assert all(row[-1] > rows["no monitor"][-1] for name, row in rows.items() if name not in ("stock", "no monitor"))
+
+
+def test_snapshot(monkeypatch, capsys):
+    lines = run(snapshot, monkeypatch, capsys, "--size", "tiny", "--steps", "2", "--repeats", "1")
+    assert re.match(r"[\d.]+ MB a snapshot; a step takes [\d.]+ ms$", lines[0])
+    rows = {line[:18].strip(): list(map(float, line[18:].split())) for line in lines[2:]}
+    assert [*rows] == ["plain copy", "snapshot, first", "snapshot, reused", "rewind"]
+    assert all(len(row) == 3 for row in rows.values())
 
 
 def test_logits(monkeypatch, capsys):

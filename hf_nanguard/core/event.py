@@ -120,3 +120,5 @@ class Failure:
 
     reason: str  # the message of a halt
     event: Event | None  # `None` if it was written already
+    since: int | None = None  # the first step that may have led to it, if that is known
+    fallback: Action = Action.HALTED  # what is done if the run cannot be rewound; with any other action it goes on

@@ -77,9 +77,10 @@ class Policy:
     )
     on_spike: str = setting(
         "observe",
-        "What to do if the gradient norm is far above its recent values (robust statistics of the last 100 healthy steps; `clip` and `skip` need 50 of them): "
-        "`observe` records an event, `clip` clips the norm to the spike threshold, `skip` skips the step.",
-        ("observe", "clip", "skip"),
+        "What to do if the gradient norm is far above its recent values (robust statistics of the last 100 healthy steps; all but "
+        "`observe` need 50 of them): `observe` records an event, `clip` clips the norm to the spike threshold, `skip` skips the step, "
+        "`rewind` goes back to the last snapshot, also if the loss diverges, and skips the step without one.",
+        ("observe", "clip", "skip", "rewind"),
     )
     max_bad_steps: int = setting(
         10, "After this many bad steps in a row, rewind the run to its last snapshot, or halt it.", at_least=1
@@ -204,8 +205,8 @@ class Policy:
     activation_modules: str | None = setting(
         None,
         "Which modules to measure: name patterns separated by commas (`*.mlp.down_proj,lm_head`). The blocks, the embedding "
-        "and the head by default. A module is measured where it is called: TRL may use the weight of the head without calling "
-        "it, and a pattern none of whose modules runs is reported.",
+        "and the head by default. A module is measured where it is called, the head also where TRL uses its weight without "
+        "calling it. A pattern none of whose modules runs is reported.",
     )
     attention_steps: int = setting(
         0,

@@ -75,6 +75,7 @@ def verify(
     settings = trainer.nanguard.arguments if isinstance(trainer, GuardedTrainerMixin) else None
     settings = copy.copy(find_guard_arguments(settings, trainer.args))
     settings.nanguard_mode = "act"  # the question is whether the run works with the guard
+    settings.nanguard_max_rewinds = 0  # and not whether it can be rescued
     if isinstance(trainer, GuardedTrainerMixin):
         trainer.begin_guarding(settings)
     else:

@@ -54,6 +54,8 @@ class Case:
             Signal, action, micro-step and rank of all events there may be.
         halts (`bool`):
             Whether the run ends in step 1.
+        replicated (`bool`):
+            Whether each rank has all shards, in a mesh of two dimensions, and gradients are averaged over the replicas (HSDP).
     """
 
     name: str
@@ -64,6 +66,7 @@ class Case:
     policy: dict[str, Any] = field(default_factory=dict)
     events: tuple[tuple[str, str, int | None, int], ...] = ()
     halts: bool = False
+    replicated: bool = False
 
 
 def make_cases() -> list[Case]:
@@ -87,8 +90,15 @@ def make_cases() -> list[Case]:
             Case(f"constant-rank{culprit}", "constant", ((1, culprit),), (1,),
                  events=(("loss_nonfinite", "dropped", 1, culprit),)),
         ]  # fmt: skip
+    for culprit in (0, 1):
+        found += [
+            Case(f"replicated-{kind}-rank{culprit}", kind, ((1, culprit),), (1,), replicated=True,
+                 events=(("loss_nonfinite", "dropped", 1, culprit),))
+            for kind in ("loss", "constant")
+        ]  # fmt: skip
     return [
         *found,
+        Case("replicated-healthy", replicated=True),
         Case("two-culprits", "loss", ((0, 0), (2, 1)), (0, 2),
              events=(("loss_nonfinite", "dropped", 0, 0), ("loss_nonfinite", "dropped", 2, 1))),
         Case("loss-all", "loss", ((0, 1), (1, 1), (2, 1)), (0, 1, 2),
@@ -148,8 +158,14 @@ def make_batch(case: Case, step: int, micro: int, rank: int) -> dict[str, Any]:
     return {"x": x, "y": y, "fault": case.kind if bad else None}
 
 
-def make_parts() -> tuple[Any, Any, Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def make_parts(case: Case) -> tuple[Any, Any, Any]:
+    size = dist.get_world_size()
+    names = ("replica", "shard")
+    mesh = (
+        init_device_mesh("cpu", (size, 1), mesh_dim_names=names)
+        if case.replicated
+        else init_device_mesh("cpu", (size,))
+    )
     model = Net()
     for module in (model.first, model.last, model):
         fully_shard(module, mesh=mesh)
@@ -173,7 +189,7 @@ def whole(model: Any, optimizer: Any, scheduler: Any) -> dict[str, Tensor]:
 
 def play_stock(case: Case) -> dict[str, Tensor]:
     """The loop anybody would write, in which the bad batches never come."""
-    model, optimizer, scheduler = make_parts()
+    model, optimizer, scheduler = make_parts(case)
     for step in range(BAD_STEP if case.halts else NUM_STEPS):
         micros = [m for m in range(case.accumulation) if step != BAD_STEP or m not in case.gone]
         for micro in micros:
@@ -190,7 +206,7 @@ def play_stock(case: Case) -> dict[str, Tensor]:
 
 
 def play_guarded(case: Case) -> tuple[dict[str, Tensor], list[dict[str, Any]], str]:
-    model, optimizer, scheduler = make_parts()
+    model, optimizer, scheduler = make_parts(case)
     events: list[dict[str, Any]] = []
     guard = Guard(
         model, optimizer, Policy(**case.policy), scheduler=scheduler, max_grad_norm=1.0, on_event=events.append

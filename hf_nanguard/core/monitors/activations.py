@@ -5,6 +5,7 @@ reduced over ranks in one message, and read once. An -inf counts as bad in the o
 mask, unless a module that ran later is bad too.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
 
@@ -14,8 +15,10 @@ from ..torch_private import is_compiled
 from ..vocabulary import Action, Signal
 from .base import Monitor
 from .module_choice import find_blocks, matches, pick_modules, split_patterns
-from .module_outputs import NEAR_BITS, Activation, OutputProbe, read_table, tabulate
+from .module_outputs import NEAR_BITS, Activation, Head, OutputProbe, read_table, tabulate
 from .overflow_forecast import Forecast, Headroom
+
+logger = logging.getLogger("hf_nanguard")
 
 
 @dataclass(eq=False)
@@ -28,6 +31,7 @@ class ActivationMonitor(Monitor):
 
     _: KW_ONLY
     patterns: str | Sequence[str] | None = None  # which modules, as `pick_modules` takes them
+    head: Head | None = None  # a head that the loss may use without calling it
     compiled: bool = False  # under `torch.compile`, which ignores hooks, the monitor says so and turns off
     headroom: Headroom = field(default_factory=Headroom, init=False)
     seen: dict[str, Activation] = field(default_factory=dict, init=False)
@@ -37,6 +41,7 @@ class ActivationMonitor(Monitor):
     is_bad: bool = field(default=False, init=False)
     failed: set[str] = field(default_factory=set, init=False)  # modules whose outputs cannot be measured
     probe: OutputProbe | None = field(default=None, init=False)
+    has_told_head: bool = field(default=False, init=False)  # that it cannot be measured
 
     def __post_init__(self) -> None:
         self.modules = pick_modules(self.model, self.patterns)
@@ -63,7 +68,7 @@ class ActivationMonitor(Monitor):
         else:
             near = {name for name, bits in self.bits.items() if bits < NEAR_BITS + 1}
             modules = {name: module for name, module in self.modules.items() if name not in self.failed}
-            self.probe = OutputProbe(self.model, modules, near, self.journal.boundary)
+            self.probe = OutputProbe(self.model, modules, near, self.journal.boundary, self.head)
 
     def end_backward(self, step: int) -> None:
         """Removes the hooks, reads what they measured, and reports what is bad or about to be."""
@@ -71,6 +76,9 @@ class ActivationMonitor(Monitor):
         if probe is None:
             return
         self.close()
+        if not probe.measure_head() and not self.has_told_head:
+            self.has_told_head = True
+            logger.info("hf_nanguard: the head is not monitored: its weight is sharded and its forward is not called.")
         self._emit_failures(step, probe.failures)
         measures = probe.measures
         device = measures[0].lowest.device if measures and self.ranks.size == 1 else self.ranks.device
@@ -132,10 +140,7 @@ class ActivationMonitor(Monitor):
         for pattern in unseen:
             if not any(matches(name, pattern) for name in self.seen):
                 exists = any(matches(name, pattern) for name in self.modules)
-                why = (
-                    "its modules did not run: the loss may use their weights without calling them, as TRL does with the head, "
-                    "which nanguard_attention_steps measures nevertheless"
-                )
+                why = "its modules did not run: the loss may use their weights without calling them"
                 self.emit(
                     step,
                     Signal.GUARD_FAILED,

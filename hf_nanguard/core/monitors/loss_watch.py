@@ -2,7 +2,7 @@
 
 import math
 
-from ..event import Event, JsonObject, JsonValue
+from ..event import Event, Failure, JsonObject, JsonValue
 from ..journal import Journal
 from ..vocabulary import Action, Signal
 from .loss_divergence import Divergence, DivergenceDetector
@@ -15,15 +15,24 @@ SIGNED_RATIO, SIGNED_FLOOR, SIGNED_LEVEL = 10.0, 1.0, 3.0  # for a loss around 0
 
 
 class LossWatch:
-    """Observes the losses of a run; nothing is done about them. Only rank 0 writes, about its own losses."""
+    """Observes the losses of a run. Only rank 0 writes, about its own losses.
 
-    def __init__(self, journal: Journal):
+    Args:
+        journal (`Journal`):
+            Where events are written.
+        holds_divergence (`bool`, *optional*, defaults to `False`):
+            Whether a divergence is kept for [`LossWatch.take_divergence`], on every rank, and not written.
+    """
+
+    def __init__(self, journal: Journal, holds_divergence: bool = False):
         self.journal = journal
+        self.holds_divergence = holds_divergence
         self.is_signed = False
         self.begin_run()
 
     def begin_run(self) -> None:
         """Forgets the losses of another run; whether they change their sign is a property of the loss."""
+        self.held: tuple[Divergence, Event] | None = None
         self.spikes = SpikeDetector(ratio=2.8, tail=3.0)
         self.divergence = DivergenceDetector()
         self.num_seen = 0
@@ -77,7 +86,24 @@ class LossWatch:
             f"the loss stays above {what}: {found.value:.4g} at step {step}, against {found.usual:.4g}, since step "
             f"{found.since}. Lower the learning rate, lengthen the warm-up, or check the data from that step on"
         )
-        self.journal.write_once(Event(step, Signal.LOSS_DIVERGED, Action.OBSERVED, message, values=values))
+        event = Event(step, Signal.LOSS_DIVERGED, Action.OBSERVED, message, values=values)
+        if self.holds_divergence:
+            self.held = found, event
+        else:
+            self.journal.write_once(event)
+
+    def take_divergence(self) -> Failure | None:
+        """Returns that the loss of a rank diverges, the same on every rank, with one small reduction. Every rank calls it."""
+        held, self.held = self.held, None
+        if not self.journal.ranks.any(held is not None):
+            return None
+        mine: JsonObject | None = None
+        if held is not None:
+            mine = {"since": held[0].since, "step": held[1].step, "message": held[1].message, "values": held[1].values}
+        found = next(filter(None, self.journal.ranks.gather(mine)))
+        message = found["message"]
+        event = Event(found["step"], Signal.LOSS_DIVERGED, Action.OBSERVED, message, values=found["values"])
+        return Failure(message, event, found["since"], Action.SKIPPED)
 
     def state_dict(self) -> JsonObject:
         """Returns what `load_state_dict` needs, as JSON values."""

@@ -5,13 +5,16 @@ an inf), a 2-norm in float32 for the RMS, and a count of non-zeros (a 0-norm in 
 The share of values near the limit of the dtype takes two more operations and is measured only on request.
 
 Only training forwards count: not evaluation, generation or reference models, nor the recomputation of gradient checkpointing
-if the first forward was measured. If a module returns several tensors, the first one is measured: the others may be masks.
+if the first forward was measured. A head whose weight the loss uses without calling the module, as TRL's losses do, is applied to a
+few of its inputs after the backward pass. If a module returns several tensors, the first one is measured: the others may be masks.
 """
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +34,7 @@ CAUSES = {
     torch.float64: None,
 }
 DTYPES = {torch.finfo(dtype).max: dtype for dtype in CAUSES}
+NUM_STATES = 256  # inputs of a head that is not called
 COLUMNS = 7  # minus lowest, highest, whether NaN, RMS, share of zeros, share near the limit, minus the dtype's limit
 
 
@@ -83,6 +87,15 @@ class Activation:
 
 
 @dataclass(frozen=True)
+class Head:
+    """A head that the loss may use without calling it, and the module whose output it gets."""
+
+    name: str
+    module: nn.Module
+    backbone: nn.Module
+
+
+@dataclass(frozen=True)
 class OutputMeasure:
     """Measurements of one output, on its device."""
 
@@ -102,7 +115,14 @@ class OutputProbe:
     For the modules in `near` the share near the limit of the dtype is measured, too.
     """
 
-    def __init__(self, model: nn.Module, modules: Mapping[str, nn.Module], near: Collection[str], boundary: Boundary):
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: Mapping[str, nn.Module],
+        near: Collection[str],
+        boundary: Boundary,
+        head: Head | None = None,
+    ):
         self.model = model
         self.near = near
         self.measures: list[OutputMeasure] = []
@@ -113,11 +133,34 @@ class OutputProbe:
             module.register_forward_hook(Hook(boundary.wrapped("activation hooks", partial(self._measure, name))))
             for name, module in modules.items()
         ]
+        self.head = head if head is not None and head.name in modules else None
+        self._states: Tensor | None = None  # the first inputs of the head
+        if self.head is not None:
+            self._handles.append(
+                self.head.backbone.register_forward_hook(Hook(boundary.wrapped("activation hooks", self._keep_states)))
+            )
 
     def close(self) -> None:
         """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
+
+    def measure_head(self) -> bool:
+        """Measures the head if it was not called in training, after the backward pass; returns whether it could be."""
+        head, states, self._states = self.head, self._states, None
+        if head is None or states is None or any(measured.module == head.name for measured in self.measures):
+            return True
+        logits = apply_head(head.module, states.flatten(0, -2)[:NUM_STATES])
+        if logits is not None:
+            self.order[head.name] = None
+            self.measures.append(measure(head.name, logits, head.name in self.near))
+        return logits is not None
+
+    def _keep_states(self, module: nn.Module, args: object, output: object) -> None:
+        is_forward = self.model.training and torch.is_grad_enabled() and not is_in_backward()
+        if torch.compiler.is_compiling() or not is_forward or self._states is not None:
+            return
+        self._states = find_tensor(output)
 
     def _measure(self, name: str, module: nn.Module, args: object, output: object) -> None:
         if torch.compiler.is_compiling() or not self.model.training:
@@ -136,6 +179,23 @@ class OutputProbe:
             self.measures.append(measure(name, tensor, name in self.near))
         except Exception as error:  # tensor subclasses may raise anything, and the forward must continue
             self.failures[name] = error
+
+
+def has_whole_weights(head: nn.Module) -> bool:
+    """Returns whether this rank has the weights of a module, which are not sharded."""
+    return not any(hasattr(weight, "to_local") or not weight.numel() for weight in head.parameters())
+
+
+@torch.no_grad()
+def apply_head(head: nn.Module, states: Tensor) -> Tensor | None:
+    """Returns the logits of a head, `None` if its weights are sharded or take something else than these states."""
+    home = next((weight for weight in head.parameters() if weight.is_floating_point()), states)
+    if not has_whole_weights(head) or home.shape[-1] != states.shape[-1]:
+        return None
+    with ExitStack() as stack, torch.autocast(states.device.type, enabled=False):
+        for module in head.modules():  # dropout of an adapter would draw random numbers
+            stack.enter_context(patch.object(module, "training", False))
+        return head(states.to(home))
 
 
 @torch.no_grad()

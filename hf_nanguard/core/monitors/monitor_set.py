@@ -17,6 +17,7 @@ from ..journal import Journal
 from ..settings import Policy
 from .activations import ActivationMonitor
 from .base import Monitor, load_whole
+from .module_outputs import Head
 from .weight_updates import UpdateMonitor
 from .weights import WeightMonitor
 
@@ -26,17 +27,25 @@ T = TypeVar("T")
 
 
 def build_monitors(
-    policy: Policy, model: nn.Module, optimizer: Optimizer | None, journal: Journal, *, compiled: bool = False
+    policy: Policy,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    journal: Journal,
+    *,
+    compiled: bool = False,
+    head: Head | None = None,
 ) -> tuple[Monitor, ...]:
     """Builds the monitors that a policy asks for.
 
     The model must have no DDP wrapper. `optimizer` is `None` if weights and optimizer state cannot be read from here; `compiled`
-    says whether the model runs under `torch.compile`.
+    says whether the model runs under `torch.compile`; `head` is one that the loss may use without calling it.
     """
     if policy.mode == "off":
         return ()
     full, patterns, weight_steps = policy.full_metrics, policy.activation_modules, policy.weight_check_steps
-    activations = ActivationMonitor(model, journal, policy.activation_steps, full, patterns=patterns, compiled=compiled)
+    activations = ActivationMonitor(
+        model, journal, policy.activation_steps, full, patterns=patterns, head=head, compiled=compiled
+    )
     if optimizer is None:
         return (activations,)
     return (

@@ -32,6 +32,13 @@ class FieldsCopy:
     fields: dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Reference:
+    """A value that is put back as it is, whatever it holds by then."""
+
+    value: Any
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Returns the part of a tensor on this rank; writing to it writes the tensor."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
@@ -40,8 +47,8 @@ def local_part(tensor: Tensor) -> Tensor:
 def copy_tensor(tensor: Tensor, reused: HostCopy | None = None) -> HostCopy:
     """Copies a tensor to the host, into the memory of a copy that is no longer needed if that has the same shape and dtype."""
     part = local_part(tensor.detach())
-    if part.device.type == "cpu":
-        return HostCopy(part.clone(), part.device)
+    if type(part) is not Tensor or part.layout is not torch.strided:  # e.g. a quantised moment
+        return HostCopy(part.to("cpu", copy=True), part.device)
     target = None if reused is None else reused.value
     if target is None or target.shape != part.shape or target.dtype != part.dtype:
         target = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.device.type == "cuda")
@@ -71,7 +78,7 @@ def copy_tree(value: Any, reused: Any = None, depth: int = 0) -> Any:
         return value if value.is_meta else copy_tensor(value, reused if isinstance(reused, HostCopy) else None)
     before: Any
     if depth == MAX_DEPTH:
-        return value
+        return Reference(value)
     if isinstance(value, dict):
         before = reused if isinstance(reused, dict) else {}
         return {key: copy_tree(item, before.get(key), depth + 1) for key, item in value.items()}
@@ -107,7 +114,7 @@ def restore_tree(live: Any, saved: Any) -> Any:
         if has_fields(live):
             restore_tree(vars(live), saved.fields)
         return live
-    return saved
+    return saved.value if isinstance(saved, Reference) else saved
 
 
 def has_fields(value: object) -> bool:

@@ -30,12 +30,23 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def same_on_all_ranks(norm: Tensor) -> Tensor:
-    """Returns the norm as a value that every rank has; for a sharded model this takes one small reduction."""
+    """Returns the norm as a value that every rank has; for a sharded model this takes one small reduction.
+
+    Replicas of shards (HSDP) have the same norm, unless one of them was marked: they exchange whether theirs is NaN.
+    """
     if not is_sharded(norm):
         return norm
-    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import DTensor, Replicate
 
-    return norm.redistribute(placements=[Replicate()] * norm.device_mesh.ndim)  # type: ignore[attr-defined]
+    mesh, placements = norm.device_mesh, norm.placements  # type: ignore[attr-defined]
+    everywhere = [Replicate()] * mesh.ndim
+    value = norm.redistribute(placements=everywhere).to_local()  # type: ignore[attr-defined]
+    for dimension, placement in enumerate(placements):
+        if placement.is_replicate() and mesh.size(dimension) > 1:
+            num_marked = value.isnan().to(value.dtype)
+            torch.distributed.all_reduce(num_marked, group=mesh.get_group(dimension))
+            value = torch.where(num_marked > 0, math.nan, value)
+    return DTensor.from_local(value, mesh, everywhere, run_check=False)
 
 
 class Runner(ABC, Generic[Payload, Weight]):

@@ -46,7 +46,8 @@ def decide(losses: list[float], norm: float, policy: Policy, norms: SpikeDetecto
     if policy.skip_grad_norm is not None and norm > policy.skip_grad_norm:
         return Decision(StepAction.SKIP, Signal.GRAD_SPIKE)
     spike = norms.is_spike(norm)
-    action = {"clip": StepAction.CLIP, "skip": StepAction.SKIP}.get(policy.on_spike, StepAction.STEP)
+    actions = {"clip": StepAction.CLIP, "skip": StepAction.SKIP, "rewind": StepAction.SKIP}
+    action = actions.get(policy.on_spike, StepAction.STEP)
     if spike and norms.can_act and policy.acts and action is not StepAction.STEP:
         return Decision(action, Signal.GRAD_SPIKE)
     if has_bad_loss:

@@ -125,7 +125,7 @@ class Guard:
         self.journal = Journal(self.ranks, on_event, self.policy.bundle_text, self.boundary)
         self.steps_done = 0
         self.find_step: Callable[[], int] = lambda: self.steps_done
-        self.loss_watch = LossWatch(self.journal)
+        self.loss_watch = LossWatch(self.journal, self.policy.acts and self.policy.on_spike == "rewind")
         examiner = Examiner(self.policy, self.journal, None if folder is None else Path(folder))
         self.redo = Redo(self.journal, self.counter, examiner)
         self.monitor_set = MonitorSet(self.journal)
@@ -226,8 +226,10 @@ class Guard:
         runner.clear()
         self.steps_done += 1
         if failure is not None:
+            before = self.recovery.num_rewinds
             reason = self.recovery.resolve(failure, self.steps_done, lambda: self.redo.repeats(group, runner))
-            outcome = replace(outcome, halt=outcome.halt or reason, rewound=reason is None)
+            rewound = self.recovery.num_rewinds > before
+            outcome = replace(outcome, halt=outcome.halt or reason, rewound=rewound)
         return self._end(outcome)
 
     def _end(self, outcome: StepOutcome) -> StepOutcome:

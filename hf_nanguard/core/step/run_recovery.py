@@ -164,13 +164,7 @@ class Recovery:
         """
         snapshot = self._choose(failure)
         if snapshot is None or self.num_rewinds == self.policy.max_rewinds:
-            reason = failure.reason
-            if snapshot is not None and self.num_rewinds:
-                reason += f" The run was rewound {self.num_rewinds} times (nanguard_max_rewinds)."
-                self._restore(snapshot, step)  # so that the last good state can be saved
-            if failure.event is not None:
-                self.journal.write_once(replace(failure.event, action=Action.HALTED))
-            return reason
+            return self._give_up(failure, snapshot, step)
         self.num_rewinds += 1
         num_lost = self.num_updates - snapshot.num_updates
         rows = self._gather_rows(snapshot.step)
@@ -181,10 +175,25 @@ class Recovery:
             self.journal.write_once(self._describe(failure.event, snapshot, num_lost, rows, remedy))
         return None
 
+    def _give_up(self, failure: Failure, snapshot: Snapshot | None, step: int) -> str | None:
+        """Does what is done without a rewind; returns why the run has to halt, `None` if it goes on."""
+        if failure.event is not None:
+            self.journal.write_once(replace(failure.event, action=failure.fallback))
+        if failure.fallback is not Action.HALTED:
+            return None
+        if snapshot is None or not self.num_rewinds:
+            return failure.reason
+        self._restore(snapshot, step)  # so that the last good state can be saved
+        return f"{failure.reason} The run was rewound {self.num_rewinds} times (nanguard_max_rewinds)."
+
     def _choose_remedy(self, failure: Failure, repeats: Callable[[], bool] | None) -> str | None:
         """Returns what is to be changed, once the snapshot is restored."""
-        if failure.event is None or failure.event.signal in STATE:
-            return None if failure.event is None else choose_remedy(failure.event.remedies)
+        if failure.event is None or failure.event.signal is Signal.GRAD_SPIKE:
+            return None
+        if failure.event.signal in STATE:
+            return choose_remedy(failure.event.remedies)
+        if failure.event.signal is Signal.LOSS_DIVERGED:
+            return "smaller_lr"
         return None if repeats is None or repeats() else "smaller_lr"
 
     def _apply(self, remedy: str | None) -> None:
@@ -215,6 +224,8 @@ class Recovery:
             return None
         # Where only batches were bad, a snapshot of the very state that they were bad with is no way out.
         usable = [each for each in self.snapshots if is_state or each.num_updates < self.num_updates]
+        if failure.since is not None:
+            usable = [each for each in usable if each.step <= failure.since] or usable[:1]
         unused = [each for each in usable if not each.num_used]
         return next(iter([*unused[::-1], *usable[::-1]]), None)
 

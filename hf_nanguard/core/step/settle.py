@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...errors import NonFiniteError
-from ..event import Culprit, Event
+from ..event import Culprit, Event, Failure
 from ..finite import find_nonfinite, local, read_host, total_norm
 from ..journal import Journal
 from ..monitors.loss_watch import LossWatch
@@ -144,6 +144,8 @@ class Settlement:
             self.counter.count_norm(reading.norm)
         if finite and decision.action is not StepAction.SKIP and reading.group.failure is None:
             self.loss_watch.observe(reading.step, runner.mean_loss(reading.losses), reading.norm)
+            if self.loss_watch.holds_divergence and (diverged := self.loss_watch.take_divergence()) is not None:
+                return replace(self.containment.skip(reading, runner, None, diverged.reason), failure=diverged)
         if decision.action in (StepAction.CLIP, StepAction.SKIP):
             return self._contain_spike(reading, runner)
         self.containment.count(reading, 0, reading.group.micro_batches)
@@ -160,7 +162,7 @@ class Settlement:
         spike = self.norms.add(reading.step, norm)
         if reading.decision.signal is Signal.GRAD_SPIKE:
             if spike is not None:  # else its episode is reported already
-                self._emit_spike(reading, Action.OBSERVED, spike.threshold)
+                self.journal.write_once(self._describe_spike(reading, Action.OBSERVED, spike.threshold))
         elif math.isfinite(norm):
             self._emit_bad_loss(reading, runner)
         else:
@@ -181,11 +183,16 @@ class Settlement:
         fixed = self.policy.skip_grad_norm
         threshold = fixed if fixed is not None and reading.norm > fixed else self.norms.threshold()
         clips = reading.decision.action is StepAction.CLIP
-        message = self._emit_spike(reading, Action.CLIPPED if clips else Action.SKIPPED, threshold)
+        event = self._describe_spike(reading, Action.CLIPPED if clips else Action.SKIPPED, threshold)
+        rewinds = not clips and self.policy.on_spike == "rewind" and threshold != fixed
+        if not rewinds:
+            self.journal.write_once(event)
         if reading.bad_loss is not None:  # known to this rank only, and lost otherwise
             self._emit_bad_loss(reading)
         if not clips:
-            return self.containment.skip(reading, runner, Signal.GRAD_SPIKE, message)
+            outcome = self.containment.skip(reading, runner, Signal.GRAD_SPIKE, event.message)
+            spike = Failure(event.message, event, fallback=Action.SKIPPED)
+            return replace(outcome, failure=spike) if rewinds else outcome
         self.containment.count(reading, 0, reading.group.micro_batches)
         self.escalation.reset()
         self.norms.add(reading.step, reading.norm)
@@ -195,15 +202,14 @@ class Settlement:
 
     # ---- events ----
 
-    def _emit_spike(self, reading: StepReading, action: Action, threshold: float | None) -> str:
+    def _describe_spike(self, reading: StepReading, action: Action, threshold: float | None) -> Event:
         message = f"gradient norm {reading.norm:.4g} at step {reading.step} is above the threshold of {threshold:.4g}"
         values = {"grad_norm": reading.norm, "threshold": threshold}
         if threshold != self.policy.skip_grad_norm and (usual := self.norms.usual) is not None:
             message += f"; the usual norm is {usual:.4g}"
             values["usual"] = usual
         culprit = Culprit(phase="backward")
-        self.journal.write_once(Event(reading.step, Signal.GRAD_SPIKE, action, message, values=values, culprit=culprit))
-        return message
+        return Event(reading.step, Signal.GRAD_SPIKE, action, message, values=values, culprit=culprit)
 
     def _emit_bad_loss(self, reading: StepReading, runner: Runner | None = None) -> None:
         blamed = None if runner is None else self.boundary.call("redo", self.redo.examine_loss, reading, runner)

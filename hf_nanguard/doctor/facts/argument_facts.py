@@ -114,14 +114,14 @@ def find_deepspeed_precision(config: object) -> str | None:
 def find_resumed_facts(checkpoint: Path) -> Facts:
     """Returns what a checkpoint says about the learning rate a resumed run will have."""
     state = read_json(checkpoint / "trainer_state.json")
-    if not isinstance(state, Mapping) or not isinstance(history := state.get("log_history"), list):
+    if not isinstance(state, Mapping) or not (checkpoint / "scheduler.pt").is_file():
         return Facts()
-    if not (checkpoint / "scheduler.pt").is_file():
-        return Facts()
-    rates = [
-        row["learning_rate"]
-        for row in history
-        if isinstance(row, Mapping) and isinstance(row.get("learning_rate"), float)
-    ]
     step = state.get("global_step")
-    return Facts.of(resumed_rate=max(rates), resumed_step=step if isinstance(step, int) else None) if rates else Facts()
+    return Facts.of(resumed_rate=find_highest_rate(state), resumed_step=step if isinstance(step, int) else None)
+
+
+def find_highest_rate(state: Mapping[str, Any]) -> float | None:
+    """Returns the highest learning rate in the log of a trainer's state."""
+    history = state.get("log_history")
+    rows = [row for row in history if isinstance(row, Mapping)] if isinstance(history, list) else []
+    return max((rate for row in rows if isinstance(rate := row.get("learning_rate"), float)), default=None)

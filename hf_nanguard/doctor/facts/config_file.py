@@ -10,16 +10,17 @@ from ...errors import ArgumentError
 from ...plain_text import printable
 from ...yaml_file import read_yaml
 from ..rules.finding import Examination, Finding, Severity
-from ..rules.run_facts import Facts, read_facts
+from ..rules.run_facts import Facts
 from .argument_facts import (
     find_argument_facts,
     find_deepspeed_precision,
+    find_highest_rate,
     read_count,
     read_dtype,
     read_flag,
     read_number,
 )
-from .host_configs import RENAMED, find_task, find_unknown, read_defaults
+from .host_configs import RECIPE_NAMES, RENAMED, find_task, find_unknown, read_defaults
 from .json_files import read_json
 from .model_files import find_model_facts, read_model_config
 
@@ -98,14 +99,11 @@ def read_config(
 def read_arguments(path: str, values: Mapping[str, Any], task: str | None = None) -> ConfigFile:
     """Reads arguments of a recipe, of TRL's scripts or of the Trainer."""
     task = task or find_task(values)
-    if task == "trainer" and values.get("model_name_or_path"):  # a file of `trl sft` may have no more than that
-        task = "sft"
     defaults = read_defaults(task)
     unknown = find_unknown(values, defaults)
-    renamed = {RENAMED[name]: value for name, value in values.items() if name in unknown and name in RENAMED}
-    facts = find_argument_facts({**defaults, **renamed, **values}, task).update(
-        _read_model_flags({**defaults, **values})
-    )
+    names = {**{name: RENAMED.get(name, "") for name in unknown}, **RECIPE_NAMES}
+    given = {**defaults, **{names[name]: value for name, value in values.items() if names.get(name)}, **values}
+    facts = find_argument_facts(given, task).update(_read_model_flags(given))
     result = ConfigFile(path, "arguments", facts)
     if unknown:
         result.examination.findings.append(_report_unknown(path, unknown, task))
@@ -126,7 +124,7 @@ def _report_unknown(path: str, unknown: Mapping[str, str], task: str) -> Finding
 def _read_model_flags(values: Mapping[str, Any]) -> Facts:
     """Returns what TRL's arguments about the model say."""
     bits = 4 if read_flag(values, "load_in_4bit") else 8 if read_flag(values, "load_in_8bit") else 0
-    dtype = read_dtype(values.get("dtype", values.get("torch_dtype")))
+    dtype = read_dtype(values.get("dtype"))
     uses_peft, targets = bool(read_flag(values, "use_peft")), values.get("lora_target_modules")
     facts = Facts.of(
         adapter="lora" if uses_peft else "none",
@@ -149,7 +147,8 @@ def _read_targets(value: object) -> tuple[str, ...] | None:
 
 def read_axolotl(path: str, values: Mapping[str, Any]) -> ConfigFile:
     """Reads a file of axolotl."""
-    named = {ours: values[theirs] for theirs, ours in AXOLOTL_NAMES.items() if theirs in values}
+    defaults = {name: value for name, value in read_defaults("trainer").items() if name.startswith("adam_")}
+    named = {**defaults, **{ours: values[theirs] for theirs, ours in AXOLOTL_NAMES.items() if theirs in values}}
     if named.get("bf16") in ("auto", "full"):
         named["bf16"] = True
     named["optim"] = str(named.get("optim", "adamw_torch_fused"))
@@ -198,23 +197,26 @@ def read_accelerate(path: str, values: Mapping[str, Any]) -> ConfigFile:
 
 
 def read_run(folder: Path) -> ConfigFile:
-    """Reads the folder of a run: what its own doctor wrote, the state of its newest checkpoint, the config of its model."""
+    """Reads the folder of a run: the state of its newest checkpoint, its model's config and adapter. Pickles are not loaded."""
     checkpoints = sorted(
         folder.glob("checkpoint-*"), key=lambda path: int(path.name[11:]) if path.name[11:].isdigit() else -1
     )
     newest = checkpoints[-1] if checkpoints else folder
-    recorded = read_json(folder / "nanguard" / "doctor.json")
-    recorded = recorded.get("facts") if isinstance(recorded, Mapping) else None
-    facts = read_facts(recorded) if isinstance(recorded, Mapping) else Facts()
-    state, config = read_json(newest / "trainer_state.json"), read_json(newest / "config.json")
-    if not facts.known() and not isinstance(state, Mapping) and not isinstance(config, Mapping):
+    state, config, adapter = (
+        read_json(newest / name) for name in ("trainer_state.json", "config.json", "adapter_config.json")
+    )
+    if not any(isinstance(each, Mapping) for each in (state, config, adapter)):
         raise ArgumentError(
-            f"{folder} must be the folder of a run, but it has neither nanguard/doctor.json nor a checkpoint. Give its YAML file."
+            f"{folder} must be the folder of a run, but it has neither a checkpoint nor a model. Give its YAML file."
         )
+    facts = read_model_config(config, newest) if isinstance(config, Mapping) else Facts()
     if isinstance(state, Mapping):
-        rates = [row.get("learning_rate") for row in state.get("log_history", []) if isinstance(row, Mapping)]
-        highest = max((rate for rate in rates if isinstance(rate, float)), default=None)
-        facts = Facts.of(learning_rate=highest, max_steps=read_count(state, "max_steps")).update(facts)
-    if isinstance(config, Mapping):
-        facts = read_model_config(config, newest).update(facts)
+        steps, rate = state.get("max_steps"), find_highest_rate(state)
+        facts = facts.update(Facts.of(learning_rate=rate, max_steps=steps if isinstance(steps, int) else None))
+    if isinstance(adapter, Mapping):
+        targets = _read_targets(adapter.get("target_modules")) or ()
+        kind = str(adapter.get("peft_type", "lora")).lower()
+        facts = facts.update(
+            Facts.of(adapter=kind, adapter_targets=targets, has_output_head_adapter="lm_head" in targets)
+        )
     return ConfigFile(str(folder), "run", facts)

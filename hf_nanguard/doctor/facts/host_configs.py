@@ -16,20 +16,28 @@ MARKS = {
     "dpo": ("precompute_ref_log_probs", "ld_alpha", "f_divergence_type", "beta"),
     "kto": ("desirable_weight", "undesirable_weight"),
     "reward": ("center_rewards_coefficient",),
-    "sft": ("packing", "dataset_text_field", "assistant_only_loss", "completion_only_loss", "max_length", "dataset_name"),
+    "sft": ("packing", "dataset_text_field", "assistant_only_loss", "completion_only_loss", "max_length", "dataset_name",
+            "model_name_or_path", "use_peft", "lora_r", "lora_alpha", "load_in_4bit", "load_in_8bit"),
 }  # fmt: skip
 OWN = ("preset", "compare", "json", "config", "env", "datasets", "streaming", "test_split_size")
+# Arguments of our recipes on the plain Trainer, with the training argument that each stands for, if any.
+RECIPE_NAMES = {
+    "student_lr": "learning_rate", "model_dtype": "dtype", "router_lr": "", "alpha_kd": "", "alpha_ce": "", "teacher_steps": "",
+    "logits_cap": "", "loss_bound": "", "total_loss_bound": "", "text_loss_weight": "", "latent_loss_weight": "", "max_weight": "",
+    "on_bad_term": "", "stable_losses": "", "num_levels": "", "num_rows": "", "plant": "", "temperature": "",
+}  # fmt: skip
 # Names that earlier versions of the hosts had.
 RENAMED = {
     "warmup_ratio": "warmup_steps", "max_seq_length": "max_length", "torch_dtype": "dtype", "evaluation_strategy": "eval_strategy",
     "tokenizer": "processing_class", "no_cuda": "use_cpu", "per_gpu_train_batch_size": "per_device_train_batch_size",
-    "max_prompt_length": "max_completion_length", "half_precision_backend": "bf16",
 }  # fmt: skip
 
 
 def find_task(names: Iterable[str]) -> str:
     """Returns the kind of training whose arguments have these names: `sft` if any could, `trainer` for the plain Trainer."""
     given = set(names)
+    if given.intersection(RECIPE_NAMES) - {"temperature"}:
+        return "trainer"
     return next((task for task, marks in MARKS.items() if given.intersection(marks)), "trainer")
 
 
@@ -58,6 +66,6 @@ def read_defaults(task: str) -> dict[str, Any]:
 def find_unknown(values: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, str]:
     """Returns the names that no argument has, each with the argument that was probably meant, or nothing."""
     script = ("reward_funcs", "reward_model_name_or_path", "reward_model_path", "model_name_or_path", "dataset_name")
-    known = {*defaults, *OWN, *script, *(f"{PREFIX}{name}" for name in SETTINGS)}
+    known = {*defaults, *OWN, *script, *RECIPE_NAMES, *(f"{PREFIX}{name}" for name in SETTINGS)}
     unknown = [name for name in values if name not in known]
     return {name: RENAMED.get(name) or "".join(get_close_matches(name, known, 1)) for name in unknown}

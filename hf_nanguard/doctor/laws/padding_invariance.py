@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..trial.law_result import ERROR, NOTE, Law, LawResult, NotApplicable, broken, held
+from ..trial.moved_output import measure_spread
 from ..trial.trial_bench import Inputs, TrialBench
 from ..trial.trial_rows import IDS
 
@@ -23,7 +24,7 @@ def check_padding(bench: TrialBench) -> LawResult:
     before, after = _real_outputs(bench, alone, outputs[0], at), _real_outputs(bench, padded, outputs[1], row)
     if before.shape != after.shape:
         raise NotApplicable("its outputs cannot be matched with tokens")
-    move = (before - after).abs().flatten(1).amax(1) / max(float(before.std()), 1e-12)
+    move = (before - after).abs().flatten(1).amax(1) / measure_spread(before)
     move = torch.where(torch.isfinite(move), move, torch.inf)
     worst, bound = float(move.max()), bench.allow()
     if worst <= bound:

@@ -75,6 +75,8 @@ def prove(
     if not isinstance(trainer, Trainer):
         raise ArgumentError(f"prove() must be given a Trainer, got {type(trainer).__name__}.")
     laws = choose_laws(only, skip)
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        return [_could_not(law, "sharded models are not tried: their weights cannot be put back") for law in laws]
     if trainer.args.world_size > 1:
         return [
             _could_not(law, "the laws are tried in one process, without torchrun or accelerate launch") for law in laws

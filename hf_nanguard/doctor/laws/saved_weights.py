@@ -42,7 +42,12 @@ def _save_and_load(bench: TrialBench, model: Any) -> LawResult:
         return broken(ERROR, f"After saving and loading, {name} differs by {off}.", parameter=name, difference=off)
     move = _compare_logits(bench, loaded, inputs, expected)
     if move > bench.tolerance:
-        return broken(ERROR, f"After saving and loading, the logits differ by {move:.1e} of their spread.", move=move)
+        return broken(
+            WARNING,
+            f"After saving and loading, all weights are equal, but the logits differ by {move:.1e} of their spread. A setting of "
+            "the config is not saved, or the model has hooks or patched methods that a loaded one has not.",
+            move=move,
+        )
     return held(f"saved and loaded weights are equal, logits agree within {move:.1e}", move=move)
 
 

@@ -54,9 +54,12 @@ def check_fp16_weights(facts: Facts) -> Finding | None:
             "Load the model in float32 (dtype: float32).",
         )
     why = "Without a loss scaler gradients below 6e-8 become 0, and activations above 65504 become inf."
-    return warning(
-        "The weights that are trained are float16.", why, "Load the model in float32 or bfloat16 (dtype: bfloat16)."
+    is_meant = not facts.uses_adam or (facts.adam_epsilon or 0) >= 1e-5  # who sets eps for float16 knows of it
+    what, change = (
+        "The weights that are trained are float16.",
+        "Load the model in float32 or bfloat16 (dtype: bfloat16).",
     )
+    return (note if is_meant else warning)(what, why, change)
 
 
 def check_fp16_family(facts: Facts) -> Finding | None:

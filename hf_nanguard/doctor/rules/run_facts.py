@@ -1,6 +1,5 @@
 """The plain facts about a training run that the rules judge. A fact that is not known is `None`, and no rule guesses it."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -121,16 +120,3 @@ class Facts:
     def is_adapter(self) -> bool:
         """Whether an adapter is trained, not the model."""
         return self.adapter not in (None, "none")
-
-
-def read_facts(values: Mapping[str, object]) -> Facts:
-    """Returns facts that were written as JSON, without those that have another type than they should."""
-    kinds = {each.name: each.type for each in fields(Facts)}
-    good: dict[str, Any] = {}
-    for name, value in values.items():
-        kind = kinds.get(name)
-        if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-            good[name] = float(value)
-        elif isinstance(kind, type) and type(value) is kind:
-            good[name] = value
-    return Facts(**good)

@@ -53,5 +53,11 @@ def measure_move(one: Tensor, other: Tensor, places: Tensor) -> float:
     a, b = one[places].float(), other[places].float()
     if not a.numel():
         return 0.0
-    off = float((a - b).abs().max()) / max(float(one.float().std()), 1e-12)
+    off = float((a - b).abs().max()) / measure_spread(one)
     return off if torch.isfinite(a).all() and torch.isfinite(b).all() else float("inf")
+
+
+def measure_spread(output: Tensor) -> float:
+    """Returns the standard deviation of outputs, but at least a tenth of their size: a single score has none."""
+    values = output.float()
+    return max(float(values.std(correction=0)), 0.1 * float(values.square().mean().sqrt()), 1e-12)

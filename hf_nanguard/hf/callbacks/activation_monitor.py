@@ -13,6 +13,7 @@ from ...core.ranks import Ranks
 from ...errors import ArgumentError
 from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
 from ...report.state_file import read_state, report_unusable, write_state
+from ..monitors.attention_probe import find_head
 
 STATE_FILE = "nanguard_activation.json"
 
@@ -83,6 +84,7 @@ class ActivationMonitorCallback(TrainerCallback):
             self.full_metrics,
             early=(1,),
             patterns=self.modules,
+            head=find_head(model),
             compiled=args.torch_compile,
         )
         if state.global_step:

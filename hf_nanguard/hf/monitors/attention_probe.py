@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ...boundary import Boundary
 from ...core.monitors.base import Hook
+from ...core.monitors.module_outputs import Head, apply_head, has_whole_weights
 from ...core.monitors.softmax_collapse import (
     ABSENT,
     SAMPLES,
@@ -41,6 +41,15 @@ def trains_now() -> bool:
     return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
+def find_head(model: nn.Module) -> Head | None:
+    """Returns the output embeddings of a transformers model, also of one inside an adapter; `None` without any."""
+    named = dict(model.named_modules())
+    inner = next((module for module in named.values() if isinstance(module, PreTrainedModel)), None)
+    head = None if inner is None else inner.get_output_embeddings()
+    name = next((name for name, module in named.items() if module is head), None)
+    return Head(name, head, inner.base_model) if inner is not None and head is not None and name is not None else None
+
+
 class AttentionProbe:
     """Hooks that measure one step of a model without DDP wrapper, and the measurements in one buffer on the device."""
 
@@ -55,9 +64,8 @@ class AttentionProbe:
             if next(module.children(), None) is not None
         }
         routers = [(self._reserve(name, ROUTER), router, place) for name, router, place in find_routers(model)]
-        inner = next((module for _, module in named if isinstance(module, PreTrainedModel)), None)
-        self.head = None if inner is None else inner.get_output_embeddings()
-        self.head_start = self._reserve(next((name for name, m in named if m is self.head), "head"), HEAD)
+        self.head = find_head(model)
+        self.head_start = self._reserve("head" if self.head is None else self.head.name, HEAD)
         self.buffer = torch.full((len(self.columns),), ABSENT, device=device)
         self.seen: set[int] = set()
         self.real: Tensor | None = None  # which tokens are not padding
@@ -71,10 +79,9 @@ class AttentionProbe:
         hooks += [
             router.register_forward_hook(Hook(safe(self._see_router(start, place)))) for start, router, place in routers
         ]
-        if inner is not None and isinstance(self.head, nn.Module):
-            hooks.append(self.head.register_forward_hook(Hook(safe(self._see_head))))
-            if inner.base_model is not inner:
-                hooks.append(inner.base_model.register_forward_hook(Hook(safe(self._see_backbone))))
+        if self.head is not None:
+            hooks.append(self.head.module.register_forward_hook(Hook(safe(self._see_head))))
+            hooks.append(self.head.backbone.register_forward_hook(Hook(safe(self._see_backbone))))
         for hook in hooks:
             self._hooks.callback(hook.remove)
         self._hooks.enter_context(observed_attention(self._see_attention, boundary))
@@ -92,19 +99,12 @@ class AttentionProbe:
         """Removes the hooks. If the head was not called itself, applies it to a few of its hidden states."""
         self.close()
         states, head, self.states = self.states, self.head, None
-        if states is None or not isinstance(head, nn.Module) or id(head) in self.seen:
+        if states is None or head is None or id(head.module) in self.seen:
             return
-        weights = list(head.parameters())
-        if any(hasattr(weight, "to_local") or not weight.numel() for weight in weights):
-            self.sharded_head = True
+        self.sharded_head = not has_whole_weights(head.module)
+        logits = apply_head(head.module, states)
+        if logits is None:
             return
-        home = next((weight for weight in weights if weight.is_floating_point()), states)
-        if home.shape[-1] != states.shape[-1]:
-            return  # the head receives something else than these states
-        with ExitStack() as stack, torch.no_grad(), torch.autocast(states.device.type, enabled=False):
-            for module in head.modules():  # dropout of an adapter would draw random numbers
-                stack.enter_context(patch.object(module, "training", False))
-            logits = head(states.to(home))
         self._write(self.head_start, measure_logsumexp(logits, self.states_real))
 
     def read(self) -> Measured:

@@ -9,6 +9,7 @@ from ...core.monitors.base import Monitor
 from ...core.step.guard import Guard
 from ..compat.accelerate import bare_optimizer
 from .attention_monitor import AttentionMonitor
+from .attention_probe import find_head
 
 
 def build_monitors(
@@ -18,7 +19,8 @@ def build_monitors(
     weights and optimizer state cannot be read from here."""
     policy, journal = guard.policy, guard.journal
     bare = None if optimizer is None else bare_optimizer(optimizer)
-    monitors = monitor_set.build_monitors(policy, model, bare, journal, compiled=bool(args.torch_compile))
+    compiled, head = bool(args.torch_compile), find_head(model)
+    monitors = monitor_set.build_monitors(policy, model, bare, journal, compiled=compiled, head=head)
     if policy.attention_steps and policy.mode != "off":
         monitors += (AttentionMonitor(model, journal, policy.attention_steps, policy.full_metrics),)
     return monitors

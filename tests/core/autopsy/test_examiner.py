@@ -272,7 +272,7 @@ def test_an_update_that_ruined_a_weight_is_named():
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters())
     events = []
-    guard = Guard(model, optimizer, Policy(on_halt="stop"), on_event=events.append)
+    guard = Guard(model, optimizer, Policy(on_halt="stop", max_rewinds=0), on_event=events.append)
     batch = torch.randn(4, 4)
     guard.step(lambda x: model(x).square().mean(), [batch])
     optimizer.state[model.last.weight]["exp_avg"][0, 1] = NAN

@@ -283,3 +283,51 @@ def test_an_eps_that_underflows_is_raised_and_stays_so():
     assert [e["values"]["applied"] for e in loop.events if e["action"] == "rewound"] == ["larger_eps"]
     assert loop.optimizer.param_groups[0]["eps"] == 1e-4
     assert not any(parameter.isnan().any() for parameter in loop.model.parameters())
+
+
+# ---- spikes and divergence ----
+
+
+def test_a_norm_that_spikes_rewinds_if_the_policy_says_so():
+    groups = make_groups(64, 1, {(60, 0): {"fault": "loss", "value": 1e3}})
+    loop = Loop("sgd", clip=None).guarded(Policy(on_spike="rewind", snapshot_steps=55)).run(groups)
+    assert [(e["step"], e["signal"], e["action"]) for e in loop.events] == [(60, "grad_spike", "rewound")]
+    assert loop.events[0]["values"]["applied"] is None
+    assert_same(loop.everything(), Loop("sgd", clip=None).run([*groups[:55], *groups[61:]]).everything())
+
+
+def test_without_a_snapshot_a_spike_is_skipped():
+    groups = make_groups(64, 1, {(60, 0): {"fault": "loss", "value": 1e3}})
+    loop = Loop("sgd", clip=None).guarded(Policy(on_spike="rewind", snapshot_steps=0)).run(groups)
+    assert [(e["step"], e["signal"], e["action"]) for e in loop.events] == [(60, "grad_spike", "skipped")]
+    assert_same(loop.everything(), Loop("sgd", clip=None).run([*groups[:60], *groups[61:]]).everything())
+
+
+class Growing(Loop):
+    """A loss that grows with the number of steps while the weights are those of late steps."""
+
+    def loss(self, batch):
+        return super().loss(batch) * (1e3 if self.model.last.weight[0, 0] > 5 else 1.0)
+
+
+def test_a_loss_that_diverges_goes_back_to_before_it_began_at_a_lower_rate():
+    groups = make_groups(90, 1)
+    loop = Growing("sgd").guarded(Policy(on_spike="rewind", snapshot_steps=20, max_rewinds=1))
+    loop.run(groups[:45])
+    with torch.no_grad():
+        loop.model.last.weight[0, 0] = 100.0  # finite, and far away
+    loop.run(groups[45:])
+    [event] = [e for e in loop.events if e["action"] == "rewound"]
+    assert (event["signal"], event["values"]["snapshot_step"]) == ("loss_diverged", 40)
+    assert event["values"]["applied"] == "smaller_lr"
+    assert loop.model.last.weight.abs().max() < 5
+
+
+def test_a_divergence_is_only_observed_by_default():
+    groups = make_groups(90, 1)
+    loop = Growing("sgd").guarded(Policy(snapshot_steps=20)).run(groups[:45])
+    with torch.no_grad():
+        loop.model.last.weight[0, 0] = 100.0
+    loop.run(groups[45:])
+    assert "loss_diverged" in {e["signal"] for e in loop.events}
+    assert {e["action"] for e in loop.events} == {"observed"}

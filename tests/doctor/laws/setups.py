@@ -148,3 +148,15 @@ def build_stacked(folder: Path, name: str) -> Any:
     rows = [{field: values[i % 3] for field, values in inputs.items()} for i in range(9)]
     args = TrainingArguments(**common_arguments(folder, gradient_accumulation_steps=1))
     return Trainer(architecture.build(), args, train_dataset=rows)
+
+
+def build_rewarder(folder: Path) -> Any:
+    """Returns a trainer of a reward model, which gives one score to each text."""
+    import trl
+
+    torch.manual_seed(0)
+    model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**DECODER, num_labels=1))
+    texts = text_rows(48)["text"]
+    rows = Dataset.from_list([{"chosen": a, "rejected": b} for a, b in zip(texts[::2], texts[1::2], strict=True)])
+    args = trl.RewardConfig(**{**common_arguments(folder), "max_length": 24})
+    return trl.RewardTrainer(model, args=args, train_dataset=rows, processing_class=tiny_tokenizer())

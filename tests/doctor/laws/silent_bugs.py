@@ -63,29 +63,37 @@ class Flattening:
         return batch
 
 
-def add_recurrence(model: Any, resets: bool) -> Any:
-    """Gives the first layer of a Llama a running mean over its inputs, as a linear attention has; with or without a reset at
-    the first token of a document."""
-    positions: list[torch.Tensor] = []
+class LeakyLlama(transformers.LlamaForCausalLM):
+    """Has a running mean over the inputs of its first layer, as a linear attention has, which runs over whole rows."""
 
-    def note(module: Any, args: Any, kwargs: Any) -> None:
-        positions[:] = [kwargs["position_ids"]] if kwargs.get("position_ids") is not None else []
+    resets = False
 
-    def mix(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
-        size = output.shape[1]
-        seen = torch.ones(size, size).tril()
-        if resets and positions:
-            number = (positions[0][0] == 0).cumsum(0)
+    def __init__(self, config):
+        super().__init__(config)
+        self.positions = None
+        self.model.register_forward_pre_hook(self.note, with_kwargs=True)
+        self.model.layers[0].mlp.register_forward_hook(self.mix)
+
+    def note(self, module, args, kwargs):
+        self.positions = kwargs.get("position_ids")
+
+    def mix(self, module, args, output):
+        seen = torch.ones(output.shape[1], output.shape[1]).tril()
+        if self.resets and self.positions is not None:
+            number = (self.positions[0] == 0).cumsum(0)
             seen = seen * (number[:, None] == number[None, :])
         return output + (seen / seen.sum(1, keepdim=True)).to(output.dtype) @ output
 
-    model.model.register_forward_pre_hook(note, with_kwargs=True)
-    model.model.layers[0].mlp.register_forward_hook(mix)
-    return model
+
+class ResettingLlama(LeakyLlama):
+    """Begins anew at the first token of each document."""
+
+    resets = True
 
 
 def packed_recurrence(folder: Path, buggy: bool) -> Any:
-    return build_sft(folder, add_recurrence(build_model("llama"), resets=not buggy), **PACKED)
+    model = (LeakyLlama if buggy else ResettingLlama)(build_model("llama").config)
+    return build_sft(folder, model, **PACKED)
 
 
 def packed_state_space(folder: Path, buggy: bool) -> Any:

@@ -290,3 +290,19 @@ def test_a_pattern_that_no_module_has_is_refused_at_the_start(tmp_path):
 def test_a_bad_switch_is_named():
     with pytest.raises(ArgumentError, match="full_metrics must be True or False, got 1"):
         ActivationMonitorCallback(full_metrics=1)
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_a_head_that_trl_does_not_call_is_measured(kind, tmp_path):
+    """A head scaled by 1e30 leaves few bits; the layers before it do not show that."""
+    bits = []
+    for scale in (1.0, 1e30):
+        trainer = build(
+            kind, tmp_path / str(scale), guard=False, max_steps=2, learning_rate=0.0,
+            extra={"callbacks": [ActivationMonitorCallback(1, full_metrics=True)]},
+        )  # fmt: skip
+        with torch.no_grad():
+            trainer.model.lm_head.weight.mul_(scale)
+        trainer.train()
+        bits += [row["nanguard/headroom_bits/lm_head"] for row in trainer.state.log_history if "loss" in row][-1:]
+    assert 90 < bits[0] - bits[1] < 110

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
-from hf_nanguard import GuardArguments, NanGuardCallback, attach
+from hf_nanguard import GuardArguments, NanGuardCallback, NonFiniteError, attach
 from hf_nanguard.hf.trainer.mixin import GuardedTrainerMixin
 from hf_nanguard.report.run_files import events_path, read_jsonl
 from hf_nanguard.takeover.takeover import Takeover
@@ -189,7 +189,8 @@ def test_without_its_callback_a_trainer_is_a_stock_one_again(later, tmp_path, ca
     assert not {"nanguard", "given_guard", "asked_by", "needs_callback"} & vars(trainer).keys()
     assert events_of(trainer) == []
     trainer.add_callback(NanGuardCallback(SKIP))
-    trainer.train()
+    with pytest.raises(NonFiniteError, match="before the first step"):  # the stock run has made the weights NaN
+        trainer.train()
     assert trainer.nanguard.arguments is SKIP
 
 

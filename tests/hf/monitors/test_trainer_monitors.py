@@ -15,7 +15,7 @@ from hf_nanguard.testing import NAN, Fault, plant
 from ...models import tiny_llama, token_dataset, token_rows
 from ...trainers import build, common_arguments, events_of, metric_rows_of
 
-CHECKED = GuardArguments(nanguard_weight_check_steps=2)
+CHECKED = GuardArguments(nanguard_max_rewinds=0, nanguard_weight_check_steps=2)
 
 
 class SpoilMoment(TrainerCallback):
@@ -72,7 +72,7 @@ def test_the_last_good_checkpoint_is_named(tmp_path):
 @pytest.mark.parametrize("on_halt", ["raise", "stop"])
 def test_a_bad_state_is_never_saved(on_halt, tmp_path):
     """No check is due before the save, which checks by itself."""
-    guard = GuardArguments(nanguard_weight_check_steps=0, nanguard_on_halt=on_halt)
+    guard = GuardArguments(nanguard_max_rewinds=0, nanguard_weight_check_steps=0, nanguard_on_halt=on_halt)
     spoil = SpoilMoment("embed_tokens.weight", 2, after_step=1)
     trainer = build("plain", tmp_path, max_steps=6, save_strategy="steps", save_steps=3,
                     extra={"guard": guard, "callbacks": [spoil]})  # fmt: skip
@@ -87,7 +87,7 @@ def test_a_bad_state_is_never_saved(on_halt, tmp_path):
 
 
 def test_observe_reports_each_tensor_once_and_goes_on(tmp_path):
-    guard = GuardArguments(nanguard_weight_check_steps=1, nanguard_mode="observe")
+    guard = GuardArguments(nanguard_max_rewinds=0, nanguard_weight_check_steps=1, nanguard_mode="observe")
     spoil = SpoilMoment("embed_tokens.weight", 2, after_step=1)
     trainer = build("plain", tmp_path, max_steps=5, extra={"guard": guard, "callbacks": [spoil]})
     trainer.train()
@@ -101,7 +101,7 @@ def test_observe_reports_each_tensor_once_and_goes_on(tmp_path):
 @pytest.mark.parametrize("lora", [False, True])
 def test_an_eps_that_underflows_in_float16(lora, tmp_path):
     trainer = build("plain", tmp_path, dtype=torch.float16, lora=lora, max_steps=6, optim="adamw_torch",
-                    warmup_steps=0, learning_rate=1e-3, extra={"guard": GuardArguments(nanguard_weight_check_steps=1)})  # fmt: skip
+                    warmup_steps=0, learning_rate=1e-3, extra={"guard": GuardArguments(nanguard_max_rewinds=0, nanguard_weight_check_steps=1)})  # fmt: skip
     if lora:
         for parameter in trainer.model.parameters():
             parameter.data = parameter.data.half() if parameter.requires_grad else parameter.data
@@ -114,7 +114,7 @@ def test_an_eps_that_underflows_in_float16(lora, tmp_path):
 
 def test_a_callback_checks_weights_too(tmp_path):
     spoil = SpoilMoment("embed_tokens.weight", 2, after_step=1)
-    callback = NanGuardCallback(GuardArguments(nanguard_weight_check_steps=1))
+    callback = NanGuardCallback(GuardArguments(nanguard_max_rewinds=0, nanguard_weight_check_steps=1))
     trainer = build("plain", tmp_path, guard=False, max_steps=5, extra={"callbacks": [callback, spoil]})
     with pytest.raises(NonFiniteError, match="No checkpoint was saved"):
         trainer.train()
@@ -128,7 +128,7 @@ def test_a_callback_checks_weights_too(tmp_path):
 @pytest.mark.parametrize(("rate", "stalls"), [(1e-7, True), (1e-2, False)])
 def test_bf16_weights_that_no_longer_move(kind, rate, stalls, tmp_path):
     trainer = build(kind, tmp_path, dtype=torch.bfloat16, max_steps=6, learning_rate=rate, warmup_steps=0,
-                    weight_decay=0.0, extra={"guard": GuardArguments(nanguard_weight_check_steps=1)})  # fmt: skip
+                    weight_decay=0.0, extra={"guard": GuardArguments(nanguard_max_rewinds=0, nanguard_weight_check_steps=1)})  # fmt: skip
     trainer.train()
     events = emitted(trainer, "update_stalled")
     assert [(event["action"], event["cause"]) for event in events] == [("observed", "rounding_stall")] * stalls
@@ -139,7 +139,7 @@ def test_bf16_weights_that_no_longer_move(kind, rate, stalls, tmp_path):
 
 def test_lora_in_float32_moves(tmp_path):
     trainer = build("sft", tmp_path, lora=True, max_steps=6, learning_rate=1e-7, warmup_steps=0,
-                    extra={"guard": GuardArguments(nanguard_weight_check_steps=1)})  # fmt: skip
+                    extra={"guard": GuardArguments(nanguard_max_rewinds=0, nanguard_weight_check_steps=1)})  # fmt: skip
     trainer.train()
     assert events_of(trainer) == []
 
@@ -161,7 +161,10 @@ class Grow(Trainer):
 
 def test_an_overflow_of_float16_is_announced(tmp_path):
     guard = GuardArguments(
-        nanguard_activation_steps=2, nanguard_activation_modules="*.down_proj", nanguard_max_bad_steps=2
+        nanguard_activation_steps=2,
+        nanguard_activation_modules="*.down_proj",
+        nanguard_max_bad_steps=2,
+        nanguard_max_rewinds=0,
     )
     arguments = common_arguments(
         tmp_path, max_steps=120, learning_rate=1e-9, optim="sgd", weight_decay=0.0, gradient_accumulation_steps=1
@@ -193,7 +196,7 @@ def test_a_loop_written_by_hand_has_monitors_too(tmp_path):
     network = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(network.parameters())
     events = []
-    policy = Policy(weight_check_steps=1, activation_steps=1, activation_modules="*")
+    policy = Policy(max_rewinds=0, weight_check_steps=1, activation_steps=1, activation_modules="*")
     guard = Guard(network, optimizer, policy, on_event=events.append)
     batch = torch.randn(8, 4)
 
@@ -244,7 +247,9 @@ def test_a_fault_in_the_weights_of_a_step_is_not_a_matter_of_its_batch(tmp_path)
 @pytest.mark.parametrize("strategy", ["steps", "epoch"])
 def test_a_callback_that_stops_a_run_lets_nothing_bad_be_saved(strategy, tmp_path):
     spoil = SpoilMoment("embed_tokens.weight", 2, after_step=3)
-    callback = NanGuardCallback(GuardArguments(nanguard_weight_check_steps=1, nanguard_on_halt="stop"))
+    callback = NanGuardCallback(
+        GuardArguments(nanguard_max_rewinds=0, nanguard_weight_check_steps=1, nanguard_on_halt="stop")
+    )
     trainer = build("plain", tmp_path, guard=False, max_steps=8, gradient_accumulation_steps=1, save_steps=2,
                     save_strategy=strategy, eval_strategy=strategy, eval_steps=2, load_best_model_at_end=True,
                     per_device_train_batch_size=8,
@@ -259,7 +264,7 @@ def test_a_callback_that_stops_a_run_lets_nothing_bad_be_saved(strategy, tmp_pat
 def test_a_callback_checks_before_a_save(tmp_path):
     """No check is due before it."""
     spoil = SpoilMoment("embed_tokens.weight", 2, after_step=3)
-    callback = NanGuardCallback(GuardArguments(nanguard_weight_check_steps=0))
+    callback = NanGuardCallback(GuardArguments(nanguard_max_rewinds=0, nanguard_weight_check_steps=0))
     trainer = build("plain", tmp_path, guard=False, max_steps=8, save_strategy="steps", save_steps=2,
                     extra={"callbacks": [callback, spoil]})  # fmt: skip
     with pytest.raises(NonFiniteError, match=r"The last good checkpoint is .*checkpoint-2\."):

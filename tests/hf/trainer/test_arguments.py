@@ -249,7 +249,6 @@ BAD = [
     ],
     *[("nanguard_skip_grad_norm", value) for value in (0, -2.0, NAN, INF, "large", True)],
     *[("nanguard_loss_floor", value) for value in (0.0, -1e-6, NAN, INF, "tiny", None, True)],
-    ("nanguard_on_spike", "rewind"),
     ("nanguard_on_nonfinite", "rewind"),
 ]
 
