@@ -60,7 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code: 0, 2 for bad arguments, 130 for Ctrl-C."""
+    """Runs the command line and returns the exit code: 0, 1 for findings or a closed pipe, 2 for bad arguments, 130 for Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     others: list[str] = []
     if words and words[0] in SPLITS:
@@ -72,7 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             help_command = f"nanguard {arguments.command} --help"
             raise ArgumentError(f"unrecognized arguments: {' '.join(unknown)}. Run `{help_command}` for its options.")
         arguments.parser, arguments.words = parser, others
-        return arguments.run(arguments)
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader of the output, e.g. head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+        return 1
     except ArgumentError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # the other ranks of a launcher have the same error
             print(f"nanguard: {printable(str(error))}", file=sys.stderr)

@@ -228,12 +228,21 @@ def format_replay(bundle: Bundle, verdict: Verdict, differences: list[str], trie
     lines = [format_verdict(verdict, bundle.step, bundle.micro_step)]
     if verdict.remedies and not tried:
         lines.append("Remedies are those recorded in the run; --remedies tries them again.")
-    lines.append(f"Not as recorded: {'; '.join(differences)}." if differences else "The same verdict as recorded.")
+    lines.append(format_comparison(bundle, verdict, differences))
     versions = compare_versions(bundle)
     if versions:
         lines.append(f"Other versions: {'; '.join(versions)}.")
     lines += [f"Not in the bundle: {name}: {why}." for name, why in list(bundle.left_out.items())[:5] if differences]
     return "\n".join(lines)
+
+
+def format_comparison(bundle: Bundle, verdict: Verdict, differences: list[str]) -> str:
+    """Returns how the verdict compares to the recorded one; of several samples that suffice, another may fail elsewhere."""
+    if not differences:
+        return "The same verdict as recorded."
+    is_reproduced = verdict.origin is not None and bundle.verdict.get("cause") == str(verdict.cause)
+    start = "Reproduced with the same cause, at another place" if is_reproduced else "Not as recorded"
+    return f"{start}: {'; '.join(differences)}."
 
 
 def as_json(bundle: Bundle, verdict: Verdict, differences: list[str]) -> dict[str, object]:

@@ -74,7 +74,7 @@ class Journal:
         if self.on_event is not None:
             self.on_event(event)
         signal = Signal(event["signal"])
-        loud = signal not in self.written or event["action"] == Action.HALTED
+        loud = signal not in self.written or event["action"] in (Action.HALTED, Action.REWOUND)
         self.written.add(signal)
         level, message = logging.WARNING if loud else logging.INFO, event["message"]
         logger.log(level, "[%s] %s: %s", signal, event["action"], message, exc_info=error)

@@ -15,7 +15,7 @@ from .facts.config_file import ConfigFile, read_arguments, read_config
 from .facts.device_facts import find_accelerator_facts, find_device_facts
 from .facts.host_configs import TASKS, find_config_class
 from .facts.trainer_inspection import find_trainer_facts
-from .rules.finding import Examination, Finding, Severity
+from .rules.finding import Examination, Finding
 from .rules.precision_sources import Source, find_sources
 from .rules.rule_set import judge
 from .rules.run_facts import Facts
@@ -46,7 +46,7 @@ class ConfigReport:
     @property
     def findings(self) -> list[Finding]:
         """All findings, the worst first."""
-        return sorted(self.examination.findings, key=lambda found: list(Severity).index(found.severity))
+        return self.examination.ranked
 
     @property
     def is_sound(self) -> bool:

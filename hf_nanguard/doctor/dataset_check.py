@@ -82,7 +82,7 @@ class DatasetReport:
     @property
     def findings(self) -> list[Finding]:
         """All findings, the worst first."""
-        return sorted(self.examination.findings, key=lambda found: list(Severity).index(found.severity))
+        return self.examination.ranked
 
     @property
     def is_sound(self) -> bool:

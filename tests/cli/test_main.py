@@ -107,7 +107,6 @@ COMMANDS_WITH_WORDS = {
     "unknown flag": ["demo", f"--{EVIL}"],
     "bad value": ["demo", "--steps", EVIL],
     "script": ["run", EVIL],
-    "module": ["run", "-m", EVIL],
     "setting": ["run", "--nanguard_mode", EVIL, "x.py"],
     "config": ["run", "--config", EVIL, "x.py"],
     "checkpoint": ["scan", EVIL],

@@ -94,6 +94,15 @@ def test_json_is_one_strict_object(found, capsys):
     assert told["recorded"]["blame"]["samples"] == [1]
 
 
+def test_the_same_cause_at_another_place_is_reproduced(suspect, found, tmp_path, capsys):
+    """Of several samples that suffice, the replay may find another one, which fails elsewhere."""
+    origin = replace(found[1].origin, module="model.layers.9")
+    path = write(suspect, tmp_path, replace(found[1], origin=origin, blame=Blame("samples", [0])))
+    _, out, _ = run(path, capsys=capsys)
+    assert out.splitlines()[-1].startswith("Reproduced with the same cause, at another place: module was ")
+    assert "Not as recorded" not in out
+
+
 def test_another_origin_is_told(suspect, found, tmp_path, capsys):
     origin = replace(found[1].origin, module="model.layers.9", cause=Cause.UNKNOWN)
     path = write(suspect, tmp_path, replace(found[1], origin=origin, blame=Blame("samples", [0])))

@@ -1,6 +1,8 @@
 """`nanguard scan`: what it prints and its exit codes."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -80,6 +82,12 @@ def test_best_of_nothing(run, capsys):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert "checkpoint-10: model.safetensors is empty" in captured.err
+
+
+def test_a_reader_may_stop_reading(run):
+    command = f"{sys.executable} -m hf_nanguard.cli.main scan {run} {run} {run} | true"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
 
 
 @pytest.mark.parametrize("words", [["nowhere"], ["--as", "int4", "."], ["--best", "nowhere"], []])

@@ -46,9 +46,10 @@ def test_the_first_of_a_signal_is_a_warning_and_later_ones_are_not(caplog):
     assert _levels(caplog) == [logging.WARNING, logging.INFO, logging.WARNING, logging.INFO]
 
 
-def test_a_halt_is_always_loud(caplog):
+@pytest.mark.parametrize("action", [Action.HALTED, Action.REWOUND])
+def test_a_halt_and_a_rewind_are_always_loud(action, caplog):
     journal = Journal(Ranks(alone=True))
-    _written(journal, _event(), _event(action=Action.HALTED), _event(action=Action.HALTED), _event())
+    _written(journal, _event(), _event(action=action), _event(action=action), _event())
     assert _levels(caplog) == [logging.WARNING, logging.WARNING, logging.WARNING, logging.INFO]
 
 

@@ -266,30 +266,33 @@ def test_a_full_disk_during_a_save_loses_nothing(tmp_path):
 
 # ---- kill -9 ----
 
+MAX_AHEAD = 5  # steps that a run gets before it is killed
 
-def train_on(folder: Path) -> None:
-    """Trains 40 steps, from the last good checkpoint if there is one."""
-    trainer = build("plain", folder, save_strategy="steps", save_steps=1, save_total_limit=2, **LONG)
+
+def train_on(folder: Path, num_steps: int) -> None:
+    """Trains, from the last good checkpoint if there is one."""
+    saves = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2}
+    trainer = build("plain", folder, max_steps=num_steps, **saves, **LONG)
     trainer.train(resume_from_checkpoint=True if checkpoints(folder) else None)
 
 
-LONG = {"max_steps": 40, "gradient_accumulation_steps": 1, "lr_scheduler_type": "constant", "warmup_steps": 0}
+LONG = {"gradient_accumulation_steps": 1, "lr_scheduler_type": "constant", "warmup_steps": 0}
 
 
-def start(folder: Path) -> multiprocessing.Process:
+def start(folder: Path, num_steps: int) -> multiprocessing.Process:
     """Starts such a run in a process of its own, forked because imports take longer than the run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Python warns of threads of this process, which the run does not use
-        process = multiprocessing.get_context("fork").Process(target=train_on, args=(folder,))
+        process = multiprocessing.get_context("fork").Process(target=train_on, args=(folder, num_steps))
         process.start()
     return process
 
 
-def kill_while_saving(folder: Path, rng: random.Random) -> None:
+def kill_while_saving(folder: Path, num_steps: int, rng: random.Random) -> None:
     """Kills a run a random time after a random checkpoint has appeared, so most likely in the middle of a save."""
-    process = start(folder)
+    process = start(folder, num_steps)
     newest = max((int(name.split("-")[1]) for name in checkpoints(folder)), default=0)
-    wanted = newest + rng.randint(1, 5)
+    wanted = newest + rng.randint(1, MAX_AHEAD)
     end = time.monotonic() + 120
     while time.monotonic() < end and process.is_alive() and not (folder / f"checkpoint-{wanted}").exists():
         time.sleep(0.001)
@@ -299,18 +302,20 @@ def kill_while_saving(folder: Path, rng: random.Random) -> None:
 
 
 def check_killed_runs(folder: Path, num_kills: int) -> None:
-    rng = random.Random(num_kills)
+    rng, num_steps = random.Random(num_kills), MAX_AHEAD * num_kills + 10  # stock runs past its end if resumed there
     for _ in range(num_kills):
-        kill_while_saving(folder, rng)
-    last = start(folder)
+        kill_while_saving(folder, num_steps, rng)
+    last = start(folder, num_steps)
     last.join()
     assert last.exitcode == 0
-    state = json.loads((folder / "checkpoint-40" / "trainer_state.json").read_text())
-    assert [row["step"] for row in state["log_history"] if "loss" in row] == list(range(1, 41))  # each step once
-    assert scan_checkpoint(folder / "checkpoint-40").is_good
-    reference = build("plain", folder / "reference", guard=False, **LONG)
+    state = json.loads((folder / f"checkpoint-{num_steps}" / "trainer_state.json").read_text())
+    assert [row["step"] for row in state["log_history"] if "loss" in row] == list(
+        range(1, num_steps + 1)
+    )  # each step once
+    assert scan_checkpoint(folder / f"checkpoint-{num_steps}").is_good
+    reference = build("plain", folder / "reference", guard=False, max_steps=num_steps, **LONG)
     reference.train()
-    final = load_file(folder / "checkpoint-40" / "model.safetensors")
+    final = load_file(folder / f"checkpoint-{num_steps}" / "model.safetensors")
     assert torch.equal(final["lm_head.weight"], reference.model.lm_head.weight)
 
 

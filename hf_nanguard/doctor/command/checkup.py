@@ -9,7 +9,7 @@ from ...core.event import strict
 from ...errors import ArgumentError
 from ...plain_text import first_line
 from ..config_check import ConfigReport
-from ..rules.finding import Examination, Finding, Severity
+from ..rules.finding import Examination, Finding, Severity, rank
 from ..rules.precision_sources import Source
 
 STAGES = ("rules", "data", "laws", "steps")
@@ -62,8 +62,7 @@ class Checkup:
     @property
     def findings(self) -> list[Finding]:
         """The findings of all stages, the worst first."""
-        found = [each for stage in self.stages for each in stage.examination.findings]
-        return sorted(found, key=lambda each: list(Severity).index(each.severity))
+        return rank(each for stage in self.stages for each in stage.examination.findings)
 
     @property
     def exit_code(self) -> int:

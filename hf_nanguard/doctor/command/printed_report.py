@@ -41,7 +41,7 @@ def print_stage(console: Console, stage: Stage) -> None:
         Text.assemble((f"{stage.name}", "bold"), f"  {stage.seconds:.1f} s  ", (printable(outcome), style)),
         soft_wrap=True,
     )
-    for finding in sorted(stage.examination.findings, key=lambda each: list(Severity).index(each.severity)):
+    for finding in stage.examination.ranked:
         print_finding(console, finding)
 
 

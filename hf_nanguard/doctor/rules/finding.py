@@ -1,6 +1,6 @@
 """What the doctor finds, and the form of a rule."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 
 from ...core.vocabulary import StrEnum
@@ -63,6 +63,11 @@ class Finding:
     def as_dict(self) -> dict[str, object]:
         """Returns the fields as JSON values."""
         return {**asdict(self), "severity": str(self.severity), "rows": list(self.rows)}
+
+
+def rank(findings: Iterable[Finding]) -> list[Finding]:
+    """Returns findings, the worst first."""
+    return sorted(findings, key=lambda found: list(Severity).index(found.severity))
 
 
 def error(what: str, why: str, change: str) -> Finding:
@@ -132,6 +137,11 @@ class Examination:
         self.sound = [name for name in dict.fromkeys([*self.sound, *other.sound]) if name not in found]
         done = {*found, *self.sound}
         self.unchecked = [name for name in dict.fromkeys([*self.unchecked, *other.unchecked]) if name not in done]
+
+    @property
+    def ranked(self) -> list[Finding]:
+        """All findings, the worst first."""
+        return rank(self.findings)
 
     @property
     def problems(self) -> list[Finding]:

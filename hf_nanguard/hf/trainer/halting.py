@@ -92,16 +92,18 @@ class Halting:
                 trainer._save_checkpoint(model, None)
             except Exception as error:  # each of the host's writers has its own for a full disk
                 return f" The last good state could not be saved ({format_error(error)}).{last}"
-        return f" {self._describe_state()} is in {folder}."
+        return f" {self._describe_state(folder)}"
 
-    def _describe_state(self) -> str:
-        """Returns what a finite state is: the last good one, unless loss or gradients were out of line before the halt."""
+    def _describe_state(self, folder: Path) -> str:
+        """Returns what the finite state in a folder is: the last good one, unless loss or gradients were out of line before the halt."""
         watch = self.guard.loss_watch
         if watch.divergence.is_reported:
-            return f"A finite state, but not a good one: its loss has diverged since step {watch.divergence.since}. It"
+            since = watch.divergence.since
+            return f"A finite state, but not a good one: its loss has diverged since step {since}. It is in {folder}."
         if watch.is_open or self.guard.norms.is_open:
-            return "A finite state, saved while loss or gradient norm were far above their usual level,"
-        return "The last good state"
+            what = "A finite state, saved while loss or gradient norm were far above their usual level"
+            return f"{what}, is in {folder}."
+        return f"The last good state is in {folder}."
 
     def _find_earlier(self) -> str:
         """Returns a sentence about the checkpoint from before the bad steps, if that is not the last one."""

@@ -186,7 +186,8 @@ def test_files_with_data_are_private_and_others_keep_the_umask(tmp_path):
         os.umask(before)
     ours = [*(tmp_path / "nanguard").rglob("*"), tmp_path / "checkpoint-2" / STATE_FILE]
     modes = {path.relative_to(tmp_path).as_posix(): oct(stat.S_IMODE(path.stat().st_mode)) for path in ours}
-    shared = {"nanguard/metrics.jsonl": "0o644", f"checkpoint-2/{STATE_FILE}": "0o644"}
+    without_data = ("nanguard/metrics.jsonl", "nanguard/good.json", f"checkpoint-2/{STATE_FILE}")
+    shared = dict.fromkeys(without_data, "0o644")
     folders = {"nanguard/autopsy": "0o700", "nanguard/autopsy/step-1": "0o700"}
     assert len(modes) >= 8
     assert modes == {**dict.fromkeys(modes, "0o600"), **shared, **folders}

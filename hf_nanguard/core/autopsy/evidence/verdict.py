@@ -11,6 +11,7 @@ from ..trace.origin import Origin
 
 MAX_TEXT = 160
 MAX_SHOWN = 6
+OVERFLOWS = (Cause.FP16_OVERFLOW, Cause.BF16_OVERFLOW, Cause.EXP_OVERFLOW)
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def _format_fields(verdict: Verdict) -> dict[str, str]:
         "what": _format_what(origin),
         "where": _format_where(origin),
         "line": origin.text or "",
-        "whose": _format_whose(verdict.blame, verdict.num_samples),
+        "whose": _format_whose(verdict.blame, verdict.num_samples) + _format_others(verdict),
         "text": "; ".join(f"[{sample}] {text}" for sample, text in list(verdict.blame.texts.items())[:2]),
         "why": f"{verdict.cause} ({replays[verdict.reproducible]})",
         "works": ", ".join(remedy.name for remedy in remedies if remedy.works),
@@ -179,6 +180,13 @@ def _format_whose(blame: Blame, num_samples: int | None) -> str:
     if blame.scope == "untried":
         return f"not tested{f'; seen in {which}' if samples else ''}{rows}{tokens}"
     return f"{which}{rows}{tokens}"
+
+
+def _format_others(verdict: Verdict) -> str:
+    """Returns what the other samples say about an overflow: a model that is about to overflow does so on some rows first."""
+    if verdict.cause not in OVERFLOWS or verdict.blame.scope != "samples" or not verdict.spares_others:
+        return ""
+    return "; the other samples are finite with these weights, but a model that diverges overflows on some rows first"
 
 
 def _plural(values: list) -> str:
