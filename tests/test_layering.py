@@ -12,9 +12,12 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hf_nanguard"
 MAX_FILES = 13
 
-# folder -> (what belongs there, the folders it may import; "" is the package itself: errors, plain_text, safe_files)
+# folder -> (what belongs there, the folders it may import; "" is the package itself: boundary, errors, plain_text, safe_files)
 FOLDERS: dict[str, tuple[str, str]] = {
-    "": ("errors, printable text and files, which everybody may import; `python -m hf_nanguard.run`", "cli"),
+    "": (
+        "errors, printable text, files and the boundary, which everybody may import; `python -m hf_nanguard.run`",
+        "cli",
+    ),
     "core": ("plain tools on tensors, the vocabulary and the event", ""),
     "core.rerun": ("a micro-batch held so that it can be run again exactly", "core"),
     "core.optimizer": ("what an update did to weights, and which settings would have helped", "core"),
@@ -125,7 +128,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
         "examples examples.demo examples.recipe",
     ),
 }
-EVERYWHERE = {"errors", "plain_text", "safe_files", "yaml_file", "__version__"}
+EVERYWHERE = {"boundary", "errors", "plain_text", "safe_files", "yaml_file", "__version__"}
 HOSTS = {"transformers", "accelerate", "trl", "peft", "datasets"}
 HOST_FOLDERS = ("hf", "integrations", "takeover", "bundle_replay", "verification", "doctor", "examples", "testing")
 TRL_FILES = ("hf/guarded_sft.py", "hf/guarded_grpo.py", "hf/compat/online_trainer.py", "doctor/facts/host_configs.py")

@@ -2,9 +2,11 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
+from ..boundary import Boundary, GuardFailure
 from ..plain_text import printable, show
-from .event import Event, JsonObject
+from .event import Culprit, Event, JsonObject, JsonValue
 from .event_summary import EventSummary
 from .ranks import Ranks
 from .vocabulary import Action, Signal
@@ -17,11 +19,15 @@ EventSink = Callable[[JsonObject], None]
 class Journal:
     """Writes events; `on_event` is called with each of them as a dictionary of the public schema.
 
-    Without `text`, text of the data that sources have quoted is left out of events and log.
+    Without `text`, text of the data that sources have quoted is left out of events and log. Whoever has the journal has the
+    boundary too, behind which an error is reported here.
     """
 
-    def __init__(self, ranks: Ranks, on_event: EventSink | None = None, text: bool = True):
+    def __init__(
+        self, ranks: Ranks, on_event: EventSink | None = None, text: bool = True, boundary: Boundary | None = None
+    ):
         self.ranks = ranks
+        self.boundary = boundary or Boundary(partial(self.write_failure, 0), ranks)
         self.on_event = on_event
         self.text = text
         self.written: set[Signal] = set()  # the first event of each signal is logged as a warning
@@ -39,6 +45,16 @@ class Journal:
         """Writes an event that is the same on every rank, on rank 0 only."""
         if self.ranks.rank == 0:
             self.write(event)
+
+    def write_failure(self, step: int, failure: GuardFailure) -> None:
+        """Writes what happened to a part of the guard on this rank."""
+        values: dict[str, JsonValue] = {
+            "part": failure.part,
+            "num_failures": failure.number,
+            "turned_off": failure.is_last,
+        }
+        culprit, rank = Culprit(source=failure.place), self.ranks.rank
+        self.write(Event(step, Signal.GUARD_FAILED, Action.OBSERVED, str(failure), None, rank, values, culprit))
 
     def write_shared(self, events: list[Event]) -> None:
         """Writes this rank's events and, on rank 0, those of all others. Every rank must call it."""

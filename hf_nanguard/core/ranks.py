@@ -2,6 +2,9 @@
 
 Healthy steps need no communication, because the gradient norm is the same on every rank. Facts are exchanged at the start of
 a run, after a bad step, and by an online trainer once per generation.
+
+Every exchange of facts begins with the same message: the maximum of one number. A rank that cannot take part because of an
+error sends `FAILED` there, and the exchange then raises [`RankError`] on every rank.
 """
 
 import json
@@ -9,6 +12,11 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from ..boundary import RankError
+
+FAILED = 1 << 40  # more than any fact has bytes
 
 T = TypeVar("T")
 
@@ -28,27 +36,48 @@ class Ranks:
         self.size = dist.get_world_size() if together else 1
         self.rank = dist.get_rank() if together else 0
         self.device = torch.device(device)
+        self.num_exchanges = 0  # begun so far
 
     def any(self, fact: bool) -> bool:
         """Returns whether a fact is true on any rank, with one small reduction. Every rank must call it."""
-        if self.size == 1:
-            return fact
-        flag = torch.tensor([int(fact)], device=self.device)
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-        return bool(flag.item())
+        return bool(self._begin(int(fact)))
 
     def gather(self, fact: T) -> list[T]:
         """Returns the fact of every rank, in rank order. It must be serializable as JSON. Every rank must call it."""
         if self.size == 1:
             return [fact]
-        payload = torch.frombuffer(bytearray(json.dumps(fact).encode()), dtype=torch.uint8).to(self.device)
-        lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
-        dist.all_gather(lengths, torch.tensor([payload.numel()], dtype=torch.int64, device=self.device))
-        counts = [int(length) for length in torch.cat(lengths).tolist()]
-        padded = torch.zeros(max(counts), dtype=torch.uint8, device=self.device)
-        padded[: payload.numel()] = payload
-        parts = [torch.zeros_like(padded) for _ in range(self.size)]
-        dist.all_gather(parts, padded)
-        return [
-            json.loads(bytes(part[:count].cpu().numpy().tobytes())) for part, count in zip(parts, counts, strict=True)
-        ]
+        text = json.dumps(fact).encode()
+        length = self._begin(len(text))
+        mine = torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8).to(self.device)
+        parts = [torch.zeros_like(mine) for _ in range(self.size)]
+        dist.all_gather(parts, mine)
+        return [json.loads(part.cpu().numpy().tobytes()) for part in parts]
+
+    def reduce_max(self, values: Tensor) -> None:
+        """Replaces values by their maximum over ranks, in place, with one message. Every rank must call it; one that has
+        failed passes -inf."""
+        self.num_exchanges += 1
+        if self.size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+
+    def agree(self) -> None:
+        """Raises an error if another rank has failed. Every rank must call it, or [`Ranks.fail`]."""
+        self._begin(0)
+
+    def fail(self) -> None:
+        """Makes the exchange fail that the other ranks are waiting in, or will be."""
+        if self.size > 1:
+            self._reduce(FAILED)
+
+    def _begin(self, number: int) -> int:
+        """Begins an exchange; returns the largest number of all ranks."""
+        largest = number if self.size == 1 else self._reduce(number)
+        if largest == FAILED:
+            raise RankError("another rank has failed")
+        return largest
+
+    def _reduce(self, number: int) -> int:
+        self.num_exchanges += 1
+        largest = torch.tensor([number], device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return int(largest.item())

@@ -9,17 +9,16 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ...plain_text import quote_error
-from ..event import Event, Remedy
+from ..event import Remedy
 from ..journal import Journal
 from ..optimizer.bad_update import examine_update, try_update_remedies
 from ..rerun.micro_batch import MicroBatch
 from ..rerun.runner import Runner
 from ..settings import Policy
-from ..vocabulary import Action, Signal
 from .bundle.writer import write_bundle
 from .evidence.blamed_samples import find_blame
 from .evidence.suspect_batch import SuspectBatch
@@ -129,6 +128,7 @@ class Examiner:
     def __init__(self, policy: Policy, journal: Journal, folder: Path | None = None):
         self.policy = policy
         self.journal = journal
+        self.boundary = journal.boundary
         self.begin_run(folder)
 
     def begin_run(self, folder: Path | None) -> None:
@@ -153,16 +153,18 @@ class Examiner:
         if not self.due:
             return None
         self.num_traces += 1
-        try:
-            verdict = self._examine(SuspectBatch(runner, micro, weight), step)
-        except Exception as error:  # any code of the user's may run in a replay; an explanation must not cost the run
-            self._emit_failure(step, micro, quote_error(error))
+        verdict = self.boundary.call("autopsy", self._examine, runner, micro, weight, step)
+        if verdict is None:
             return None
         if verdict.spares_others and verdict.origin is not None and verdict.origin.parameter is not None:
             self.spared.add(verdict.origin.parameter)
         return verdict
 
-    def _examine(self, suspect: SuspectBatch, step: int) -> Verdict:
+    def _examine(self, runner: Runner, micro: MicroBatch, weight: Any, step: int) -> Verdict | None:
+        with self.boundary.not_survivable(runner.lockstep and self.journal.ranks.size > 1):
+            return self._examine_suspect(SuspectBatch(runner, micro, weight), step)
+
+    def _examine_suspect(self, suspect: SuspectBatch, step: int) -> Verdict:
         budget = Budget(
             self.policy.autopsy_seconds,
             lambda stage: logger.warning("hf_nanguard: autopsy of step %d: %s", step, stage),
@@ -178,7 +180,9 @@ class Examiner:
             verdict = budget.conclude(suspect, verdict)
         else:
             verdict = explain(suspect, origin, budget)
-            verdict = self._write_bundle(suspect, verdict, step)
+            if self.folder is not None and self.policy.bundle:
+                bundle = partial(self._write_bundle, self.folder, suspect, verdict, step)
+                verdict = self.boundary.call("bundle", bundle, otherwise=lambda: verdict)
         if known is None and not full:
             self.known[origin.signature] = verdict
             self._log(verdict, step, suspect.micro)
@@ -201,24 +205,13 @@ class Examiner:
             verdict = replace(verdict, bundle=str(self.folder / verdict.bundle))
         self.journal.log(format_verdict(verdict.shown(self.policy.bundle_text), step, micro.index))
 
-    def _write_bundle(self, suspect: SuspectBatch, verdict: Verdict, step: int) -> Verdict:
-        if self.folder is None or not self.policy.bundle:
-            return verdict
-        try:
-            path = write_bundle(
-                self.folder / FOLDER / f"step-{step}",
-                suspect,
-                verdict,
-                {**suspect.runner.facts(suspect.weight), "rows": suspect.micro.rows},
-                weights=self.policy.bundle_weights,
-                text=self.policy.bundle_text,
-            )
-        except Exception as error:  # a full disk, or anything in the inputs that cannot be written
-            self._emit_failure(step, suspect.micro, f"no bundle was written: {quote_error(error)}")
-            return verdict
-        return replace(verdict, bundle=path.relative_to(self.folder).as_posix())
-
-    def _emit_failure(self, step: int, micro: MicroBatch, reason: str) -> None:
-        message = f"autopsy of micro-batch {micro.index} of step {step}: {reason}"
-        rank = self.journal.ranks.rank
-        self.journal.write(Event(step, Signal.GUARD_FAILED, Action.OBSERVED, message, micro.index, rank))
+    def _write_bundle(self, folder: Path, suspect: SuspectBatch, verdict: Verdict, step: int) -> Verdict:
+        path = write_bundle(
+            folder / FOLDER / f"step-{step}",
+            suspect,
+            verdict,
+            {**suspect.runner.facts(suspect.weight), "rows": suspect.micro.rows},
+            weights=self.policy.bundle_weights,
+            text=self.policy.bundle_text,
+        )
+        return replace(verdict, bundle=path.relative_to(folder).as_posix())

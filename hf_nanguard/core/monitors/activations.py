@@ -68,7 +68,7 @@ class ActivationMonitor(Monitor):
         else:
             near = {name for name, bits in self.bits.items() if bits < NEAR_BITS + 1}
             modules = {name: module for name, module in self.modules.items() if name not in self.failed}
-            self.probe = OutputProbe(self.model, modules, near, self.head)
+            self.probe = OutputProbe(self.model, modules, near, self.journal.boundary, self.head)
 
     def end_backward(self, step: int) -> None:
         """Removes the hooks, reads what they measured, and reports what is bad or about to be."""
@@ -94,6 +94,11 @@ class ActivationMonitor(Monitor):
         self._emit_nonfinite(step, list(probe.order))
         self._emit_headroom(step)
         self._record_metrics()
+
+    def fail_exchange(self, stage: str, step: int) -> None:
+        """Makes the other ranks read, in the message they exchange now, that this rank has failed."""
+        if stage == "end_backward" and self.is_due(step):
+            self.reduce_max(tabulate([], self.modules, self.ranks.device, has_failed=True))
 
     def close(self) -> None:
         """Removes the hooks and discards what they measured."""

@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...plain_text import format_error
@@ -47,7 +46,8 @@ def load_whole(owner: Stateful, state: JsonObject) -> None:
 
 
 class Hook:
-    """A module hook that does nothing in copies and pickles of the module."""
+    """A module hook that does nothing in copies and pickles of the module. The function must not raise, because the forward
+    must continue: [`Boundary.wrapped`] sees to that."""
 
     def __init__(self, function: Callable[..., None]):
         self.function = function
@@ -129,6 +129,11 @@ class Monitor:
         """Returns whether what a checkpoint would hold is finite on this rank, as far as this monitor checks it."""
         return True
 
+    def fail_exchange(self, stage: str, step: int) -> None:
+        """Takes part in the exchange of a stage, named as its method, after an error on this rank alone, so that it fails on
+        every rank. Overridden by monitors that exchange something; called for every stage until one does."""
+        return
+
     def close(self) -> None:
         """Removes hooks and samples that an interrupted step may have left."""
         return
@@ -176,5 +181,4 @@ class Monitor:
 
     def reduce_max(self, values: Tensor) -> None:
         """Replaces values by their maximum over ranks, in place, with one message. Every rank must call it."""
-        if self.ranks.size > 1:
-            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        self.ranks.reduce_max(values)

@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from ...boundary import Boundary, RankError
 from ..finite import dtype_name, local
 from ..rerun.nested_inputs import find_tensors
 from ..torch_private import is_in_backward
@@ -115,7 +116,12 @@ class OutputProbe:
     """
 
     def __init__(
-        self, model: nn.Module, modules: Mapping[str, nn.Module], near: Collection[str], head: Head | None = None
+        self,
+        model: nn.Module,
+        modules: Mapping[str, nn.Module],
+        near: Collection[str],
+        boundary: Boundary,
+        head: Head | None = None,
     ):
         self.model = model
         self.near = near
@@ -124,12 +130,15 @@ class OutputProbe:
         self.failures: dict[str, Exception] = {}  # modules whose outputs cannot be measured
         self._in_forward: set[str] = set()
         self._handles = [
-            module.register_forward_hook(Hook(partial(self._measure, name))) for name, module in modules.items()
+            module.register_forward_hook(Hook(boundary.wrapped("activation hooks", partial(self._measure, name))))
+            for name, module in modules.items()
         ]
         self.head = head if head is not None and head.name in modules else None
         self._states: Tensor | None = None  # the first inputs of the head
         if self.head is not None:
-            self._handles.append(self.head.backbone.register_forward_hook(Hook(self._keep_states)))
+            self._handles.append(
+                self.head.backbone.register_forward_hook(Hook(boundary.wrapped("activation hooks", self._keep_states)))
+            )
 
     def close(self) -> None:
         """Removes the hooks."""
@@ -203,11 +212,16 @@ def measure(module: str, tensor: Tensor, near: bool) -> OutputMeasure:
 
 
 @torch.no_grad()
-def tabulate(measures: Sequence[OutputMeasure], modules: Iterable[str], device: torch.device) -> Tensor:
-    """Returns one row of `COLUMNS` per module, on the device: the maximum of its measures, -inf without any."""
+def tabulate(
+    measures: Sequence[OutputMeasure], modules: Iterable[str], device: torch.device, has_failed: bool = False
+) -> Tensor:
+    """Returns one row of `COLUMNS` per module, on the device: the maximum of its measures, -inf without any; and a last row,
+    which says whether this rank has failed."""
     wide = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
     rows = {module: row for row, module in enumerate(modules)}
-    table = torch.full((len(rows), COLUMNS), -math.inf, dtype=wide, device=device)
+    table = torch.full((len(rows) + 1, COLUMNS), -math.inf, dtype=wide, device=device)
+    if has_failed:
+        table[-1] = 1.0
     groups: dict[tuple[torch.dtype, torch.device], list[OutputMeasure]] = {}
     for measured in measures:
         groups.setdefault((measured.dtype, measured.lowest.device), []).append(measured)
@@ -233,9 +247,16 @@ def tabulate(measures: Sequence[OutputMeasure], modules: Iterable[str], device: 
 
 
 def read_table(table: Tensor, modules: Iterable[str]) -> dict[str, Activation]:
-    """Returns the rows of a table by module, those without a measure left out. One host read."""
+    """Returns the rows of a table by module, those without a measure left out. One host read.
+
+    Raises:
+        RankError: if a rank has failed.
+    """
+    *rows, last = table.tolist()
+    if last[0] > 0:
+        raise RankError("another rank has failed")
     return {
         module: Activation(-low, high, nan > 0, rms, zeros, None if near < 0 else near, -limit)
-        for module, (low, high, nan, rms, zeros, near, limit) in zip(modules, table.tolist(), strict=True)
+        for module, (low, high, nan, rms, zeros, near, limit) in zip(modules, rows, strict=True)
         if high > -math.inf
     }

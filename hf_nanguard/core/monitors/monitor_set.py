@@ -1,7 +1,7 @@
 """The monitors of a run, called together at each stage of a step.
 
-A monitor that raises an error must not end a healthy run: the error is reported and the monitor is turned off. With several
-ranks the error is raised instead, because other ranks may already wait for the message that was not sent.
+A monitor that fails is reported and turned off. With several ranks that happens on all of them, because the others may wait for
+its share of an exchange: it takes part in the next one and makes it fail.
 """
 
 import logging
@@ -11,11 +11,10 @@ from typing import TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from ...plain_text import quote_error
-from ..event import Event, Failure, JsonObject
+from ...boundary import RankError
+from ..event import Failure, JsonObject
 from ..journal import Journal
 from ..settings import Policy
-from ..vocabulary import Action, Signal
 from .activations import ActivationMonitor
 from .base import Monitor, load_whole
 from .module_outputs import Head
@@ -61,7 +60,9 @@ class MonitorSet:
 
     def __init__(self, journal: Journal):
         self.journal = journal
+        self.boundary = journal.boundary
         self.monitors: tuple[Monitor, ...] = ()
+        self.failed: tuple[Monitor, ...] = ()  # whose failure the other ranks do not know yet
         self.step: int | None = None  # the step under way
         self.awaits_update = False
         self.loaded: JsonObject = {}  # the state of a checkpoint that was loaded before the monitors were built
@@ -69,7 +70,7 @@ class MonitorSet:
     def begin(self, monitors: tuple[Monitor, ...]) -> None:
         """Replaces the monitors and restores their state from the checkpoint that was loaded, if any."""
         self.close()
-        self.monitors = monitors
+        self.monitors, self.failed = monitors, ()
         for monitor in monitors:
             name = type(monitor).__name__
             if (state := self.loaded.get(name)) is None:
@@ -83,18 +84,18 @@ class MonitorSet:
     def begin_step(self, step: int) -> None:
         """Runs before the first forward of a step."""
         self.step, self.awaits_update = step, False
-        self._each(lambda monitor: monitor.begin_step(step))
+        self._each(lambda monitor: monitor.begin_step(step), "begin_step")
 
     def end_backward(self) -> None:
         """Runs after the last backward of a step."""
         if (step := self.step) is not None:
-            self._each(lambda monitor: monitor.end_backward(step))
+            self._each(lambda monitor: monitor.end_backward(step), "end_backward")
 
     def before_update(self) -> None:
         """Runs right before the optimizer steps."""
         self.awaits_update = self.step is not None
         if (step := self.step) is not None:
-            self._each(lambda monitor: monitor.before_update(step))
+            self._each(lambda monitor: monitor.before_update(step), "before_update")
 
     def after_update(self) -> Failure | None:
         """Runs after the optimizer has stepped, once a step and on every rank; returns why the run cannot continue."""
@@ -102,15 +103,19 @@ class MonitorSet:
         if not self.awaits_update or step is None:
             return None
         self.awaits_update = False
-        return next(filter(None, self._each(lambda monitor: monitor.after_update(step))), None)
+        return next(filter(None, self._each(lambda monitor: monitor.after_update(step), "after_update")), None)
 
     def check_before_save(self, step: int) -> Failure | None:
         """Checks what is about to be saved, on every rank; returns a reason not to save it."""
-        return next(filter(None, self._each(lambda monitor: monitor.check_before_save(step))), None)
+        return next(
+            filter(None, self._each(lambda monitor: monitor.check_before_save(step), "check_before_save", step)), None
+        )
 
     def check_start(self, step: int, halts: bool) -> Failure | None:
         """Checks the state before the first step of a run, on every rank; returns why it cannot begin."""
-        return next(filter(None, self._each(lambda monitor: monitor.check_start(step, halts))), None)
+        return next(
+            filter(None, self._each(lambda monitor: monitor.check_start(step, halts), "check_start", step)), None
+        )
 
     @property
     def has_bad_start(self) -> bool:
@@ -129,7 +134,7 @@ class MonitorSet:
         """Removes hooks and samples that an interrupted step may have left."""
         self.step, self.awaits_update = None, False
         for monitor in self.monitors:
-            monitor.close()
+            self.boundary.call("monitors", monitor.close)
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the next row of the log."""
@@ -145,20 +150,30 @@ class MonitorSet:
         if self.monitors:
             self.begin(self.monitors)
 
-    def _each(self, call: Callable[[Monitor], T]) -> list[T]:
+    def _each(self, call: Callable[[Monitor], T], stage: str = "", step: int | None = None) -> list[T]:
         """Calls a function with every monitor; returns the results of those that did not fail."""
-        results = []
+        results: list[T] = []
         for monitor in self.monitors:
-            try:
-                results.append(call(monitor))
-            except Exception as error:  # unusual models, tensors and optimizers can make a monitor raise anything
-                if self.journal.ranks.size > 1:
-                    raise
-                self._remove(monitor, error)
+            before, succeeded = self.journal.ranks.num_exchanges, len(results)
+            self.boundary.call(type(monitor).__name__, self._try, monitor, call, results, max_failures=1)
+            if len(results) == succeeded:
+                self._remove(monitor, self.journal.ranks.num_exchanges > before)
+        for monitor in self.failed if stage else ():
+            before = self.journal.ranks.num_exchanges
+            with self.boundary.not_survivable():
+                monitor.fail_exchange(stage, (self.step if step is None else step) or 0)
+            if self.journal.ranks.num_exchanges > before:
+                self.failed = tuple(other for other in self.failed if other is not monitor)
         return results
 
-    def _remove(self, monitor: Monitor, error: Exception) -> None:
+    def _try(self, monitor: Monitor, call: Callable[[Monitor], T], results: list[T]) -> None:
+        try:
+            results.append(call(monitor))
+        except RankError:  # told by that rank
+            return
+
+    def _remove(self, monitor: Monitor, is_known: bool) -> None:
         self.monitors = tuple(other for other in self.monitors if other is not monitor)
-        monitor.close()
-        message = f"{type(monitor).__name__} failed and was turned off: {quote_error(error)}"
-        self.journal.write(Event(self.step or 0, Signal.GUARD_FAILED, Action.OBSERVED, message), error)
+        if self.journal.ranks.size > 1 and not is_known:
+            self.failed += (monitor,)
+        self.boundary.call("monitors", monitor.close)

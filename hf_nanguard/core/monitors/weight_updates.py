@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, asdict, dataclass, field
 from torch.optim import Optimizer
 
 from ..event import Culprit, JsonObject, JsonValue, Remedy
-from ..finite import dtype_name
+from ..finite import dtype_name, local
 from ..optimizer.rounding_remedies import MOVES, keeps_remainder, moves_copies, try_rounding_remedies
 from ..vocabulary import Cause, Signal
 from .base import Monitor
@@ -76,6 +76,12 @@ class UpdateMonitor(Monitor):
         self.record("update_share", share, shares)
         if not self._check_rate(step, sample, counts, share):
             self._check_rounding(step, sample, counts)
+
+    def fail_exchange(self, stage: str, step: int) -> None:
+        """Fails the exchange of the other ranks, which there is if parameters are sharded."""
+        is_sharded = any(local(weight) is not weight for weight in self.model.parameters())
+        if stage == "after_update" and is_sharded and self.is_due(step):
+            self.ranks.fail()
 
     def close(self) -> None:
         """Drops the sample of an update that did not happen."""

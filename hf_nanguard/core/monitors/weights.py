@@ -230,6 +230,11 @@ class WeightMonitor(Monitor):
         self.ignored = frozenset(bad)
         return None
 
+    def fail_exchange(self, stage: str, step: int) -> None:
+        """Fails the check that the other ranks make now."""
+        if stage in ("check_start", "check_before_save") or (stage == "after_update" and self.is_due(step)):
+            self.ranks.fail()
+
     def _find(self) -> StateFinding | None:
         """Checks this rank; what was not finite before the first update is accepted."""
         finding = check_state(self.model, self.optimizer, (), self.ignored)

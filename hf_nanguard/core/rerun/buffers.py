@@ -35,12 +35,12 @@ class BufferKeeper:
     def keep(self) -> None:
         """Keeps the values of now."""
         first = self.num_groups == 0
+        before, self.kept = self.kept, []  # what was kept for another group is not put back if this fails
+        attributes, self.attributes = self.attributes, []
         if self.num_groups == 1:
-            uncounted = {
-                id(slot) for slot, tensor, value in self.kept if not _is_same(tensor, value)
-            }  # through `.data`
+            uncounted = {id(slot) for slot, tensor, value in before if not _is_same(tensor, value)}  # through `.data`
             self.written |= {i for i, slot in enumerate(self.slots) if id(slot) in uncounted}
-            self.modules = [k.owner for k in self.attributes if k.is_changed or k.owner in self.writers]
+            self.modules = [k.owner for k in attributes if k.is_changed or k.owner in self.writers]
         self.num_groups += 1
         tensors = {i: tensor for i, slot in enumerate(self.slots) if (tensor := slot.get()) is not None}
         seen, self.seen = self.seen, {i: _identify(tensor) for i, tensor in tensors.items()}

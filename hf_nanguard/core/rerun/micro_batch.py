@@ -108,6 +108,7 @@ class AccumulationGroup(Generic[Payload, Weight]):
     terms: list[tuple[int, Term]] = field(default_factory=list)  # each with the position of its micro-batch
     # other scalars to read at the end of the step, each with a function that is called with its value
     readings: list[tuple[Tensor, Callable[[float], None]]] = field(default_factory=list)
+    failure: str | None = None  # what failed in the guard while it was recorded: then it cannot be redone
 
     @property
     def losses(self) -> list[Tensor]:

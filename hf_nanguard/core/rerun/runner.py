@@ -86,7 +86,7 @@ class Runner(ABC, Generic[Payload, Weight]):
 
     def why_not(self, group: AccumulationGroup[Payload, Weight]) -> str | None:
         """Returns why the group cannot be redone, `None` if it can."""
-        return None
+        return group.failure
 
     def mean_loss(self, losses: list[float]) -> float:
         """Returns the loss of a step from those of its micro-batches, which the loop has weighed already."""
@@ -249,7 +249,8 @@ class Runner(ABC, Generic[Payload, Weight]):
         self.clear()
         self.buffers.restore()
         sync_buffers(self.model, True)
-        group.micro_batches[0].rng.restore()
+        for micro in group.micro_batches[:1]:  # none if the guard failed to record it
+            micro.rng.restore()
 
     def join(self, micro: MicroBatch[Payload]) -> None:
         """Takes part in the other ranks' gradient reduction with zeros."""
@@ -268,10 +269,9 @@ class LoopRunner(Runner[object, float]):
         self.loss_fn: Callable[[Any], Tensor] | None = None
 
     def begin_group(self, loss_fn: Callable[[Any], Tensor]) -> None:
-        """Prepares for the micro-batches of a step: no gradients are left of an earlier one, and buffers are kept."""
+        """Prepares for the micro-batches of a step: no gradients are left of an earlier one."""
         self.loss_fn = loss_fn
         self.clear()
-        self.buffers.keep()
 
     def _loss(self, payload: object) -> Tensor:
         if self.loss_fn is None:

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ...boundary import Boundary, GuardFailure
 from ...errors import ArgumentError, NonFiniteError
 from ...plain_text import show
 from ..autopsy.examiner import Examiner
@@ -120,7 +121,10 @@ class Guard:
         self.escalation = Escalation(self.policy.max_bad_steps)
         self.norms = SpikeDetector()
         self.counter = Counter()
-        self.journal = Journal(self.ranks, on_event, self.policy.bundle_text)
+        self.boundary = Boundary(self._report_failure, self.ranks)
+        self.journal = Journal(self.ranks, on_event, self.policy.bundle_text, self.boundary)
+        self.steps_done = 0
+        self.find_step: Callable[[], int] = lambda: self.steps_done
         self.loss_watch = LossWatch(self.journal, self.policy.acts and self.policy.on_spike == "rewind")
         examiner = Examiner(self.policy, self.journal, None if folder is None else Path(folder))
         self.redo = Redo(self.journal, self.counter, examiner)
@@ -135,14 +139,25 @@ class Guard:
             self.redo,
             self.monitor_set.find_accepted,
         )
-        if model is not None and self.runner is not None:
-            self.monitor_set.begin(build_monitors(self.policy, model, optimizer, self.journal))
         self.recovery = Recovery(self.policy, self.journal, self.escalation, lambda: self.is_suspect)
         self.group: AccumulationGroup = AccumulationGroup(None)
-        self.steps_done = 0
         self.has_begun = False  # whether the state before the first step of the run was checked
+        if model is not None and self.runner is not None:
+            self.boundary.call("monitors", self._build_monitors, model, optimizer)
         self.scheduler = scheduler
         self.max_grad_norm = max_grad_norm
+
+    def number_steps(self, find_step: Callable[[], int]) -> None:
+        """Asks somebody else for the number of the step under way; otherwise calls of [`Guard.step`] are counted."""
+        self.find_step = find_step
+
+    def _build_monitors(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+        self.monitor_set.begin(build_monitors(self.policy, model, optimizer, self.journal))
+
+    def _report_failure(self, failure: GuardFailure) -> None:
+        """Reports an error of the guard; the group under way is not redone, because it may not be recorded as it ran."""
+        self.group.failure = str(failure)
+        self.journal.write_failure(self.find_step(), failure)
 
     @property
     def replaying(self) -> bool:
@@ -188,14 +203,21 @@ class Guard:
         if failure is not None and (reason := self.recovery.resolve(failure, self.steps_done)) is not None:
             return self._end(StepOutcome(stepped=False, halt=reason))
         marks = self.policy.acts and self.ranks.size > 1  # alone, a non-finite loss is known without a mark
-        runner.begin_group(loss_fn)
-        self.monitor_set.begin_step(self.steps_done)
         group = self.begin_group(weight=1 / len(batches))
-        for index, batch in enumerate(batches):
-            micro = MicroBatch(index, batch, RngState.capture(runner.device_type))
-            with runner.unsynced() if index < len(batches) - 1 else nullcontext():
-                loss = runner.run(micro, group.weight, marks)
-            group.micro_batches.append(replace(micro, loss=loss))
+        runner.begin_group(loss_fn)
+        self.boundary.call("buffers", runner.buffers.keep)
+        self.monitor_set.begin_step(self.steps_done)
+        try:
+            for index, batch in enumerate(batches):
+                rng = self.boundary.call("random state", RngState.capture, runner.device_type)
+                micro = MicroBatch(index, batch, rng)
+                with runner.unsynced() if index < len(batches) - 1 else nullcontext():
+                    loss = runner.run(micro, group.weight, marks)
+                if rng is not None:
+                    group.micro_batches.append(replace(micro, loss=loss))
+        except BaseException:  # of the loss
+            self.monitor_set.close()
+            raise
         if marks:
             runner.mark_losses(group.losses)
         self.monitor_set.end_backward()
@@ -323,7 +345,7 @@ class Guard:
             `Tensor`: the same tensor, so that it can be watched in passing.
         """
         if not self.replaying and self.policy.mode != "off":
-            self.group.watch(name, tensor, bound)
+            self.boundary.call("watch", self.group.watch, name, tensor, bound)
         return tensor
 
     def term(self, name: str, value: Tensor, weight: float | Tensor = 1.0, on_nonfinite: str = "keep") -> Tensor:

@@ -52,6 +52,7 @@ class Containment:
         redo: Redo,
         find_accepted: Callable[[], Collection[str]] = tuple,
     ):
+        self.boundary = journal.boundary
         self.find_accepted = find_accepted  # returns the parameters that contained inf before the first update
         self.policy = policy
         self.ranks = journal.ranks
@@ -63,7 +64,12 @@ class Containment:
         self.before_streak: RngState | None = None  # the random state before the first of the bad steps in a row
 
     def contain(self, reading: StepReading, runner: Runner) -> StepOutcome:
-        """Contains a step whose norm, or on a single rank a loss, is not finite."""
+        """Contains a step whose norm, or on a single rank a loss, is not finite; if that fails on a rank, all skip it."""
+        return self.boundary.together(
+            "containment", lambda: self._contain(reading, runner), lambda why: self.skip_blindly(reading, runner, why)
+        )
+
+    def _contain(self, reading: StepReading, runner: Runner) -> StepOutcome:
         group = reading.group
         gradients = runner.named_gradients()
         rng_after = RngState.capture(runner.device_type)
@@ -100,7 +106,10 @@ class Containment:
         why_not = next((fact["why_not"] for fact in facts if fact["why_not"]), None)
         action = StepAction.REDO if known else reading.decision.action
         if action is StepAction.REDO and why_not is None:
-            return self.drop_bad(reading, runner)
+            result = self.boundary.together("redo", lambda: self.redo.run(reading, runner), lambda why: why)
+            if isinstance(result, RedoResult):
+                return self.drop_bad(reading, runner, result)
+            why_not = result
         if action is StepAction.REPAIR and finite:  # a non-finite loss leaves nothing usable in its gradients
             return self.repair(reading, runner)
         return self.skip_whole(reading, runner, reports, action, why_not)
@@ -144,6 +153,14 @@ class Containment:
         self.journal.write_shared(known or ([event] if reports else []))
         return self.skip(reading, runner, event.signal, message, halts)
 
+    def skip_blindly(self, reading: StepReading, runner: Runner, why: str) -> StepOutcome:
+        """Skips a step that is known to be bad after an error of the guard, on every rank."""
+        halts = reading.decision.action is StepAction.HALT
+        message = f"{reading.describe()}; the whole group was skipped because {why}"
+        event = reading.event(_skip_action(halts), message)
+        self.journal.write_once(event)
+        return self.skip(reading, runner, event.signal, message, halts)
+
     def halt_on_input(self, reading: StepReading, runner: Runner) -> StepOutcome:
         """Ends the run because of a batch that the policy does not accept."""
         blamed = reading.list_findings(BatchAction.HALT)
@@ -173,9 +190,8 @@ class Containment:
 
     # ---- without the bad micro-batches ----
 
-    def drop_bad(self, reading: StepReading, runner: Runner) -> StepOutcome:
-        """Redoes the step without its bad micro-batches; skips it if nothing is left."""
-        result = self.redo.run(reading, runner)
+    def drop_bad(self, reading: StepReading, runner: Runner, result: RedoResult) -> StepOutcome:
+        """Goes on with a step that was redone without its bad micro-batches; skips it if nothing is left."""
         blamed, outcome = result.blamed, result.outcome
         self.emit_redo(reading, runner, result)
         signal = blamed[0].signal if blamed else Signal.GRAD_NONFINITE
@@ -258,7 +274,7 @@ class Containment:
         group = reading.group
         runner.undo(group)
         if not self.escalation.bad_in_a_row:
-            self.before_streak = group.micro_batches[0].rng
+            self.before_streak = group.micro_batches[0].rng if group.micro_batches else None
         # A bad number may be one that the loss has drawn itself (a noise level, say). From the same random state it would
         # be drawn in every step, so from half of the allowed bad steps on the random state moves on.
         if reading.rng_after is not None and self.escalation.is_half_way:

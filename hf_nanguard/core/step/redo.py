@@ -23,6 +23,8 @@ from .bad_gradients import Census, judge
 from .counters import Counter
 from .step_reading import BadMicroBatch, StepOutcome, StepReading
 
+Explanation = tuple[BadMicroBatch | None, bool | None]
+
 
 @dataclass(frozen=True)
 class RedoResult:
@@ -42,6 +44,7 @@ class Redo:
 
     def __init__(self, journal: Journal, counter: Counter, examiner: Examiner):
         self.journal = journal
+        self.boundary = journal.boundary
         self.ranks = journal.ranks
         self.counter = counter
         self.examiner = examiner
@@ -67,7 +70,8 @@ class Redo:
         self.runner = runner
         rebuild_buckets(runner.model)
         try:
-            yield
+            with self.boundary.not_survivable(runner.lockstep and self.ranks.size > 1):
+                yield
         finally:
             self.runner = None
 
@@ -106,13 +110,16 @@ class Redo:
             outcome = self.run_good(reading, runner, good, num_good) if sum(num_good) else None
         return RedoResult(blamed, spared, reports, good, num_good, outcome)
 
-    def explain(self, reading: StepReading, runner: Runner) -> tuple[BadMicroBatch | None, bool | None]:
+    def explain(self, reading: StepReading, runner: Runner) -> Explanation:
         """Examines the first bad micro-batch of a group that is not redone. Every rank calls it.
 
         Returns:
             `tuple[BadMicroBatch | None, bool | None]`: the micro-batch, and whether this rank reports it; `None` if no rank
             knows more than what was read of the step as a whole.
         """
+        return self.boundary.together("redo", lambda: self._explain(reading, runner), lambda why: (None, None))
+
+    def _explain(self, reading: StepReading, runner: Runner) -> Explanation:
         why_not = self.ranks.gather(runner.why_not(reading.group))
         if any(why_not) or not any(self.ranks.gather(self.examiner.due)):
             return None, None
@@ -135,10 +142,10 @@ class Redo:
         bad = reading.bad_loss
         if bad is None or self.ranks.size > 1 or runner.why_not(reading.group) is not None:
             return None
+        micro = reading.group.micro_batches[bad[0]]
         with self._replay(runner), self._examine(), runner.undisturbed():
-            micro = reading.group.micro_batches[bad[0]]
             verdict = self.examiner.examine(runner, micro, reading.group.weight, reading.step)
-            return replace(BadMicroBatch.of_run(micro, bad[1], reading.census, reading.step), verdict=verdict)
+        return replace(BadMicroBatch.of_run(micro, bad[1], reading.census, reading.step), verdict=verdict)
 
     def repeats(self, group: AccumulationGroup, runner: Runner) -> bool:
         """Returns whether a held group is bad on any rank when it runs again, or cannot run again. Every rank calls it."""
@@ -248,7 +255,9 @@ class Redo:
         self, reading: StepReading, runner: Runner, good: list[MicroBatch], num_good: list[int]
     ) -> StepOutcome | None:
         """Runs the good micro-batches; returns `None` if their losses or gradients are not finite either."""
-        losses = runner.rerun(reading.group, good, runner.regroup(good, num_good))
+        weight = runner.regroup(good, num_good)
+        with self.boundary.not_survivable(self.ranks.size > 1):  # gradients are reduced inside
+            losses = runner.rerun(reading.group, good, weight)
         norm_dev = runner.measure()
         *values, norm = read_host([*losses, local(norm_dev)])
         if self.ranks.any(not all(map(math.isfinite, [*values, norm]))):

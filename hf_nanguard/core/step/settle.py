@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ...errors import NonFiniteError
 from ..event import Culprit, Event, Failure
 from ..finite import find_nonfinite, local, read_host, total_norm
 from ..journal import Journal
@@ -51,7 +52,10 @@ class Settlement:
         self.norms = norms
         self.loss_watch = loss_watch
         self.redo = redo
+        self.boundary = journal.boundary
         self.containment = Containment(policy, journal, counter, escalation, redo, find_accepted)
+        self.norm_dev: Tensor | None = None  # of the step that is being settled, once it is measured
+        self.reading: StepReading | None = None  # likewise, once it is read
         self.begin_run()
 
     def begin_run(self) -> None:
@@ -64,7 +68,35 @@ class Settlement:
         self, group: AccumulationGroup, runner: Runner, step: int, norm: Tensor | None, zero_is_news: bool
     ) -> StepOutcome:
         """Decides a step and carries the decision out, see [`Guard.settle`]."""
+        self.norm_dev = self.reading = None
+        given = (group, runner, step, norm, zero_is_news)
+        return self.boundary.call("settle", self._settle, *given, otherwise=self._settle_plainly)
+
+    def _settle_plainly(
+        self, group: AccumulationGroup, runner: Runner, step: int, norm: Tensor | None, zero_is_news: bool
+    ) -> StepOutcome:
+        """Decides a step by its norm alone after an error of the guard: one that is known to be bad is skipped."""
+        ranks, norm_dev = self.journal.ranks, self.norm_dev
+        if norm_dev is None:
+            norm_dev = runner.measure() if norm is None else same_on_all_ranks(norm)
+        [norm_host] = read_host([local(norm_dev)])
+        decision = decide([], norm_host, self.policy, self.norms)
+        reading = self.reading or StepReading(step, group, [], norm_host, norm_dev, decision, ranks.rank)
+        if reading.decision.signal not in NONFINITE:
+            return StepOutcome(norm=norm_dev)
+        why = "the guard failed before it was decided"
+        if runner.lockstep and ranks.size > 1:
+            raise NonFiniteError(f"The gradient norm is {norm_host} at step {step}, and {why} on rank {ranks.rank}.")
+        if not math.isfinite(norm_host):
+            ranks.fail()  # the others are about to contain the step
+        acts = reading.decision.action is not StepAction.STEP
+        return self.containment.skip_blindly(reading, runner, why) if acts else StepOutcome(norm=norm_dev)
+
+    def _settle(
+        self, group: AccumulationGroup, runner: Runner, step: int, norm: Tensor | None, zero_is_news: bool
+    ) -> StepOutcome:
         norm_dev = runner.measure() if norm is None else same_on_all_ranks(norm)
+        self.norm_dev = norm_dev
         *values, norm_host = read_host([*group.losses, *group.notes, local(norm_dev)])
         losses, watched = values[: len(group.losses)], group.take_notes(values[len(group.losses) :])
         if math.isinf(norm_host) and norm is None:
@@ -78,6 +110,7 @@ class Settlement:
             step, group, losses, norm_host, norm_dev, decision, self.journal.ranks.rank, norm is not None,
             learning_rate=runner.learning_rate,
         )  # fmt: skip
+        self.reading = reading
         emit_watched(self.journal, group, watched, step)
         if math.isfinite(norm_host):
             emit_bad_terms(self.journal, group, losses, step)
@@ -109,7 +142,7 @@ class Settlement:
             return self.containment.contain(reading, runner)
         if finite:
             self.counter.count_norm(reading.norm)
-        if finite and decision.action is not StepAction.SKIP:
+        if finite and decision.action is not StepAction.SKIP and reading.group.failure is None:
             self.loss_watch.observe(reading.step, runner.mean_loss(reading.losses), reading.norm)
             if self.loss_watch.holds_divergence and (diverged := self.loss_watch.take_divergence()) is not None:
                 return replace(self.containment.skip(reading, runner, None, diverged.reason), failure=diverged)
@@ -179,7 +212,7 @@ class Settlement:
         return Event(reading.step, Signal.GRAD_SPIKE, action, message, values=values, culprit=culprit)
 
     def _emit_bad_loss(self, reading: StepReading, runner: Runner | None = None) -> None:
-        blamed = None if runner is None else self.redo.examine_loss(reading, runner)
+        blamed = None if runner is None else self.boundary.call("redo", self.redo.examine_loss, reading, runner)
         message = f"{reading.describe()}; its gradients are finite"
         self.journal.write(reading.event(Action.OBSERVED, message, Signal.LOSS_NONFINITE, blamed=blamed))
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...boundary import Boundary
 from ...hf.compat.generation import PROCESSORS, Override, find_seams, read_processor_call
 from ...hf.compat.online_trainer import Completions, generate_batch, replaced_scoring
 from ...hf.generation.guard_generation import find_generator
@@ -71,7 +72,7 @@ def _recorded(trainer: Any, before: _Scores, after: _Scores, temperatures: list[
         processors = original(*args, **kwargs)
         return type(processors)([before, *processors, after])
 
-    override = None if seam is None else Override(generator, seam, add)
+    override = None if seam is None else Override(generator, seam, add, Boundary())
     try:
         yield
     finally:
@@ -92,7 +93,7 @@ def sample_completions(trainer: Any, rows: list[Any]) -> Sampled:
     short = sorted(rows, key=lambda row: len(str(row.get("prompt"))))
     with ExitStack() as stack:
         stack.enter_context(_recorded(trainer, before, after, temperatures))
-        stack.enter_context(replaced_scoring(trainer, score))
+        stack.enter_context(replaced_scoring(trainer, score, Boundary()))
         batch = generate_batch(trainer, short, MAX_TOKENS)
     ids, given = batch["completion_ids"], batch.get("sampling_per_token_logps")
     total = None

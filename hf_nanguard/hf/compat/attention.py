@@ -7,9 +7,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
+from ...boundary import Boundary, HostCall
+
 
 @contextmanager
-def observed_attention(observe: Callable[..., None]) -> Iterator[None]:
+def observed_attention(observe: Callable[..., None], boundary: Boundary) -> Iterator[None]:
     """Calls `observe(implementation, module, query, key, mask, options)` before every attention that a layer computes with a
     function of transformers' attention interface.
 
@@ -19,20 +21,19 @@ def observed_attention(observe: Callable[..., None]) -> Iterator[None]:
     original = AttentionInterface.get_interface
 
     def get_interface(
-        self: AttentionInterface, attn_implementation: str, default: Callable[..., object]
+        host: HostCall, interface: AttentionInterface, implementation: str, default: Callable[..., object]
     ) -> Callable[..., object]:
-        function = original(self, attn_implementation, default)
-
-        def call(
-            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object, *args: object,
-            **kwargs: object,
+        def attend(
+            host: HostCall, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object,
+            *args: object, **kwargs: object,
         ) -> object:  # fmt: skip
-            observe(attn_implementation, module, query, key, attention_mask, kwargs)
-            return function(module, query, key, value, attention_mask, *args, **kwargs)
+            observe(implementation, module, query, key, attention_mask, kwargs)
+            return host(module, query, key, value, attention_mask, *args, **kwargs)
 
-        return call
+        return boundary.overriding("attention hooks", attend, host(interface, implementation, default))
 
-    AttentionInterface.get_interface = get_interface  # type: ignore[method-assign]
+    wrapped = boundary.overriding("attention hooks", get_interface, original)
+    AttentionInterface.get_interface = wrapped  # type: ignore[method-assign]
     try:
         yield
     finally:

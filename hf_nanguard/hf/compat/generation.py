@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 
+from ...boundary import Boundary
+
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingManager
     from transformers.generation.continuous_batching.requests import FutureRequestState
@@ -27,8 +29,9 @@ class Override:
     A copy or a pickle of the model that is made meanwhile gets the model's own method. Can go together with `find_seams`.
     """
 
-    def __init__(self, model: nn.Module, name: str, function: Callable[..., object]):
+    def __init__(self, model: nn.Module, name: str, function: Callable[..., object], boundary: Boundary):
         self.model = model
+        self.boundary = boundary
         self.name = name
         self.function = function
         self.original = getattr(model, name)
@@ -36,7 +39,7 @@ class Override:
         vars(model)[name] = self
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        return self.function(self.original, *args, **kwargs)
+        return self.boundary.around("generation", self.function, self.original, *args, **kwargs)
 
     def __reduce__(self) -> tuple:
         return (getattr, (self.model, self.name)) if self.before is None else (copy.copy, (self.before,))

@@ -3,6 +3,7 @@ sampler stay those of the user, for whoever asks the trainer or the dataloader f
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -11,11 +12,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
+from ...boundary import Boundary
 from .accelerate import replaced_method
 
 
 class LoaderObserver(Protocol):
-    """What is done with the batches of a pass."""
+    """What is done with the batches of a pass, behind its boundary."""
+
+    boundary: Boundary
 
     def begin_pass(self) -> list[Any] | None:
         """Returns the list to which what the batch sampler yields is appended, `None` if it is not recorded."""
@@ -25,6 +29,9 @@ class LoaderObserver(Protocol):
 
     def receive(self, data: Any) -> Any:
         """Returns the batch, given what was collated, in the order in which the trainer gets them."""
+
+    def receive_unseen(self, data: Any) -> Any:
+        """Returns the batch alone, after an error in [`LoaderObserver.receive`]."""
 
 
 class ObservedSampler:
@@ -36,8 +43,9 @@ class ObservedSampler:
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._sampler)  # now, because a sampler may draw random numbers here
-        record = self._observer.begin_pass()
-        return batches if record is None else ObservedIndices(batches, record)
+        boundary = self._observer.boundary
+        record = boundary.call("batches", self._observer.begin_pass)
+        return batches if record is None else ObservedIndices(batches, record, boundary)
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -49,24 +57,30 @@ class ObservedSampler:
 class ObservedIndices:
     """An iterator over the indices of batches that records them; anything else is the original iterator's own."""
 
-    def __init__(self, batches: Iterator[Any], record: list[Any]):
+    def __init__(self, batches: Iterator[Any], record: list[Any], boundary: Boundary):
         self._batches = batches
         self._record = record
+        self._boundary = boundary
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
         batch = next(self._batches)
-        if isinstance(batch, (Tensor, np.ndarray)):
-            rows = batch.tolist()
-        else:
-            rows = list(batch) if isinstance(batch, Iterable) else None
+        batch = list(batch) if isinstance(batch, Iterator) else batch  # which can be read once
+        rows = self._boundary.call("dataset rows", list_rows, batch)
         self._record.append(rows)
-        return rows if isinstance(batch, Iterator) else batch  # an iterator can be read once
+        return batch
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
+
+
+def list_rows(batch: Any) -> list[Any] | None:
+    """Returns the rows that a batch sampler yields for a batch, `None` if it yields something else."""
+    if isinstance(batch, (Tensor, np.ndarray)):
+        return batch.tolist()
+    return list(batch) if isinstance(batch, Iterable) else None
 
 
 @contextmanager
@@ -95,7 +109,9 @@ def observed_batches(dataloader: Any, observer: LoaderObserver, is_resumed: bool
 
     def observe(loader: Any) -> Any:
         inner = vars(loader).get("base_dataloader", loader)
-        stack.enter_context(replaced_method(inner, "_get_iterator", lambda make: lambda: make_iterator(inner, make)))
+        override = partial(make_iterator, inner)
+        wrap = partial(observer.boundary.overriding, "batches", override)
+        stack.enter_context(replaced_method(inner, "_get_iterator", wrap))
         return loader
 
     def make_iterator(inner: Any, make: Callable[[], Any]) -> Any:
@@ -114,7 +130,8 @@ def observed_batches(dataloader: Any, observer: LoaderObserver, is_resumed: bool
         observe(dataloader)
         if is_resumed:
             host = import_module(Trainer.__module__)
-            wrap = lambda skip: lambda *args, **kwargs: observe(skip(*args, **kwargs))  # noqa: E731
+            skip = lambda skip, *args, **kwargs: observe(skip(*args, **kwargs))  # noqa: E731
+            wrap = partial(observer.boundary.overriding, "batches", skip)
             stack.enter_context(replaced_method(host, "skip_first_batches", wrap))
         yield True
 
@@ -123,6 +140,11 @@ def _received(iterator: Any, observer: LoaderObserver) -> Any:
     """Makes the observer receive what an iterator yields. Its class is swapped: an attribute of the iterator that refers to
     it would keep worker processes alive after its last use."""
     original = type(iterator)
-    body = {"_next_data": lambda self: observer.receive(original._next_data(self)), "__module__": original.__module__}
+
+    def receive_next(iterator: Any) -> Any:
+        data = original._next_data(iterator)
+        return observer.boundary.call("batches", observer.receive, data, otherwise=observer.receive_unseen)
+
+    body = {"_next_data": receive_next, "__module__": original.__module__}
     iterator.__class__ = type(original.__name__, (original,), body)
     return iterator

@@ -3,13 +3,13 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ...boundary import Boundary
 from .trainer_protocol import HostTrainer
 
 Completions = dict[str, Any]
@@ -71,7 +71,7 @@ def find_own_scoring(trainer: HostTrainer) -> str | None:
 
 
 @contextmanager
-def replaced_scoring(trainer: HostTrainer, score: Callable[..., Tensor]) -> Iterator[None]:
+def replaced_scoring(trainer: HostTrainer, score: Callable[..., Tensor], boundary: Boundary) -> Iterator[None]:
     """Makes a TRL trainer call `score(calculate, ...)` in place of its `_calculate_rewards`, which is passed as `calculate`
     even if a subclass has overridden it.
 
@@ -81,7 +81,7 @@ def replaced_scoring(trainer: HostTrainer, score: Callable[..., Tensor]) -> Iter
     if calculate is None:  # e.g. distillation, which does not score completions
         yield
         return
-    vars(trainer)[SCORING] = partial(score, calculate)
+    vars(trainer)[SCORING] = boundary.overriding("rewards", score, calculate)
     try:
         yield
     finally:

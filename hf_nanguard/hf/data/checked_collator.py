@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...boundary import Boundary, GuardFailure
 from ...core.rerun.micro_batch import BatchAction, Finding
 from ...core.rerun.nested_inputs import quote_name
 from ...core.vocabulary import Cause, Signal
-from ...plain_text import quote_error
 from .batch_limits import IGNORED_LABEL, Limits
 from .learning_signal import NoSignal, find_no_signal
 from .numpy_view import is_viewable, view
@@ -61,14 +61,14 @@ class BatchCheck:
     def __call__(self, batch: object, examples: Sized | None = None) -> tuple[object, BatchNote]:
         """Returns the batch, or a copy that is safe to run, and what was found. Samples are removed only from a batch whose
         `examples` are given, because its items are counted after that."""
+        failures: list[GuardFailure] = []  # of a worker process, perhaps, so they travel with the batch
+        unchecked = lambda *_: (batch, BatchNote(failure=str(failures[0])))  # noqa: E731
+        return Boundary(failures.append).call("the check", self._check, batch, examples, otherwise=unchecked)
+
+    def _check(self, batch: object, examples: Sized | None) -> tuple[object, BatchNote]:
         if not isinstance(batch, MutableMapping):
             return batch, BatchNote()
-        try:
-            return self._check(batch, None if examples is None else len(examples))
-        except Exception as error:  # a batch may contain anything; the run must go on as it would without the check
-            return batch, BatchNote(failure=quote_error(error))
-
-    def _check(self, batch: Batch, num_samples: int | None) -> tuple[Batch, BatchNote]:
+        num_samples = None if examples is None else len(examples)
         checked = copy(batch)  # the collator may keep its batch
         masked = find_masked(batch, self.limits)
         findings = check_batch(checked, self.limits, self.verdict)

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from ...boundary import Boundary
 from ..compat.observed_loader import observed_batches
 from ..compat.prepared_dataset import PreparedRows
 from .checked_collator import BatchCheck, BatchNote, CheckedCollator, NotedBatch
@@ -25,7 +26,8 @@ ROWS = "nanguard_rows"
 class BatchRecord:
     """The rows and the notes of every batch of the current epoch, on this rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, boundary: Boundary) -> None:
+        self.boundary = boundary
         self.batches: list[list[Any] | None] = []
         self.notes: list[BatchNote] = []
         self.position = 0
@@ -81,6 +83,10 @@ class BatchRecord:
         batch, note = data if isinstance(data, NotedBatch) else (data, BatchNote())
         self.notes.append(note)
         return batch
+
+    def receive_unseen(self, data: Any) -> Any:
+        self.notes.append(BatchNote())
+        return data.batch if isinstance(data, NotedBatch) else data
 
     # ---- as the trainer gets the batches ----
 

@@ -15,6 +15,7 @@ from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 
+from ...boundary import Boundary
 from ...errors import ArgumentError
 from ..compat import generation as compat
 from .logits_processors import MODES, NumericalStabilityLogitsProcessor
@@ -68,7 +69,13 @@ class GenerationGuard:
     The guards are copies of `processor`; `watch` gets a record of every generation.
     """
 
-    def __init__(self, model: PreTrainedModel, watch: GenerationWatch, processor: NumericalStabilityLogitsProcessor):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        watch: GenerationWatch,
+        processor: NumericalStabilityLogitsProcessor,
+        boundary: Boundary,
+    ):
         self.model = model
         self.watch = watch
         self.processor = processor
@@ -81,7 +88,7 @@ class GenerationGuard:
             compat.BATCH: self.note_requests,
         }
         seams = compat.find_seams(model)
-        self.overrides = [compat.Override(model, name, functions[what]) for what, name in seams.items()]
+        self.overrides = [compat.Override(model, name, functions[what], boundary) for what, name in seams.items()]
 
     def close(self) -> None:
         for override in reversed(self.overrides):
@@ -203,6 +210,15 @@ def guard_generation(
         ...     completions = model.generate(**inputs, do_sample=True)[:, inputs["input_ids"].shape[1] :]
         >>> bad = watch.find_nonfinite([len(completion) for completion in completions])
     """
+    with guarded_sampling(model, mode, clip_value, min_prob, verbose, Boundary()) as watch:
+        yield watch
+
+
+@contextmanager
+def guarded_sampling(
+    model: nn.Module, mode: str, clip_value: float, min_prob: float, verbose: bool, boundary: Boundary
+) -> Iterator[GenerationWatch]:
+    """Does what [`guard_generation`] does; errors of the guard go to a boundary."""
     if mode not in MODES:
         raise ArgumentError(f"mode must be one of {', '.join(map(repr, MODES))}, got {mode!r}. Use 'off' for no guard.")
     watch = GenerationWatch(verbose)
@@ -215,5 +231,6 @@ def guard_generation(
         raise ArgumentError(
             f"model must be one that can generate, got {type(model).__name__}. Give a causal or seq2seq LM."
         )
-    with closing(GenerationGuard(generator, watch, processor)):
+    processor.report_to(boundary)
+    with closing(GenerationGuard(generator, watch, processor, boundary)):
         yield watch

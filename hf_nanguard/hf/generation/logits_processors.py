@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
+from ...boundary import Boundary
 from ...core.logits import RowMaxima, Tally, bound_scores, can_read_in_place, repair_scores
 from ...core.settings import SETTINGS
 from ...errors import ArgumentError
@@ -95,6 +96,7 @@ class NumericalStabilityLogitsProcessor(LogitsProcessor):
         self.tally = Tally()
         self.listeners: list[Listener] = []
         self.placed = False
+        self._boundary = Boundary()
         self.log_ends = iter(("", "", " Later ones are counted only."))  # of the occurrences that are logged
 
     def place(self, end_id: int, mode: str, rest: float = -math.inf) -> "NumericalStabilityLogitsProcessor":
@@ -118,7 +120,18 @@ class NumericalStabilityLogitsProcessor(LogitsProcessor):
         """Stops notifying a listener."""
         self.listeners = [other for other in self.listeners if other != listener]
 
+    def report_to(self, boundary: Boundary) -> None:
+        """Reports errors of the processor there, also those of the copies that are made from now on."""
+        self._boundary = boundary
+
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return self.safely(self._process, input_ids, scores, otherwise=lambda input_ids, scores: scores)
+
+    def safely(self, process: Callable[..., Tensor], *args: Tensor, otherwise: Callable[..., Tensor]) -> Tensor:
+        """Returns processed scores; those given if that fails."""
+        return self._boundary.call("scores", process, *args, otherwise=otherwise)
+
+    def _process(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         length = input_ids.shape[-1] if input_ids.ndim > 1 else 0
         fixed, maxima = repair_scores(scores, self.end_id, rest=self.rest)
         for listener in self.listeners:

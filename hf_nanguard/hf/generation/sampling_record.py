@@ -154,6 +154,9 @@ class RequestGuard:
         return torch.tensor(slots + [0] * (self.longest - len(slots)), dtype=torch.int32)
 
     def __call__(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
+        return self.processor.safely(self._process, scores, tensor_arg, otherwise=lambda scores, tensor_arg: scores)
+
+    def _process(self, scores: Tensor, tensor_arg: Tensor) -> Tensor:
         # On a device nothing else uses the scores, and the host has left little memory: no copy.
         fixed, maxima = repair_scores(scores, self.processor.end_id, in_place=not can_read_in_place(scores))
         if maxima is not None:

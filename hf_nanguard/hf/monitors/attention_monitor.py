@@ -66,7 +66,7 @@ class AttentionMonitor(Monitor):
     def begin_step(self, step: int) -> None:
         self.close()
         if self.is_due(step):
-            self.probe = AttentionProbe(self.model, self.ranks.device)
+            self.probe = AttentionProbe(self.model, self.ranks.device, self.journal.boundary)
 
     def end_backward(self, step: int) -> None:
         if self.probe is not None:
@@ -96,6 +96,10 @@ class AttentionMonitor(Monitor):
             finding = detector.observe(balance if kind == "router_balance" else found[kind])
             if finding is not None:
                 self._emit_collapse(step, kind, finding, found)
+
+    def fail_exchange(self, stage: str, step: int) -> None:
+        if stage == "after_update" and self.is_due(step):
+            raise RuntimeError("The attention monitor failed on one rank, and the others wait for its measurements.")
 
     def close(self) -> None:
         if self.probe is not None:

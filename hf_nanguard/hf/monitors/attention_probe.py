@@ -6,12 +6,14 @@ checkpointing. A layer that is used several times in a forward is measured at it
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ...boundary import Boundary
 from ...core.monitors.base import Hook
 from ...core.monitors.module_outputs import Head, apply_head, has_whole_weights
 from ...core.monitors.softmax_collapse import (
@@ -51,7 +53,7 @@ def find_head(model: nn.Module) -> Head | None:
 class AttentionProbe:
     """Hooks that measure one step of a model without DDP wrapper, and the measurements in one buffer on the device."""
 
-    def __init__(self, model: nn.Module, device: torch.device):
+    def __init__(self, model: nn.Module, device: torch.device, boundary: Boundary):
         named = list(model.named_modules())
         self.columns: list[tuple[str, str, int]] = []  # module, noun and sign of each value in the buffer
         # An attention layer has children, its projections. Which modules with children compute attention is known only
@@ -72,16 +74,17 @@ class AttentionProbe:
         self.hidden: set[str] = set()  # implementations whose masks are not accessible
         self.sharded_head = False
         self._hooks = ExitStack()
-        hooks = [model.register_forward_pre_hook(Hook(self._see_inputs), with_kwargs=True)]
+        safe = partial(boundary.wrapped, "attention hooks")
+        hooks = [model.register_forward_pre_hook(Hook(safe(self._see_inputs)), with_kwargs=True)]
         hooks += [
-            router.register_forward_hook(Hook(self._see_router(start, place))) for start, router, place in routers
+            router.register_forward_hook(Hook(safe(self._see_router(start, place)))) for start, router, place in routers
         ]
         if self.head is not None:
-            hooks.append(self.head.module.register_forward_hook(Hook(self._see_head)))
-            hooks.append(self.head.backbone.register_forward_hook(Hook(self._see_backbone)))
+            hooks.append(self.head.module.register_forward_hook(Hook(safe(self._see_head))))
+            hooks.append(self.head.backbone.register_forward_hook(Hook(safe(self._see_backbone))))
         for hook in hooks:
             self._hooks.callback(hook.remove)
-        self._hooks.enter_context(observed_attention(self._see_attention))
+        self._hooks.enter_context(observed_attention(self._see_attention, boundary))
 
     def _reserve(self, module: str, nouns: dict[str, int]) -> int:
         """Reserves a place in the buffer for the measurements of a module; returns where it begins."""

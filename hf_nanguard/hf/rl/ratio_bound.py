@@ -54,6 +54,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ...boundary import Boundary, HostCall
 from ..compat.online_trainer import OLD, OLD_SUM, REFERENCE, Completions, is_policy_loss
 from ..compat.trainer import completion_mask
 from ..data.dataset_rows import ROWS
@@ -105,6 +106,7 @@ class _Bounding(TorchFunctionMode):
     reference: Tensor | None
     inactive: Tensor
     overflow: RatioOverflow | None
+    boundary: Boundary
     rows: Tensor | None
     log_ratio: Tensor | None = None  # as TRL computed it, and its bounded exponential
     ratio: Tensor | None = None
@@ -115,13 +117,19 @@ class _Bounding(TorchFunctionMode):
         self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict | None = None
     ) -> object:
         kwargs = kwargs or {}
-        by_loss = func in WATCHED and len(args) > 0 and is_policy_loss(sys._getframe(1))
-        if by_loss and func in EXPONENTIALS and args[0] is not self.bounded_gap:
-            return self.exponentiate(func, *args, **kwargs)
-        result = func(*args, **kwargs)
-        if by_loss and func in DIFFERENCES and args[0] is self.reference:
+        if func in WATCHED and len(args) > 0 and is_policy_loss(sys._getframe(1)):
+            return self.boundary.around("ratio bound", self.apply, func, *args, **kwargs)
+        return func(*args, **kwargs)
+
+    def apply(self, call: HostCall, *args: Any, **kwargs: Any) -> object:
+        """Returns the result of a call that TRL's loss makes, bounded if it is one of those that can overflow."""
+        func = call.method
+        if func in EXPONENTIALS and args[0] is not self.bounded_gap:
+            return self.exponentiate(call, *args, **kwargs)
+        result = call(*args, **kwargs)
+        if func in DIFFERENCES and args[0] is self.reference:
             return self.bound_gap(result)
-        if by_loss and func in PRODUCTS and self.gap is not None and args[-1] is self.ratio:
+        if func in PRODUCTS and self.gap is not None and args[-1] is self.ratio:
             # the KL times the ratio gets no gradient where one of them was above its bound
             cut = (self.gap > self.bound) | (self.log_ratio > self.bound)  # type: ignore[operator]
             return _Changed.apply(result, lambda x: x.view_as(x), lambda _: cut)
@@ -163,8 +171,9 @@ class RatioBound:
     ```
     """
 
-    def __init__(self, bound: float, overflow: RatioOverflow):
+    def __init__(self, bound: float, overflow: RatioOverflow, boundary: Boundary):
         self.bound = bound
+        self.boundary = boundary
         self.overflow = overflow
         self._pending: tuple[Completions, RatioOverflow | None, ExitStack] | None = None  # a loss without log-probs yet
 
@@ -201,5 +210,8 @@ class RatioBound:
                 inputs[name] = _select(inputs[name], inactive)
         log_probs, entropies, *others = result
         selected = _select(log_probs, inactive), _select(entropies, inactive), *others
-        stack.enter_context(_Bounding(self.bound, inputs.get(REFERENCE), inactive, overflow, inputs.get(ROWS)))
+        bounding = _Bounding(
+            self.bound, inputs.get(REFERENCE), inactive, overflow, self.boundary, inputs.get(ROWS)
+        )  # fmt: skip
+        stack.enter_context(bounding)
         return selected

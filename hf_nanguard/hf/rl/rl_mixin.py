@@ -3,11 +3,13 @@
 import logging
 from contextlib import nullcontext
 from copy import copy
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 from transformers import TrainingArguments
 
+from ...boundary import Boundary
 from ...core.rerun.micro_batch import AccumulationGroup
 from ...core.step.guard import Guard
 from ..compat.online_trainer import OnlineTrainer, find_own_scoring, replaced_scoring
@@ -16,6 +18,7 @@ from ..data.learning_signal import StepSignal
 from ..trainer.arguments import GuardArguments, find_guard_arguments
 from ..trainer.guarded_class import entered_once, takes_also
 from ..trainer.mixin import SETTINGS, GuardedTrainerMixin
+from ..trainer.trainer_guard import TrainerGuard
 from .ratio_bound import RatioBound
 from .ratio_overflow import RatioOverflow
 from .rollout import Rollout
@@ -32,7 +35,7 @@ class OnlineGuard:
         self.rollout = Rollout(trainer, guard)
         self.overflow = RatioOverflow(guard.journal)
         bound = guard.policy.ratio_bound if guard.policy.acts else None
-        self.ratio = None if bound is None else RatioBound(bound, self.overflow)
+        self.ratio = None if bound is None else RatioBound(bound, self.overflow, guard.boundary)
 
     def add_readings(self, group: AccumulationGroup) -> None:
         """Has the counts of bounded log-ratios read with the step."""
@@ -57,13 +60,17 @@ class ReinforcementMixin(GuardedTrainerMixin):
 
     @takes_also(SETTINGS)
     def __init__(self, *args: Any, guard: GuardArguments | None = None, **kwargs: Any):
-        args = tuple(raise_temperature(arg, guard) for arg in args)
-        kwargs = {name: raise_temperature(value, guard) for name, value in kwargs.items()}
+        raised = partial(Boundary().call, "temperature", raise_temperature, otherwise=lambda value, guard: value)
+        args = tuple(raised(value, guard) for value in args)
+        kwargs = {name: raised(value, guard) for name, value in kwargs.items()}
         super().__init__(*args, guard=guard, **kwargs)
 
     def begin_guarding(self, guard: GuardArguments | None) -> None:
         super().begin_guarding(guard)
-        trainer_guard = self.nanguard
+        if self.nanguard is not None:
+            self.nanguard.boundary.call("online data", self._begin_online, self.nanguard)
+
+    def _begin_online(self, trainer_guard: TrainerGuard) -> None:
         trainer_guard.use_online(OnlineGuard(cast(OnlineTrainer, self), trainer_guard.guard))
         lowest = trainer_guard.policy.min_temperature
         temperature = getattr(self.args, "temperature", lowest)
@@ -83,34 +90,35 @@ class ReinforcementMixin(GuardedTrainerMixin):
         return self.nanguard.online
 
     @entered_once
-    def _generate_single_turn(self, prompt_ids, *args, **kwargs):
+    def _generate_single_turn(self, host, prompt_ids, *args, **kwargs):
         rollout = self._online.rollout
         with rollout.generating() as watch:
-            result = super()._generate_single_turn(prompt_ids, *args, **kwargs)  # type: ignore[misc] # of TRL
+            result = host(prompt_ids, *args, **kwargs)
         rollout.note(watch, prompt_ids, result[0] if isinstance(result, tuple) else result)
         return result
 
     @entered_once
-    def _compute_loss(self, model, inputs, *args, **kwargs):
+    def _compute_loss(self, host, model, inputs, *args, **kwargs):
         ratio = self._online.ratio
         counted = model.training and self.nanguard.watches and not self.nanguard.replaying
         with nullcontext(inputs) if ratio is None else ratio.around_loss(inputs, counted) as given:
-            return super()._compute_loss(model, given, *args, **kwargs)  # type: ignore[misc]
+            return host(model, given, *args, **kwargs)
 
     @entered_once
-    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        result = super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
+    def _get_per_token_logps_and_entropies(self, host, *args, **kwargs):
+        result = host(*args, **kwargs)
         ratio = self._online.ratio
         return result if ratio is None else ratio.on_log_probs(result)
 
     @entered_once
-    def _generate_and_score_completions(self, inputs):
+    def _generate_and_score_completions(self, host, inputs):
         guard, online = self.nanguard, self._online
-        rollout, rows = online.rollout, guard.recorder.current_rows()
-        rollout.begin(len(inputs), rows, find_own_scoring(online.trainer))
+        rollout, call = online.rollout, guard.boundary.call  # each apart: every rank must come to `finish`
+        rows = call("completions", guard.recorder.current_rows)
+        call("completions", lambda: rollout.begin(len(inputs), rows, find_own_scoring(online.trainer)))
         # Not by overriding it here: a subclass of this class may override it too.
-        with replaced_scoring(online.trainer, rollout.score) if guard.on else nullcontext():
-            output = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        with replaced_scoring(online.trainer, rollout.score, guard.boundary) if guard.on else nullcontext():
+            output = host(inputs)
         if rows is not None and len(rows) == len(inputs):
             output[ROWS] = torch.tensor(rows)
         if guard.on:

@@ -28,7 +28,7 @@ from ..compat.online_trainer import (
 )
 from ..compat.trainer import logged_advantages, metric_lists
 from ..data.learning_signal import NoSignal, StepSignal
-from ..generation.guard_generation import guard_generation
+from ..generation.guard_generation import guarded_sampling
 from ..generation.sampling_record import GenerationWatch
 from .reward_check import MAX_KEPT, BadReward
 from .reward_values import MAX_ADVANTAGE, holds_bad_reward, mark_unscorable, zero_bad_advantages
@@ -48,7 +48,7 @@ class Rollout:
     def __init__(self, trainer: OnlineTrainer, guard: Guard):
         self.trainer = trainer
         self.policy, self.journal, self.ranks = guard.policy, guard.journal, guard.ranks
-        self.counter = guard.counter
+        self.counter, self.boundary = guard.counter, guard.boundary
         self.num_affected = 0  # generations in a row with an unusable completion
         self.num_mostly_unusable = 0  # generations in a row most of which was unusable
         self.unscored_since: int | None = None  # the first of the steps in a row whose completions all had no score
@@ -76,7 +76,7 @@ class Rollout:
             return nullcontext()
         verbose = Signal.LOGITS_NONFINITE not in self.journal.written
         bounds = policy.logits_clip_value, policy.logits_min_prob
-        return guard_generation(self.trainer.model, policy.logits_mode, *bounds, verbose)
+        return guarded_sampling(self.trainer.model, policy.logits_mode, *bounds, verbose, self.boundary)
 
     def note(self, watch: GenerationWatch | None, prompt_ids: list[list[int]], completion_ids: list[list[int]]) -> None:
         """Notes which completions are unusable, in any turn of a conversation; all of them if that is not clear."""
@@ -121,7 +121,8 @@ class Rollout:
     ) -> Tensor:
         """Runs the host's `_calculate_rewards`; completions with a bad reward become unscorable, on every rank alike."""
         acts, halts = self.policy.acts, self.policy.on_bad_reward == "halt"
-        with checked_rewards(self.trainer, self.unusable if acts else (), prompts, completions, acts) as check:
+        unusable = self.unusable if acts else ()
+        with checked_rewards(self.trainer, unusable, prompts, completions, acts, self.boundary) as check:
             rewards = calculate(inputs, prompts, completions, *args, **kwargs)
         action = (Action.HALTED if halts else Action.DROPPED) if acts else Action.OBSERVED
         found = check.bad or self._find_own_infinities(rewards, len(prompts))
@@ -153,8 +154,21 @@ class Rollout:
         must call it."""
         if not self.policy.acts:
             for event in self.events:
-                self.journal.write(event)
+                self.boundary.call("completions", self.journal.write, event)
             return None
+        self.boundary.call("completions", self._leave_out, output)
+        if not self.ranks.any(bool(self.events or self.unusable or self.bad_reward)):
+            self.num_affected = self.num_mostly_unusable = 0
+            self.unscored_since = None
+            return None
+        return self.boundary.together("escalation", self._conclude, lambda why: None)
+
+    def _conclude(self) -> str | None:
+        self.journal.write_shared(self.events)
+        return self._escalate()
+
+    def _leave_out(self, output: Completions) -> None:
+        """Leaves out of the loss what this rank knows to be bad."""
         if self.unusable:
             output["completion_mask"] = output["completion_mask"].clone()
             output["completion_mask"][sorted(self.unusable)] = 0
@@ -175,12 +189,6 @@ class Rollout:
             self._add_event(Signal.ADVANTAGE_NONFINITE, Action.REPAIRED, message, culprit=self._blame(zeroed, "reward"))
         equal = metric_lists(self.trainer).get("frac_reward_zero_std")
         self.note_rewards(equal[-1] == 1.0 if equal else None)
-        if not self.ranks.any(bool(self.events or self.unusable or self.bad_reward)):
-            self.num_affected = self.num_mostly_unusable = 0
-            self.unscored_since = None
-            return None
-        self.journal.write_shared(self.events)
-        return self._escalate()
 
     def _replace_unusable(self, output: Completions) -> None:
         """Gives unusable completions the tokens and images of a usable one. A model that cannot sample for a prompt cannot

@@ -7,7 +7,7 @@ wraps=trainer.training_step)` is how one observes a trainer in a test. If the tr
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -105,25 +105,30 @@ class Override:
 
 
 def entered_once(method: Callable[..., Any]) -> Any:
-    """Makes an [`Override`] that goes on to the host's own method if the one that replaced it has come back to us."""
+    """Makes an [`Override`] of `method(trainer, host, ...)`, which calls the host's method as `host`, behind the boundary. It
+    goes on to the host's own method if the one that replaced it has come back to us."""
     name = method.__name__
 
     @wraps(method)
     def call(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(type(trainer), "nanguard"):  # somebody has kept the method since before `detach`
             return getattr(type(trainer), name)(trainer, *args, **kwargs)
-        host: HostMethods = trainer.nanguard.host
-        if name not in host.entered:
-            host.entered.add(name)
-            try:
-                return method(trainer, *args, **kwargs)
-            finally:
-                host.entered.discard(name)
-        if host.is_replaced(name):
+        guard, below = trainer.nanguard, getattr(super(override.mixin, trainer), name)
+        if guard is None:  # it could not be built
+            return below(*args, **kwargs)
+        host: HostMethods = guard.host
+        is_first = name not in host.entered
+        if not is_first and host.is_replaced(name):
             return host.call(trainer, name, *args, **kwargs)
-        return method(trainer, *args, **kwargs)
+        host.entered.add(name)
+        try:
+            return guard.boundary.around(name, partial(method, trainer), below, *args, **kwargs)
+        finally:
+            if is_first:
+                host.entered.discard(name)
 
-    return Override(call)
+    override = Override(call)
+    return override
 
 
 def takes_also(*added: inspect.Parameter) -> Callable[[Callable[..., Any]], Any]:

@@ -63,8 +63,12 @@ class Halting:
         advice = self._save_good(model) + self._find_earlier()
         if advice:
             logger.error("hf_nanguard: %s", advice.strip())
+        self.stop(model, message + advice)
+
+    def stop(self, model: nn.Module, message: str) -> None:
+        """Ends the run as it is."""
         if self.guard.policy.on_halt == "raise":
-            raise NonFiniteError(message + advice)
+            raise NonFiniteError(show(message, self.guard.policy.bundle_text))
         self.trainer.control.should_training_stop = True
 
     @property

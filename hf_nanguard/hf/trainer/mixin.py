@@ -1,4 +1,5 @@
-"""The mixin that guards any Trainer. Each override calls the host once and hands over to the trainer's guard.
+"""The mixin that guards any Trainer. Each override gets the host's method as `host`, calls it once and hands over to the
+trainer's guard. All of them run behind the boundary of `entered_once`: an error of the guard leaves what the host does.
 
 One `train()`, in the order in which transformers calls us (`guard` is `self.nanguard`, a `TrainerGuard`):
 
@@ -29,7 +30,7 @@ A micro-batch that runs again (redo, autopsy) comes through `training_step` too,
 
 import logging
 import math
-from functools import cached_property
+from functools import cached_property, partial
 from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -37,6 +38,7 @@ from typing import TYPE_CHECKING, Any, cast
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
 
+from ...boundary import Boundary, HostCall
 from ..compat.own_loss import is_library_code
 from ..compat.trainer_protocol import HostTrainer
 from .arguments import GuardArguments, find_guard_arguments
@@ -103,40 +105,45 @@ class GuardedTrainerMixin(Stealth, _Host):
     def begin_guarding(self, guard: GuardArguments | None) -> None:
         """Sets up the guard on a trainer that is already built."""
         self.given_guard = guard
-        host = HostMethods(self, GuardedTrainerMixin)
         before: TrainerGuard | None = vars(self).get("nanguard")
-        self.nanguard = TrainerGuard(cast(HostTrainer, self), find_guard_arguments(guard, self.args), host)
-        if before is not None:
+        self.nanguard = Boundary().call("the guard", self._build_guard, guard, max_failures=1)
+        if before is not None and self.nanguard is not None:
             before.hand_over(self.nanguard)
+
+    def _build_guard(self, guard: GuardArguments | None) -> TrainerGuard:
+        host = HostMethods(self, GuardedTrainerMixin)
+        return TrainerGuard(cast(HostTrainer, self), find_guard_arguments(guard, self.args), host)
 
     def __reduce_ex__(self, protocol):
         return reduce_guarded(type(self), super().__reduce_ex__(protocol))
 
     @entered_once
-    def train(self, *args, **kwargs):
+    def train(self, host, *args, **kwargs):
         if self.needs_callback and not any(callback in self.callback_handler.callbacks for callback in self.asked_by):
             logger.warning("hf_nanguard: this run is not guarded because its NanGuardCallback was removed.")
             detach(self)
             return self.train(*args, **kwargs)
         with self.nanguard.training(), self.nanguard.checked_updates():
+            custody, keep = self.nanguard.custody, lambda checkpoint: checkpoint
+            choose = partial(self.nanguard.boundary.call, "custody", custody.choose_resume, otherwise=keep)
             if args:
-                args = (self.nanguard.custody.choose_resume(args[0]), *args[1:])
+                args = (choose(args[0]), *args[1:])
             elif kwargs.get(RESUME) is not None:
-                kwargs[RESUME] = self.nanguard.custody.choose_resume(kwargs[RESUME])
-            return super().train(*args, **kwargs)
+                kwargs[RESUME] = choose(kwargs[RESUME])
+            return host(*args, **kwargs)
 
     @entered_once
-    def _run_epoch(self, *args, **kwargs):
+    def _run_epoch(self, host, *args, **kwargs):
         resumed = kwargs.get("resume_from_checkpoint") if kwargs["epoch"] == kwargs["epochs_trained"] else None
         skipped = resumed is not None and not self.args.ignore_data_skip
         position = kwargs["steps_trained_in_current_epoch"] if skipped else 0
         with self.nanguard.epoch(kwargs["train_dataloader"], position, resumed):
-            return super()._run_epoch(*args, **kwargs)
+            return host(*args, **kwargs)
 
     @entered_once
-    def _finalize_training(self, *args, **kwargs):
+    def _finalize_training(self, host, *args, **kwargs):
         with self.nanguard.finalizing():
-            output = super()._finalize_training(*args, **kwargs)
+            output = host(*args, **kwargs)
         if self.nanguard.has_no_mean and isinstance(output, TrainOutput):  # a subclass may return anything
             return output._replace(training_loss=math.nan)
         return output
@@ -144,23 +151,23 @@ class GuardedTrainerMixin(Stealth, _Host):
     # ---- data ----
 
     @entered_once
-    def get_batch_samples(self, *args, **kwargs):
-        batches, num_items = super().get_batch_samples(*args, **kwargs)
+    def get_batch_samples(self, host, *args, **kwargs):
+        batches, num_items = host(*args, **kwargs)
         return self.nanguard.begin_group(batches), num_items
 
     # ---- one step ----
 
     @entered_once
-    def training_step(self, model, inputs, num_items_in_batch=None):
-        return self.nanguard.guard_step(super().training_step, model, inputs, num_items_in_batch)
+    def training_step(self, host, model, inputs, num_items_in_batch=None):
+        return self.nanguard.guard_step(host, model, inputs, num_items_in_batch)
 
     @entered_once
-    def _prepare_inputs(self, inputs):
-        return self.nanguard.recorder.prepare(inputs, super()._prepare_inputs)
+    def _prepare_inputs(self, host, inputs):
+        return self.nanguard.recorder.prepare(inputs, host)
 
     @entered_once
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        result = super().compute_loss(model, inputs, *args, **kwargs)
+    def compute_loss(self, host, model, inputs, *args, **kwargs):
+        result = host(model, inputs, *args, **kwargs)
         with_outputs = bool(args[0]) if args else bool(kwargs.get("return_outputs", False))
         return (
             self.nanguard.check_loss(result, with_outputs, getattr(model, "training", False))
@@ -169,60 +176,58 @@ class GuardedTrainerMixin(Stealth, _Host):
         )
 
     @entered_once
-    def floating_point_ops(self, inputs):
+    def floating_point_ops(self, host, inputs):
         self.nanguard.show_filter()
-        return super().floating_point_ops(inputs)
+        return host(inputs)
 
     @entered_once
-    def _clip_grad_norm(self, model):
-        clip = super()._clip_grad_norm
+    def _clip_grad_norm(self, host, model):
         if not self.nanguard.settles:
-            return clip(model)
-        return self.nanguard.settle(model, self.args.max_grad_norm, lambda: clip(model))
+            return host(model)
+        return self.nanguard.settle(model, self.args.max_grad_norm, HostCall(lambda: host(model)))
 
     @entered_once
-    def _get_grad_norm(self, model, grad_norm=None):
-        measure = super()._get_grad_norm
+    def _get_grad_norm(self, host, model, grad_norm=None):
         if self.nanguard.settles:  # max_grad_norm is 0, or a subclass clips by itself
             if grad_norm is None:
-                norm = self.nanguard.settle(model, 0.0, lambda: measure(model))
-                return norm if norm is None or is_library_code(measure) else measure(model)
-            return self.nanguard.settle(model, 0.0, lambda: self._clip_grad_norm(model), grad_norm)
+                norm = self.nanguard.settle(model, 0.0, HostCall(lambda: host(model)))
+                return norm if norm is None or is_library_code(host.method) else host(model)
+            return self.nanguard.settle(model, 0.0, HostCall(lambda: self._clip_grad_norm(model)), grad_norm)
         if self.nanguard.watches and grad_norm is None:  # skipped: there is nothing to measure
             return None
-        return measure(model, grad_norm)
+        return host(model, grad_norm)
 
     @entered_once
-    def _maybe_log_save_evaluate(self, *args, **kwargs):
+    def _maybe_log_save_evaluate(self, host, *args, **kwargs):
         self.nanguard.end_step()
         self.nanguard.after_update()
         self.nanguard.after_epoch()
-        return super()._maybe_log_save_evaluate(*args, **kwargs)
+        return host(*args, **kwargs)
 
     # ---- evaluation, log, checkpoint ----
 
     @entered_once
-    def evaluate(self, *args, **kwargs):
+    def evaluate(self, host, *args, **kwargs):
         if not self.nanguard.on:
-            return super().evaluate(*args, **kwargs)
+            return host(*args, **kwargs)
         with self.nanguard.evaluation.watched(), self.nanguard.guarded_generation():
-            metrics = super().evaluate(*args, **kwargs)
+            metrics = host(*args, **kwargs)
             self.nanguard.evaluation.check(metrics)
         return metrics
 
     @entered_once
-    def predict(self, *args, **kwargs):
+    def predict(self, host, *args, **kwargs):
         with self.nanguard.guarded_generation():
-            return super().predict(*args, **kwargs)
+            return host(*args, **kwargs)
 
     @entered_once
-    def _determine_best_metric(self, metrics, trial):
+    def _determine_best_metric(self, host, metrics, trial):
         if self.nanguard.on and self.nanguard.evaluation.spoils_best(metrics):
             return False
-        return super()._determine_best_metric(metrics=metrics, trial=trial)
+        return host(metrics=metrics, trial=trial)
 
     @entered_once
-    def log(self, logs, *args, **kwargs):
+    def log(self, host, logs, *args, **kwargs):
         if self.nanguard.replaying:
             return
         if self.nanguard.on and "loss" in logs:
@@ -230,37 +235,37 @@ class GuardedTrainerMixin(Stealth, _Host):
             logs.update(self.nanguard.log_metrics())
         if "train_loss" in logs and self.nanguard.has_no_mean:
             logs["train_loss"] = math.nan
-        super().log(logs, *args, **kwargs)
+        host(logs, *args, **kwargs)
         if self.nanguard.on:
             self.nanguard.record.write_row()
 
     @entered_once
-    def save_model(self, output_dir=None, _internal_call=False):
+    def save_model(self, host, output_dir=None, _internal_call=False):
         if self.nanguard.on and not self.nanguard.custody.may_write(str(output_dir or self.args.output_dir)):
             return
-        super().save_model(output_dir, _internal_call)
+        host(output_dir, _internal_call)
 
     @entered_once
-    def push_to_hub(self, *args, **kwargs):
+    def push_to_hub(self, host, *args, **kwargs):
         with self.nanguard.record.kept_local():
-            return super().push_to_hub(*args, **kwargs)
+            return host(*args, **kwargs)
 
     @entered_once
-    def _push_from_checkpoint(self, checkpoint_folder):
+    def _push_from_checkpoint(self, host, checkpoint_folder):
         with self.nanguard.record.kept_local():
-            return super()._push_from_checkpoint(checkpoint_folder)
+            return host(checkpoint_folder)
 
     @entered_once
-    def _save_checkpoint(self, model, trial):
+    def _save_checkpoint(self, host, model, trial):
         if not self.nanguard.halting.may_save(model):
             return
         folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with self.nanguard.custody.saving(folder):
-            super()._save_checkpoint(model, trial)
+            host(model, trial)
             if self.nanguard.on and self.args.should_save:
                 save_guard(self.nanguard.guard, folder)
 
     @entered_once
-    def _load_best_model(self):
+    def _load_best_model(self, host):
         if self.nanguard.custody.may_load_best():
-            super()._load_best_model()
+            host()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...boundary import HostCall
 from ...core.event import Event
 from ...core.rerun.micro_batch import AccumulationGroup, BatchAction, MicroBatch
 from ...core.rng import RngState
@@ -72,7 +73,7 @@ class StepRecorder:
         self.trainer = trainer
         self.guard = guard
         self.phase = Phase.OUTSIDE
-        self.batches = BatchRecord()
+        self.batches = BatchRecord(guard.boundary)
         self.masked = MaskedSamples(guard.journal)
         self.loss_errors = LossErrors(trainer, guard)
         self.num_backwards = 0  # largest number in one training_step, counted where several ranks run it
@@ -104,11 +105,11 @@ class StepRecorder:
 
     def end_run(self) -> None:
         """Lets go of everything that `train()` left, also after an error."""
-        self.masked.report(self.trainer.state.global_step)
         self.phase = Phase.OUTSIDE
         self._held = None
         self.loss_errors.keep_replacement(None)
         self.guard.begin_group()
+        self.masked.report(self.trainer.state.global_step)
 
     def begin_group(self, batches: Sequence[Any]) -> Sequence[Any]:
         """Looks up notes and rows of the batches of the next optimizer step; returns the batches, made safe to run.
@@ -117,7 +118,7 @@ class StepRecorder:
         next pass, so they belong to that group.
         """
         if not self.is_open:
-            self._notes, self._batch_rows = [], []
+            self._notes, self._batch_rows, self._loss_before = [], [], None
             self.guard.begin_group()
             self.phase = Phase.OUTSIDE if self.phase is Phase.OUTSIDE else Phase.COLLECTING
         if not isinstance(batches, Sequence):  # of a get_batch_samples of the user's own; it can be read only once
@@ -134,7 +135,7 @@ class StepRecorder:
         self._notes.append(note)
         self._batch_rows.append(rows)
         if note.failure is not None and Signal.GUARD_FAILED not in self.guard.journal.written:
-            message = f"batches are not checked because of {note.failure}"
+            message = f"batches are not checked because {note.failure}"
             event = Event(self.trainer.state.global_step, Signal.GUARD_FAILED, Action.OBSERVED, message)
             self.guard.journal.write(event)
         return batch
@@ -151,7 +152,7 @@ class StepRecorder:
 
     def record(
         self,
-        training_step: Callable[..., Tensor],
+        training_step: HostCall,
         runner: TrainerRunner,
         inputs: Any,
         num_items: Tensor | int | None,
@@ -176,6 +177,8 @@ class StepRecorder:
         except NonFiniteError:  # a halt that every rank has decided
             raise
         except Exception as error:  # the loss is the user's code; raised again unless the policy drops it
+            if error is not training_step.error:  # the guard's own
+                raise
             held = self._held
             finding = self.loss_errors.judge(error, index, self._batch_rows[index], held is not None, runner.lockstep)
             if finding is None or held is None:

@@ -14,11 +14,13 @@ from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ...core.event import Culprit, Event
+from ...boundary import HostCall
+from ...core.event import Culprit, Event, Failure
 from ...core.finite import local, read_host
 from ...core.ranks import Ranks
 from ...core.rerun.micro_batch import AccumulationGroup
 from ...core.rerun.runner import same_on_all_ranks
+from ...core.rerun.traceless_skip import clear_gradients
 from ...core.step.counters import find_news
 from ...core.step.guard import Guard
 from ...core.step.step_reading import StepOutcome
@@ -36,7 +38,7 @@ from ..data.batch_limits import find_limits
 from ..data.checked_collator import BatchCheck
 from ..data.learning_signal import NoSignalDetector, StepSignal
 from ..data.masked_samples import MAX_ROWS, format_rows
-from ..generation.guard_generation import can_generate, guard_generation
+from ..generation.guard_generation import can_generate, guarded_sampling
 from ..monitors.trainer_monitors import build_monitors
 from .arguments import GuardArguments
 from .checkpoint_custody import CheckpointCustody
@@ -99,6 +101,8 @@ class TrainerGuard:
         ranks = Ranks(trainer.args.device)
         self.record = RunRecord(trainer, ranks.rank, self.policy)
         self.guard = Guard(policy=self.policy, ranks=ranks, on_event=self.record.write_event)
+        self.guard.number_steps(lambda: trainer.state.global_step)
+        self.boundary = self.guard.boundary
         self.recorder = StepRecorder(trainer, self.guard)
         self.evaluation = Evaluation(trainer, self.guard)
         self.custody = CheckpointCustody(trainer, self.guard)
@@ -147,6 +151,14 @@ class TrainerGuard:
         if self.recorder.phase is not Phase.OUTSIDE:  # a train() inside another
             yield
             return
+        try:
+            self._begin_run()
+            yield
+        finally:
+            self._end_run()
+
+    def _begin_run(self) -> None:
+        self.boundary.begin_run()
         self.recorder.begin_run()
         self.record.begin_run()
         self.guard.begin_run(self.record.directory)
@@ -156,19 +168,26 @@ class TrainerGuard:
         self.custody.begin_run()
         self._creates_optimizer = self.trainer.optimizer is None
         if self.on and self.guard.ranks.rank == 0:
-            self._log_limits()
-            self._report_removed_rows()
+            self.boundary.call("limits", self._log_limits)
+            self.boundary.call("removed rows", self._report_removed_rows)
         if self.on:
-            report_start(self.trainer, self.policy.doctor, self.guard.ranks, self.policy.bundle_text)
-        try:
-            yield
-        finally:
-            self._run_end.close()
-            self.show_filter()
-            self.end_step()  # an error may have come between a skipped step and its end
-            self.recorder.end_run()
-            self.guard.monitor_set.close()
-            self._log_summary()
+            self.boundary.call(
+                "doctor", report_start, self.trainer, self.policy.doctor, self.guard.ranks, self.policy.bundle_text
+            )
+
+    def _end_run(self) -> None:
+        """Puts everything back, each piece even if another fails or is interrupted."""
+        parts = {
+            "summary": self._log_summary,
+            "monitors": self.guard.monitor_set.close,
+            "recorder": self.recorder.end_run,
+            "skipped step": self.end_step,  # an error may have come between a skipped step and its end
+            "log filter": self.show_filter,
+            "successor": self._run_end.close,
+        }
+        with ExitStack() as stack:  # the last one first
+            for part, end in parts.items():
+                stack.callback(self.boundary.call, part, end)
 
     def join_run(self) -> None:
         """Begins to guard a `train()` that is running already, until it ends or fails; not one that is guarded."""
@@ -192,7 +211,7 @@ class TrainerGuard:
             return
         self._checks_updates = True
         try:
-            with register_optimizer_step_pre_hook(self._check_update):
+            with register_optimizer_step_pre_hook(self.boundary.wrapped("update check", self._check_update)):
                 yield
         finally:
             self._checks_updates = False
@@ -214,24 +233,34 @@ class TrainerGuard:
             return
         self.join_run()  # if the train() that is running is not ours: it began before the guard, or was replaced
         if resumed is not None:
-            load_guard(self.guard, Path(resumed))
-            self.custody.saved.note_good(Path(resumed))
-            self._check_resumed_rate()
-        dispatched = compat_accelerate.dispatches_batches(self.trainer)  # by rank 0: then rows are not known
-        followed, check = (None, None) if dispatched else (dataloader, self._batch_check())
+            self.boundary.call("resume", self._resume, Path(resumed))
         try:
-            with (
-                self.checked_updates(),
-                self._guarded_own_step(),
-                self.recorder.batches.recording(followed, self.trainer.accelerator.num_processes, position, check),
-                self.guarded_generation(),
-            ):
+            with ExitStack() as stack:
+                parts: dict[str, Callable[[], AbstractContextManager[None]]] = {
+                    "update check": self.checked_updates,
+                    "own training_step": self._guarded_own_step,
+                    "batches": lambda: self._recorded_batches(dataloader, position),
+                    "generation": self.guarded_generation,
+                }
+                for part, surround in parts.items():
+                    self.boundary.call(part, lambda make=surround: stack.enter_context(make()))
                 yield
         except BaseException:
             self.end_step()
             self.recorder.abandon()  # the host may catch it and begin anew with a smaller batch
             self._joined.close()
             raise
+
+    def _resume(self, checkpoint: Path) -> None:
+        load_guard(self.guard, checkpoint)
+        self.custody.saved.note_good(checkpoint)
+        self._check_resumed_rate()
+
+    def _recorded_batches(self, dataloader: Any, position: int) -> AbstractContextManager[None]:
+        """Checks the batches of an epoch and records the rows they consist of; rows that rank 0 dispatches are not known."""
+        dispatched = compat_accelerate.dispatches_batches(self.trainer)
+        followed, check = (None, None) if dispatched else (dataloader, self._batch_check())
+        return self.recorder.batches.recording(followed, self.trainer.accelerator.num_processes, position, check)
 
     @contextmanager
     def finalizing(self) -> Iterator[None]:
@@ -249,7 +278,7 @@ class TrainerGuard:
 
         def wrap(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
             def training_step(model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-                return self.guard_step(own, model, inputs, num_items_in_batch)
+                return self.boundary.around("training_step", self.guard_step, own, model, inputs, num_items_in_batch)
 
             return training_step
 
@@ -321,9 +350,8 @@ class TrainerGuard:
             return
         self._is_guarding_generation = True
         try:
-            with guard_generation(
-                model, policy.logits_mode, policy.logits_clip_value, policy.logits_min_prob
-            ) as sampling:
+            bounds = policy.logits_clip_value, policy.logits_min_prob
+            with guarded_sampling(model, policy.logits_mode, *bounds, True, self.boundary) as sampling:
                 yield
         finally:
             self._is_guarding_generation = False
@@ -351,7 +379,7 @@ class TrainerGuard:
         return self.recorder.begin_group(batches)
 
     def guard_step(
-        self, training_step: Callable[..., Tensor], model: nn.Module, inputs: Any, num_items: Tensor | int | None
+        self, training_step: HostCall, model: nn.Module, inputs: Any, num_items: Tensor | int | None
     ) -> Tensor:
         """Runs a `training_step` as one micro-batch of `train()`; as it is if it was called by hand, again, or by another."""
         if not self.watches or self.replaying or self.recorder.phase is Phase.RUNNING:
@@ -361,7 +389,7 @@ class TrainerGuard:
         if not self.recorder.is_open:  # the trainer has a get_batch_samples, or a loop, of its own
             self.begin_group([])
         if not self.recorder.has_micro_batches:
-            self._begin_snapshot(runner)
+            self.boundary.call("snapshot", self._begin_snapshot, runner)
             runner.begin_group()
             self.recorder.begin_step(LossWeight(self.trainer.current_gradient_accumulation_steps, num_items))
             self.guard.monitor_set.begin_step(self.trainer.state.global_step)
@@ -380,7 +408,7 @@ class TrainerGuard:
             guard.watch_state(runner, trainer.lr_scheduler, (LogSums(trainer), GenerationBuffer(trainer)))
 
         failure = guard.begin_step(step, runner, watch, is_between_generations(trainer))
-        if failure is not None and not self.halting.recover(runner.model, failure, step):
+        if failure is not None and not self._recover(runner.model, failure, step):
             self._abandons_step = True
 
     def _runner_for(self, model: nn.Module) -> TrainerRunner:
@@ -395,7 +423,7 @@ class TrainerGuard:
             self.guard.monitor_set.begin(build_monitors(trainer.args, bare, watched, self.guard))
         return self.runner
 
-    def settle(self, model: nn.Module, max_norm: float, host_clip: Callable[[], Any], norm: Any = None) -> Any:
+    def settle(self, model: nn.Module, max_norm: float, host_clip: HostCall, norm: Any = None) -> Any:
         """Settles the recorded step and clips what is left of it.
 
         Args:
@@ -403,7 +431,7 @@ class TrainerGuard:
                 The model in training.
             max_norm (`float`):
                 What to clip to; 0 for no clipping.
-            host_clip (`Callable`):
+            host_clip (`HostCall`):
                 The host's own clip, for set-ups in which norm and clip cannot be separated.
             norm (`Tensor` or `float`, *optional*):
                 The norm, if somebody has clipped already.
@@ -411,41 +439,68 @@ class TrainerGuard:
         Returns:
             The norm for the log, `None` for a step that is skipped.
         """
-        trainer, runner = self.trainer, self.runner
-        record = self.recorder.finish()
+        given = (model, max_norm, host_clip, norm)
+        return self.boundary.call("step", self._settle, *given, otherwise=self._settle_plainly, host=host_clip)
+
+    def _settle_plainly(self, model: nn.Module, max_norm: float, host_clip: HostCall, norm: Any) -> Any:
+        """Clips as the host does after an error of the guard; a step that is known to be bad is skipped."""
+        if norm is None:
+            norm = host_clip.result if host_clip.has_run else host_clip()
+        is_bad = norm is not None and not math.isfinite(float(norm))
+        if self.recorder.phase is not Phase.SKIPPED and self.acts and is_bad:
+            self.guard.ranks.fail()  # the others are about to contain the step
+            clear_gradients(model.parameters())
+            self._skip_optimizer()
+            step = self.trainer.state.global_step
+            message = (
+                f"the gradient norm is {float(norm)} at step {step}; the step was skipped because the guard failed"
+            )
+            self.guard.journal.write_once(Event(step, Signal.GRAD_NONFINITE, Action.SKIPPED, message))
+        return None if self.recorder.phase is Phase.SKIPPED else norm
+
+    def _settle(self, model: nn.Module, max_norm: float, host_clip: HostCall, norm: Any) -> Any:
+        runner, record, call = self.runner, self.recorder.finish(), self.boundary.call
         if self.online is not None:
-            self.online.add_readings(record.group)
+            call("online data", self.online.add_readings, record.group)
         self.guard.monitor_set.end_backward()
         if self._abandons_step:
             self._abandon_step()
             return None
-        if runner is None or not record.group.micro_batches:
+        if runner is None or not (record.group.micro_batches or record.group.failure):
             self._report_unguarded()
             return host_clip() if norm is None else norm
+        norm = self._mark(record, model, runner, host_clip, norm)
+        is_clipped = norm is not None
+        given = torch.as_tensor(norm, device=self.trainer.args.device) if is_clipped else None
+        step = self.trainer.state.global_step
+        outcome = self.guard.settle(record.group, runner, step, given, record.is_labelled)
+        if not outcome.stepped or outcome.failure is not None:
+            self._skip_optimizer()
+        call("running loss", self._correct_log, outcome, runner)
+        call("learning signal", self._observe_signal, record)
+        call("held inputs", self._finish_step, record, outcome)
+        norm = self._clip(outcome, runner, max_norm, host_clip if is_clipped else None) if outcome.stepped else None
+        if outcome.halt is not None:
+            self._halt(model, outcome.halt)
+        elif outcome.failure is not None:
+            repeats = partial(self.guard.redo.repeats, record.group, runner)
+            self._recover(model, outcome.failure, step + 1, repeats)
+        elif outcome.stepped:
+            call("update", self.guard.begin_update, outcome)
+        return norm
+
+    def _mark(
+        self, record: StepRecord, model: nn.Module, runner: TrainerRunner, host_clip: Callable[[], Any], norm: Any
+    ) -> Any:
+        """Marks the gradients of a step that must not be taken as it is; returns the norm if somebody has clipped."""
         must_drop = any(micro.must_be_dropped for micro in record.group.micro_batches)
         if must_drop and runner.poisons_gradients:
             runner.poison()
         elif self.acts:
             runner.mark_losses(record.group.losses)
         if norm is not None and (must_drop or runner.lockstep):  # it was measured before the gradients were marked
-            norm = local(same_on_all_ranks(torch.as_tensor(norm))) + 0.0 * local(runner.norm())
-        if norm is None and not compat.clips_in_one_piece(trainer, model):
-            norm = host_clip()
-        is_clipped = norm is not None
-        given = torch.as_tensor(norm, device=trainer.args.device) if is_clipped else None
-        outcome = self.guard.settle(record.group, runner, trainer.state.global_step, given, record.is_labelled)
-        self._correct_log(outcome, runner)
-        self._observe_signal(record)
-        norm = self._clip(outcome, runner, max_norm, host_clip if is_clipped else None) if outcome.stepped else None
-        self._finish_step(record, outcome)
-        if outcome.halt is not None:
-            self.halting.halt(model, outcome.halt)
-        elif outcome.failure is not None:
-            repeats = partial(self.guard.redo.repeats, record.group, runner)
-            self.halting.recover(model, outcome.failure, trainer.state.global_step + 1, repeats)
-        elif outcome.stepped:
-            self.guard.begin_update(outcome)
-        return norm
+            return local(same_on_all_ranks(torch.as_tensor(norm))) + 0.0 * local(runner.norm())
+        return host_clip() if norm is None and not compat.clips_in_one_piece(self.trainer, model) else norm
 
     def _observe_signal(self, record: StepRecord) -> None:
         """Classifies the settled step by what it could learn from."""
@@ -458,10 +513,8 @@ class TrainerGuard:
             self.no_signal.observe(self.trainer.state.global_step, signal, norm)
 
     def _finish_step(self, record: StepRecord, outcome: StepOutcome) -> None:
-        """Leaves trainer and recorder ready for what was decided: the optimizer steps, or it does not."""
-        if not outcome.stepped or outcome.failure is not None:
-            self._skip_optimizer()
-        elif outcome.redone is None:
+        """Leaves trainer and recorder ready for the next step."""
+        if outcome.stepped and outcome.failure is None and outcome.redone is None and record.group.micro_batches:
             self.recorder.loss_errors.keep_replacement(record.group.micro_batches[0].payload)
         compat.set_accumulation_steps(self.trainer, record.group.weight.steps)
         self.recorder.release()
@@ -482,7 +535,7 @@ class TrainerGuard:
 
     def _report_unguarded(self) -> None:
         """Reports, once a run, a step that passed by the guard."""
-        if self._has_reported_update:
+        if self._has_reported_update or self.boundary.off:  # which says more
             return
         self._has_reported_update = True
         hidden = self.host.find_hidden(self.trainer) or find_own_loop(type(self.trainer))
@@ -549,7 +602,7 @@ class TrainerGuard:
         """Runs the monitors on what the optimizer did, before anything is logged, evaluated or saved."""
         failure = self.guard.monitor_set.after_update()
         if failure is not None and self.runner is not None:
-            self.halting.recover(self.runner.model, failure, self.trainer.state.global_step)
+            self._recover(self.runner.model, failure, self.trainer.state.global_step)
 
     def after_epoch(self) -> None:
         """Keeps a non-finite loss out of the log when an epoch ends inside a group, which no step decides."""
@@ -572,7 +625,22 @@ class TrainerGuard:
         if reason is None:
             return
         self._abandons_step = self.recorder.phase is Phase.RUNNING  # in a step, not in an evaluation between two
-        self.halting.halt(self.trainer.model_wrapped if self.runner is None else self.runner.model, reason)
+        self._halt(self.trainer.model_wrapped if self.runner is None else self.runner.model, reason)
+
+    def _halt(self, model: nn.Module, reason: str) -> None:
+        """Ends the run, even if its last good state cannot be saved."""
+        self.boundary.call("halt", self.halting.halt, model, reason, otherwise=self.halting.stop)
+
+    def _recover(
+        self, model: nn.Module, failure: Failure, step: int, repeats: Callable[[], bool] | None = None
+    ) -> bool:
+        """Rewinds or ends a run that cannot continue from its state; returns whether it was rewound."""
+
+        def stop(*_: Any) -> bool:
+            self.halting.stop(model, f"{failure.reason} The guard failed to rewind the run.")
+            return False
+
+        return self.boundary.call("rewind", self.halting.recover, model, failure, step, repeats, otherwise=stop)
 
     def check_loss(self, result: Any, with_outputs: bool, training: bool) -> Any:
         """Checks what `compute_loss` returned: `None` is an error, an evaluation loss is kept."""

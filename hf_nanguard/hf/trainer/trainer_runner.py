@@ -69,6 +69,8 @@ class TrainerRunner(Runner):
 
     def why_not(self, group: AccumulationGroup) -> str | None:
         trainer = self.trainer
+        if group.failure is not None:
+            return super().why_not(group)
         if trainer.accelerator.distributed_type == DistributedType.DEEPSPEED:
             return "DeepSpeed steps its engine inside the backward"
         if trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1:

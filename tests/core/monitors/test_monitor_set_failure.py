@@ -10,7 +10,7 @@ from torch import nn
 from hf_nanguard.core.journal import Journal
 from hf_nanguard.core.monitors.base import Hook, Monitor
 from hf_nanguard.core.monitors.monitor_set import MonitorSet
-from hf_nanguard.core.ranks import Ranks
+from hf_nanguard.core.ranks import FAILED, Ranks
 
 CALLS = ("begin_step", "end_backward", "before_update", "after_update", "metrics", "state_dict")
 
@@ -57,21 +57,61 @@ def test_a_monitor_that_fails_is_off_and_the_others_go_on(call):
     _walk(monitor_set)  # here it fails
     assert _walk(monitor_set) == ("a reason", {"nanguard/sound": 1.0}, {"Sound": {}})
     [event] = events
-    assert (event["signal"], event["action"], event["step"]) == ("guard_failed", "observed", 3)
+    assert (event["signal"], event["action"]) == ("guard_failed", "observed")
     assert "Broken failed" in event["message"]
     assert "no kernel for that" in event["message"]
     assert broken.is_closed
 
 
-def test_among_several_ranks_it_is_raised():
-    """Others may wait for the message that was not sent."""
-    ranks = Ranks()
-    ranks.size = 2
-    monitor_set = MonitorSet(Journal(ranks))
-    monitor_set.begin((Broken("end_backward", monitor_set.journal),))
-    monitor_set.begin_step(0)
-    with pytest.raises(RuntimeError, match="no kernel"):
-        monitor_set.end_backward()
+class Exchanging(Broken):
+    """Exchanges something at the end of every step."""
+
+    def end_backward(self, step):
+        self.ranks.agree()
+
+    def fail_exchange(self, stage, step):
+        if stage == "end_backward":
+            self.ranks.fail()
+
+
+class SeveralRanks(Ranks):
+    """Notes what is exchanged, with nobody."""
+
+    def __init__(self):
+        super().__init__()
+        self.size, self.sent = 2, []
+
+    def _reduce(self, number):
+        self.num_exchanges += 1
+        self.sent.append(number)
+        return number
+
+
+@pytest.mark.parametrize("call", ["begin_step", "end_backward", "after_update"])
+def test_among_several_ranks_the_next_exchange_fails(call):
+    """The others wait for the message of this rank, and turn the monitor off when it comes."""
+    journal = Journal(SeveralRanks())
+    monitor_set = MonitorSet(journal)
+    monitor_set.begin((Exchanging(call, journal),))
+    _walk(monitor_set)
+    assert journal.ranks.sent == ([0] if call == "after_update" else [FAILED])
+    _walk(monitor_set)
+    assert journal.ranks.sent[1:] == ([FAILED] if call == "after_update" else [])
+    assert monitor_set.monitors == monitor_set.failed == ()
+
+
+def test_a_monitor_that_failed_on_another_rank_is_turned_off():
+    journal = Journal(SeveralRanks())
+
+    def fail(number):
+        journal.ranks.num_exchanges += 1
+        return FAILED
+
+    journal.ranks._reduce = fail
+    monitor_set = MonitorSet(journal)
+    monitor_set.begin((Exchanging("state_dict", journal),))
+    _walk(monitor_set)
+    assert monitor_set.monitors == monitor_set.failed == ()
 
 
 def test_a_state_of_another_version_starts_anew(caplog):

@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 from transformers import Trainer
 
+from hf_nanguard.boundary import Boundary
 from hf_nanguard.hf.compat.observed_loader import observed_batches
 from tests.trainers import build
 
@@ -24,6 +25,7 @@ class Observer:
 
     def __init__(self):
         self.passes, self.received = [], []
+        self.boundary = Boundary()
 
     def begin_pass(self):
         self.passes = [*filter(None, self.passes), []]  # an iterator with workers asks twice
@@ -36,6 +38,8 @@ class Observer:
         assert type(data) is tuple
         self.received.append(list(data))
         return list(data)
+
+    receive_unseen = None  # is not needed
 
 
 class Tupled:

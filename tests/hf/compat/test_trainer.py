@@ -16,6 +16,7 @@ from transformers import AttentionInterface, ContinuousBatchingConfig, Generatio
 from transformers import trainer as trainer_module
 from transformers.generation.continuous_batching.requests import create_warmup_future_states
 
+from hf_nanguard.boundary import Boundary
 from hf_nanguard.hf.compat import accelerate as compat_accelerate
 from hf_nanguard.hf.compat import attention as compat_attention
 from hf_nanguard.hf.compat import generation as compat_generation
@@ -395,7 +396,7 @@ def test_the_seams_of_generation_are_those_that_generate_goes_through():
 def test_an_overridden_method_is_restored_and_not_copied():
     model = tiny_llama()
     before = dict(vars(model))
-    override = compat_generation.Override(model, "get_input_embeddings", lambda original: [original()])
+    override = compat_generation.Override(model, "get_input_embeddings", lambda original: [original()], Boundary())
     assert model.get_input_embeddings() == [model.model.embed_tokens]
     twin = copy.deepcopy(model)
     assert twin.get_input_embeddings() is twin.model.embed_tokens
@@ -573,12 +574,12 @@ def test_scoring_is_replaced_and_put_back(tmp_path):
         calls.append(len(prompts))
         return calculate(inputs, prompts, completions, completion_ids)
 
-    with compat_reinforcement.replaced_scoring(trainer, score):
+    with compat_reinforcement.replaced_scoring(trainer, score, Boundary()):
         trainer.train()
     assert calls == [6]
     assert "_calculate_rewards" not in vars(trainer)
     trainer._calculate_rewards = score
-    with pytest.raises(ZeroDivisionError), compat_reinforcement.replaced_scoring(trainer, score):
+    with pytest.raises(ZeroDivisionError), compat_reinforcement.replaced_scoring(trainer, score, Boundary()):
         _ = 1 / 0
     assert trainer._calculate_rewards is score
 
@@ -622,7 +623,7 @@ def test_attention_is_observed_and_left_as_it_is(attention):
     model, batch = BY_NAME["t5"].build(attention=attention).eval(), BY_NAME["t5"].inputs()
     lookup, seen = AttentionInterface.get_interface, []
     expected = model(**batch).logits
-    with compat_attention.observed_attention(lambda *args: seen.append(args)):
+    with compat_attention.observed_attention(lambda *args: seen.append(args), Boundary()):
         assert torch.equal(model(**batch).logits, expected)
     assert AttentionInterface.get_interface is lookup
     assert [args[0] for args in seen] == [attention] * 6  # two of the encoder, two and two of the decoder
@@ -634,9 +635,18 @@ def test_attention_is_observed_and_left_as_it_is(attention):
 
 def test_the_attention_lookup_comes_back_after_an_error():
     lookup = AttentionInterface.get_interface
-    with pytest.raises(ZeroDivisionError), compat_attention.observed_attention(lambda *args: 1 / 0):
-        tiny_llama()(torch.ones(1, 4, dtype=torch.long))
+    observed = compat_attention.observed_attention(lambda *args: None, Boundary())
+    with pytest.raises(IndexError), observed:
+        tiny_llama()(torch.full((1, 4), 1000))
     assert AttentionInterface.get_interface is lookup
+
+
+def test_an_error_of_who_observes_attention_stays_there(caplog):
+    model, inputs = tiny_llama(dropout=0.0), torch.ones(1, 4, dtype=torch.long)
+    expected = model(inputs).logits
+    with compat_attention.observed_attention(lambda *args: 1 / 0, Boundary()):
+        assert torch.equal(model(inputs).logits, expected)
+    assert "ZeroDivisionError" in caplog.text
 
 
 @pytest.mark.parametrize("is_causal", [None, True, False])

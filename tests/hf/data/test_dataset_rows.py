@@ -11,6 +11,7 @@ from datasets import IterableDataset as HubIterable
 from torch.utils.data import IterableDataset
 
 from hf_nanguard import GuardArguments, GuardedGRPOTrainer, GuardedTrainer, guarded
+from hf_nanguard.boundary import Boundary
 from hf_nanguard.hf.data.dataset_rows import BatchRecord
 from hf_nanguard.testing import Fault, plant
 
@@ -281,7 +282,7 @@ def test_the_model_never_sees_the_rows(tmp_path):
 
 
 def test_a_record_that_follows_nothing_knows_nothing():
-    assert BatchRecord().next({"input_ids": torch.zeros(2, 3)})[2] is None
+    assert BatchRecord(Boundary()).next({"input_ids": torch.zeros(2, 3)})[2] is None
 
 
 def test_batches_without_a_batch_sampler_have_no_rows(tmp_path):

@@ -132,7 +132,8 @@ def with_gap(policy, inputs, value, place=ACTIVE):
 
 
 def make_bound(bound=20.0):
-    return RatioBound(bound, RatioOverflow(Journal(Ranks())))
+    journal = Journal(Ranks())
+    return RatioBound(bound, RatioOverflow(journal), journal.boundary)
 
 
 def read_counts(bound):

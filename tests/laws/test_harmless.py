@@ -1,0 +1,163 @@
+"""L9: an error inside the guard never ends or alters a run. Every entry from the host is made to fail in turn."""
+
+import errno
+import logging
+import traceback
+from contextlib import nullcontext
+from functools import cache
+from logging.handlers import BufferingHandler
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+
+from hf_nanguard import GuardArguments, GuardedTrainerMixin
+from hf_nanguard.hf.trainer.guarded_class import Override
+from tests.models import token_dataset
+from tests.reference import assert_same, losses_of, tensors_of
+from tests.trainers import build, events_of
+
+from .entry_points import Entry, failing, watched_entries
+from .ways import WAYS, build_guarded, params
+
+ERRORS = {
+    "Exception": lambda: Exception("planted"),
+    "MemoryError": MemoryError,
+    "ENOSPC": lambda: OSError(errno.ENOSPC, "No space left on device"),
+    "KeyboardInterrupt": KeyboardInterrupt,
+}
+SETTINGS: dict[str, Any] = {"max_steps": 2, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 2}
+PLAIN_FIELDS = "hf/trainer/step_recorder.py:StepRecorder.end_run"  # an interrupt at its very beginning leaves them
+MONITORS = {f"nanguard_{name}_steps": 1 for name in ("activation", "attention", "weight_check")}
+
+
+def _settings(kind: str) -> dict[str, Any]:
+    if kind != "plain":
+        return dict(SETTINGS)
+    return {**SETTINGS, "eval_strategy": "steps", "eval_steps": 2, "extra": {"eval_dataset": token_dataset(2)}}
+
+
+def _run(
+    kind: str, folder: Path, way: str | None, entry: Entry | None = None, error: Any = None, after: int = 0
+) -> Any:
+    """Builds and trains; returns the trainer and the callers of the entry that failed."""
+    if way is None:
+        trainer, raised = build(kind, folder, guard=False, **_settings(kind)), []
+        trainer.train()
+        return trainer, raised
+    guard = GuardArguments(**MONITORS)
+    with failing(entry, error, after) if entry is not None else nullcontext([]) as raised:
+        trainer = build_guarded(way, kind, folder, guard, **_settings(kind))
+        trainer.train()
+    return trainer, raised
+
+
+@cache
+def _stock(kind: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    with TemporaryDirectory() as folder:
+        trainer, _ = _run(kind, Path(folder), None)
+        return tensors_of(trainer), losses_of(trainer)
+
+
+def _entries(kind: str, way: str, folder: Path) -> list[Entry]:
+    with watched_entries() as found:
+        trainer, _ = _run(kind, folder, way)
+    assert_same(tensors_of(trainer), _stock(kind)[0])
+    return sorted(found)
+
+
+def _find_difference(kind: str, folder: Path, way: str, entry: Entry, error: Any, after: int) -> str | None:
+    """Returns how a run with a failing entry differs from the stock run."""
+    handler, logger = BufferingHandler(1000), logging.getLogger("hf_nanguard")
+    logged = handler.buffer
+    logger.addHandler(handler)
+    try:
+        trainer, raised = _run(kind, folder, way, entry, error, after)
+        if not raised and not after:
+            return "was not called"
+        tensors, losses = _stock(kind)
+        assert_same(tensors_of(trainer), tensors)
+        assert losses_of(trainer) == losses
+        told = [event["message"] for event in events_of(trainer) if event["signal"] == "guard_failed"]
+        if raised and not any(" failed at " in message for message in [*told, *(log.getMessage() for log in logged)]):
+            return "nobody was told"
+        if any(module._forward_hooks for module in trainer.model.modules()):
+            return "hooks are left"
+    except Exception as problem:
+        return "".join(traceback.format_exception(problem)[-6:])
+    finally:
+        logger.removeHandler(handler)
+    return None
+
+
+def _walk(kind: str, way: str, tmp_path: Path, error: Any, after: int = 0) -> dict[str, str]:
+    found = {}
+    for number, entry in enumerate(_entries(kind, way, tmp_path / "healthy")):
+        difference = _find_difference(kind, tmp_path / str(number), way, entry, error, after)
+        if difference is not None:
+            found[str(entry)] = difference
+    return found
+
+
+def _format(problems: dict[str, str]) -> str:
+    return "\n\n".join(f"{entry}: {what}" for entry, what in problems.items())
+
+
+def test_every_entry_may_fail(tmp_path):
+    problems = _walk("plain", "class", tmp_path, ERRORS["Exception"])
+    assert not problems, _format(problems)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("after", [0, 1, 3])
+@pytest.mark.parametrize("error", [name for name in ERRORS if name != "KeyboardInterrupt"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["plain", "sft", "grpo"])
+def test_every_entry_may_fail_in_every_way(kind, way, error, after, tmp_path):
+    """From the first call on, or from a later one, so that a context also fails when it is left."""
+    problems = _walk(kind, way, tmp_path, ERRORS[error], after)
+    assert not problems, _format(problems)
+
+
+def _interrupt(kind: str, folder: Path, way: str, entry: Entry) -> str | None:
+    """Returns what is wrong with a run that is interrupted in an entry."""
+    raised: list[str] = []
+    trainer = None
+    try:
+        trainer = build_guarded(way, kind, folder, GuardArguments(**MONITORS), **_settings(kind))
+        with failing(entry, KeyboardInterrupt) as raised:
+            trainer.train()
+    except KeyboardInterrupt:
+        if trainer is not None and (trainer.nanguard.watches or trainer.nanguard.replaying):
+            return "the guard thinks that the run goes on"
+        if trainer is not None and any(module._forward_hooks for module in trainer.model.modules()):
+            return "hooks are left"
+        return None
+    except Exception as problem:
+        return repr(problem)
+    return "the interrupt was lost" if raised else None
+
+
+WALKS = [("plain", "class", False), *((kind, way, True) for kind in ("plain", "grpo") for way in WAYS)]
+
+
+@pytest.mark.parametrize(("kind", "way", "is_whole"), params(WALKS[0], cases=WALKS))
+def test_ctrl_c_anywhere_is_ctrl_c(kind, way, is_whole, tmp_path):
+    entries = _entries(kind, way, tmp_path / "healthy")
+    entries = [entry for entry in entries if str(entry) != PLAIN_FIELDS][:: 1 if is_whole else 4]
+    found = {str(entry): _interrupt(kind, tmp_path / str(i), way, entry) for i, entry in enumerate(entries)}
+    problems = {entry: what for entry, what in found.items() if what is not None}
+    assert not problems, _format(problems)
+
+
+def test_the_walk_is_not_empty(tmp_path):
+    """What it walks over is found by watching a run, so a mistake there could leave nothing."""
+    found = {str(entry) for entry in _entries("plain", "class", tmp_path)}
+    overrides = {name for name, value in vars(GuardedTrainerMixin).items() if isinstance(value, Override)}
+    called = {name.rpartition(".")[2] for name in found if "GuardedTrainerMixin" in name}
+    elsewhere = {"predict", "_determine_best_metric", "_load_best_model", "push_to_hub", "_push_from_checkpoint"}
+    assert overrides - called <= {"__init__", *elsewhere}
+    assert {"core/step/settle.py:Settlement._settle", "hf/data/checked_collator.py:BatchCheck._check"} <= found
