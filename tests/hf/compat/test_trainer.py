@@ -764,3 +764,9 @@ def test_protected_checkpoints_are_kept_beyond_the_limit(limit, protected, tmp_p
         compat.rotate(call, set() if protected is None else {tmp_path / f"checkpoint-{protected}"})
     kept = {int(folder.name.split("-")[1]) for folder in tmp_path.iterdir()}
     assert kept == (set(STEPS) if limit is None else {*STEPS[-limit:]} | ({protected} - {None}))
+
+
+def test_without_a_limit_checkpoints_are_not_even_listed(tmp_path, monkeypatch):
+    """Listing them by their time may log a warning, which a stock run does not have."""
+    monkeypatch.setattr(compat, "sort_checkpoints", lambda *args, **kwargs: pytest.fail("they are listed"))
+    compat.rotate({"output_dir": str(tmp_path), "save_total_limit": None, "use_mtime": True}, {tmp_path})
