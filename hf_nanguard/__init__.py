@@ -4,7 +4,7 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .plain_text import make_record_printable
+from .harmless_log import make_harmless
 
 if TYPE_CHECKING:
     from .bundle_replay.rebuild import replay as replay
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-logging.getLogger(__name__).addFilter(make_record_printable)
+make_harmless(logging.getLogger(__name__))
 
 # Loaded on first use, so that the core needs no transformers and the Trainer no trl.
 _HOMES = {

@@ -128,7 +128,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
         "examples examples.demo examples.recipe",
     ),
 }
-EVERYWHERE = {"boundary", "errors", "plain_text", "safe_files", "yaml_file", "__version__"}
+EVERYWHERE = {"boundary", "errors", "harmless_log", "plain_text", "safe_files", "yaml_file", "__version__"}
 HOSTS = {"transformers", "accelerate", "trl", "peft", "datasets"}
 HOST_FOLDERS = ("hf", "integrations", "takeover", "bundle_replay", "verification", "doctor", "examples", "testing")
 TRL_FILES = ("hf/guarded_sft.py", "hf/guarded_grpo.py", "hf/compat/online_trainer.py", "doctor/facts/host_configs.py")

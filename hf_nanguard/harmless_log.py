@@ -1,0 +1,58 @@
+"""The guard's logger: a line that cannot be written is lost, and that is all that happens.
+
+Handlers belong to the user, and so does standard error: one may raise, the other may be full, closed or without a reader. No call
+in the guard has to think of that, because [`make_harmless`] changes the logger itself.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import TextIO
+
+from .plain_text import make_record_printable
+
+
+def make_harmless(logger: logging.Logger) -> None:
+    """Makes the lines of a logger printable, and ignores errors of whoever handles them."""
+    logger.addFilter(make_record_printable)
+    logger.handle = partial(_handle, logger.handle)  # type: ignore[method-assign] # its class is the application's choice
+
+
+def _handle(handle: Callable[[logging.LogRecord], None], record: logging.LogRecord) -> None:
+    with nothing_left_in(sys.stderr), suppress(Exception):
+        handle(record)
+
+
+@contextmanager
+def nothing_left_in(stream: TextIO | None) -> Iterator[None]:
+    """Drops what the block writes to a stream if it cannot be written: Python would try again at its end, and replace the exit
+    code by 120. What was in the stream before stays there."""
+    was_empty = stream is not None and _is_flushed(stream)
+    yield
+    if stream is not None and was_empty and not _is_flushed(stream):
+        with suppress(Exception):  # no file, or closed
+            _drop_buffer(stream)
+
+
+def _is_flushed(stream: TextIO) -> bool:
+    try:
+        stream.flush()
+    except Exception:  # full, closed, or an object of the user's
+        return False
+    return True
+
+
+def _drop_buffer(stream: TextIO) -> None:
+    """Writes what a stream still holds to nowhere. Python has no other way to empty a buffer."""
+    number = stream.fileno()
+    real, nowhere = os.dup(number), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, number, inheritable=number <= 2)
+        stream.flush()
+    finally:
+        os.dup2(real, number, inheritable=number <= 2)
+        os.close(real)
+        os.close(nowhere)
