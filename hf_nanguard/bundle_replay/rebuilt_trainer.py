@@ -74,7 +74,7 @@ def build_trainer(name: str, model: nn.Module, facts: Facts, device: torch.devic
         host = import_module(package)
     except ModuleNotFoundError as error:
         raise ArgumentError(f"The bundle's trainer {name} needs {package}. Run pip install {package}.") from error
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         args = build_arguments(getattr(host, arguments_name), facts, device, folder)
         kwargs: dict[str, Any] = {}

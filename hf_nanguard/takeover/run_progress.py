@@ -1,6 +1,7 @@
 """How far a supervised run has come, on disk, so that its supervisor knows it even after `kill -9`."""
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +46,8 @@ class Progress:
     def clear(self) -> None:
         """Forgets everything before the next attempt."""
         for name in ("step", "error"):
-            Path(self.folder, name).unlink(missing_ok=True)
+            with suppress(OSError):  # there is none, or it cannot be removed
+                Path(self.folder, name).unlink()
 
     def _read(self, name: str) -> str:
         try:

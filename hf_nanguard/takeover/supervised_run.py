@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from .run_progress import Progress
@@ -43,8 +43,8 @@ class Supervisor:
 
     def run(self, command: Sequence[str], build: Callable[[Progress, str | None], Environment]) -> int:
         """Returns the exit code of the last child. `build` returns the environment of an attempt, given why it is needed."""
-        with tempfile.TemporaryDirectory(prefix="nanguard-run-") as folder, self._forwarding_signals():
-            progress, before = Progress(folder), None
+        with self._noted_progress() as progress, self._forwarding_signals():
+            before = None
             for num_restarts in range(self.max_restarts + 1):
                 code = self._run_once(command, build(progress, None if before is None else str(before)))
                 if code == 0 or self.is_asked_to_stop:
@@ -60,6 +60,21 @@ class Supervisor:
                 progress.clear()
                 before = failure
         raise AssertionError("the last attempt ends the loop")
+
+    @contextmanager
+    def _noted_progress(self) -> Iterator[Progress]:
+        """Makes a folder for the notes of the script, for the duration of the block."""
+        with ExitStack() as stack:
+            folder = os.devnull  # under which nothing can be noted
+            try:
+                made = tempfile.TemporaryDirectory(prefix="nanguard-run-", ignore_cleanup_errors=True)
+                folder = stack.enter_context(made)
+            except OSError as error:
+                self.say(
+                    f"no temporary folder can be made ({error}), so the step at which the script ends is not known: it is "
+                    "restarted after a signal only."
+                )
+            yield Progress(folder)
 
     def _find_obstacle(self, failure: Failure, before: Failure | None, code: int, num_restarts: int) -> str | None:
         if failure == before:

@@ -12,7 +12,7 @@ import hf_nanguard
 
 PACKAGE = f"{Path(hf_nanguard.__file__).parent}/"
 # The boundary itself, and what puts an override into a class.
-SHIMS = ("boundary.py", "hf/trainer/guarded_class.py")
+SHIMS = ("boundary.py", "hf/trainer/guarded_class.py", "hf/callbacks/harmless_callback.py")
 BUILDING = (
     "GuardedTrainerMixin.begin_guarding",
     "ReinforcementMixin.begin_guarding",

@@ -129,3 +129,13 @@ def test_ctrl_c_in_a_redo_is_ctrl_c(tmp_path, monkeypatch):
         trainer.train()
     assert not trainer.nanguard.replaying
     assert not trainer.nanguard.watches
+
+
+def test_nothing_needs_a_temporary_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/dev/null")
+    trainer = build("plain", tmp_path)
+    plant(trainer, Fault("loss", step=STEP, micro_step=1))
+    trainer.train()
+    [event] = events_of(trainer)
+    assert (event["signal"], event["action"]) == ("loss_nonfinite", "dropped")
+    assert event["bundle"] is not None

@@ -139,6 +139,22 @@ def test_nothing_is_left_behind(attempts, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["attempts"]
 
 
+@pytest.mark.parametrize(
+    ("plan", "code", "reasons"),
+    [
+        ([(None, 0)], 0, ["first"]),
+        ([(None, 3)], 3, ["first"]),
+        ([(None, -9), (None, 0)], 0, ["first", "SIGKILL before the first step"]),
+    ],
+)
+def test_without_a_temporary_folder_the_script_runs_all_the_same(plan, code, reasons, attempts, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", "/dev/null")
+    said: list[str] = []
+    assert Supervisor(2, said.append, first_wait=0.01).run(command_for(plan, attempts), build) == code
+    assert attempts.read_text().splitlines() == reasons
+    assert said[0].startswith("no temporary folder can be made")
+
+
 def test_words_for_an_end():
     assert [format_end(code) for code in (1, 255, -9, -15)] == ["exit code 1", "exit code 255", "SIGKILL", "SIGTERM"]
 

@@ -107,7 +107,8 @@ def borrowed(trainer: Trainer) -> Iterator[None]:
         stack.enter_context(untouched(trainer))
         for owner in _list_owners(trainer, models, optimizer):
             stack.enter_context(untouched(owner, by_reference=()))
-        trainer.args.output_dir = stack.enter_context(TemporaryDirectory(prefix="nanguard-laws-"))
+        folder = TemporaryDirectory(prefix="nanguard-laws-", ignore_cleanup_errors=True)
+        trainer.args.output_dir = stack.enter_context(folder)
         yield
 
 

@@ -3,22 +3,21 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from ...core.journal import Journal
 from ...core.monitors.activations import ActivationMonitor
 from ...core.monitors.base import load_whole
-from ...core.ranks import Ranks
 from ...errors import ArgumentError
-from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
 from ...report.state_file import read_state, report_unusable, write_state
 from ..monitors.attention_probe import find_head
+from .harmless_callback import HarmlessCallback, harmless, make_journal
 
 STATE_FILE = "nanguard_activation.json"
 
 
-class ActivationMonitorCallback(TrainerCallback):
+@harmless
+class ActivationMonitorCallback(HarmlessCallback):
     """Measures the outputs of the model's modules every N steps and forecasts the overflow of their dtype.
 
     It checks the first step, then every `check_every_n_steps`, and more often while a module may be in danger. Other steps cost
@@ -76,10 +75,9 @@ class ActivationMonitorCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.on_train_end(args, state, control)
-        writer = JsonlWriter(events_path(Path(args.output_dir) / GUARD_FOLDER, args.process_index))
         self.monitor = ActivationMonitor(
             model,
-            Journal(Ranks(args.device), writer),
+            make_journal(args),
             self.check_every_n_steps,
             self.full_metrics,
             early=(1,),

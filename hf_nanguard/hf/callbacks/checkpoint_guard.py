@@ -2,27 +2,26 @@
 
 from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
+from ...boundary import Boundary, HostCall
 from ...core.finite import magnitudes, read_host
-from ...core.journal import Journal
-from ...core.ranks import Ranks
 from ...core.state_tensors import is_plain
-from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
 from ..compat.accelerate import replaced_method
 from ..compat.trainer import checkpoint_folder, find_trainer
 from ..compat.trainer_protocol import HostTrainer
 from ..custody.resume_choice import choose_resume
 from ..custody.saved_checkpoints import SavedCheckpoints
 from ..trainer.mixin import GuardedTrainerMixin
+from .harmless_callback import HarmlessCallback, harmless, make_journal
 
 
-class CheckpointGuardCallback(TrainerCallback):
+@harmless
+class CheckpointGuardCallback(HarmlessCallback):
     """Keeps custody of the checkpoints of a stock trainer. A guarded trainer does so by itself.
 
     Each checkpoint is read back after it was saved. One with NaN or inf, or that is not complete, is moved to
@@ -49,7 +48,7 @@ class CheckpointGuardCallback(TrainerCallback):
     def on_init_end(self, args, state, control, **kwargs):
         trainer = find_trainer()
         if trainer is not None and not isinstance(trainer, GuardedTrainerMixin):
-            trainer.train = ResumingTrain(trainer)  # type: ignore[method-assign]
+            trainer.train = ResumingTrain(trainer, self.enter(args, state))  # type: ignore[method-assign]
 
     def on_train_begin(self, args, state, control, **kwargs):
         self._run.close()  # of a run that failed
@@ -57,9 +56,13 @@ class CheckpointGuardCallback(TrainerCallback):
         if trainer is None or isinstance(trainer, GuardedTrainerMixin):
             return
         host = cast(HostTrainer, trainer)
-        saved = SavedCheckpoints(host, make_journal(trainer), True, Baseline(host.model).find_nonfinite)
-        self._run.enter_context(replaced_method(trainer, "_save_checkpoint", partial(_keep, saved, trainer)))
-        self._run.enter_context(replaced_method(trainer, "_load_best_model", partial(_load_good, saved)))
+        saved = SavedCheckpoints(host, make_journal(args), True, Baseline(host.model).find_nonfinite)
+        for name, override in (
+            ("_save_checkpoint", partial(_save, saved, trainer)),
+            ("_load_best_model", partial(_load_best, saved)),
+        ):
+            replace = partial(self.enter(args, state).overriding, name, override)
+            self._run.enter_context(replaced_method(trainer, name, replace))
 
     def on_train_end(self, args, state, control, **kwargs):
         self._run.close()
@@ -68,21 +71,20 @@ class CheckpointGuardCallback(TrainerCallback):
 class ResumingTrain:
     """Stands in for the `train` of a trainer: resumes from the newest good checkpoint."""
 
-    def __init__(self, trainer: Trainer):
+    def __init__(self, trainer: Trainer, boundary: Boundary):
         self.trainer = trainer
+        self.boundary = boundary
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        train = partial(type(self.trainer).train, self.trainer)
+        return self.boundary.around("resume", self._resume, train, *args, **kwargs)
+
+    def _resume(self, train: HostCall, *args: Any, **kwargs: Any) -> Any:
         asked = args[0] if args else kwargs.get("resume_from_checkpoint")
         if asked is not None:
-            chosen = choose_resume(asked, cast(HostTrainer, self.trainer), make_journal(self.trainer), True)
+            chosen = choose_resume(asked, cast(HostTrainer, self.trainer), make_journal(self.trainer.args), True)
             args, kwargs = (chosen, *args[1:]), {k: v for k, v in kwargs.items() if k != "resume_from_checkpoint"}
-        return type(self.trainer).train(self.trainer, *args, **kwargs)
-
-
-def make_journal(trainer: Trainer) -> Journal:
-    """Returns a journal that writes to the event file of a run."""
-    ranks = Ranks(trainer.args.device)
-    return Journal(ranks, JsonlWriter(events_path(Path(str(trainer.args.output_dir)) / GUARD_FOLDER, ranks.rank)))
+        return train(*args, **kwargs)
 
 
 class Baseline:
@@ -101,16 +103,13 @@ class Baseline:
         return {name for name, largest in zip(self._names, read, strict=True) if not largest < float("inf")}
 
 
-def _keep(saved: SavedCheckpoints, trainer: Trainer, save: Any) -> Any:
-    """Returns the replacement of `_save_checkpoint`."""
-
-    def save_checkpoint(model: Any, trial: Any) -> None:
-        with saved.saving(checkpoint_folder(trainer, trial)):
-            save(model, trial)
-
-    return save_checkpoint
+def _save(saved: SavedCheckpoints, trainer: Trainer, save: HostCall, model: Any, trial: Any) -> None:
+    """Stands in for `_save_checkpoint`."""
+    with saved.saving(checkpoint_folder(trainer, trial)):
+        save(model, trial)
 
 
-def _load_good(saved: SavedCheckpoints, load: Any) -> Any:
-    """Returns the replacement of `_load_best_model`."""
-    return lambda: load() if saved.may_load_best() else None
+def _load_best(saved: SavedCheckpoints, load: HostCall) -> None:
+    """Stands in for `_load_best_model`."""
+    if saved.may_load_best():
+        load()

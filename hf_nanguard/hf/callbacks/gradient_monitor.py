@@ -8,7 +8,7 @@ from statistics import fmean
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from tqdm import tqdm
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from ...core.event import Culprit, Event
 from ...core.event_summary import EventSummary
@@ -20,11 +20,13 @@ from ...errors import ArgumentError
 from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
 from ..compat.accelerate import bypass_optimizer, resume_optimizer
 from .gradient_tap import NOT_TAPPED, GradientTap
+from .harmless_callback import HarmlessCallback, harmless
 
 logger = logging.getLogger("hf_nanguard")
 
 
-class GradientMonitorCallback(TrainerCallback):
+@harmless
+class GradientMonitorCallback(HarmlessCallback):
     """Checks the gradients of every step, reports their norms, and names the parameters whose gradients are non-finite.
 
     It does not change a run, except with `halt_on_nan`. To contain bad steps as well, add [`NanGuardCallback`] or use a guarded
@@ -63,7 +65,7 @@ class GradientMonitorCallback(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self.on_train_end(args, state, control)
-        self.tap = GradientTap(model)
+        self.tap = GradientTap(model, self.enter(args, state))
         self.writer = JsonlWriter(events_path(Path(args.output_dir) / GUARD_FOLDER, args.process_index))
         self.norms = []
         self.has_failed = False
@@ -92,13 +94,14 @@ class GradientMonitorCallback(TrainerCallback):
             return
         if _scaler_of(optimizer) is not None and all(map(math.isfinite, read_host(tap.losses))):
             return  # the scaler skips this step itself, which is how it finds its scale
+        action = self.contain(optimizer, control)  # first: the report may fail
         census = take_census(tap.named_magnitudes())
         kinds = list(census.bad.values())
         self.num_nan += kinds.count("nan")
         self.num_inf += kinds.count("inf")
         if args.process_index == 0:
             tqdm.write(format_bad_gradients(state.global_step, norm, census, self.num_nan, self.num_inf))
-        self._emit_nonfinite(args, state, norm, census, self.contain(optimizer, control))
+        self._emit_nonfinite(args, state, norm, census, action)
 
     def contain(self, optimizer: AcceleratedOptimizer | None, control: TrainerControl) -> Action:
         """Does what is to be done about a step with a non-finite gradient, and returns it."""

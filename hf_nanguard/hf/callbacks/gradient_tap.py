@@ -14,6 +14,7 @@ from accelerate.state import GradientState
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ...boundary import Boundary
 from ...core.finite import magnitudes
 from ...core.rerun.nested_inputs import find_tensors
 from ...core.rerun.runner import same_on_all_ranks
@@ -28,10 +29,13 @@ class GradientTap:
     Args:
         model (`nn.Module`):
             The model, without DDP wrapper.
+        boundary (`Boundary`, *optional*):
+            What the hooks pass, which run inside the forward and the backward.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module, boundary: Boundary | None = None):
         self.model = model
+        self._behind = partial((boundary or Boundary()).wrapped, "gradient tap")
         self.armed = False  # whether a measurement was requested
         self.queued = False  # whether the backward pass that runs now has queued what follows it
         self.names: list[str] = []
@@ -54,7 +58,7 @@ class GradientTap:
 
     def _hook_forward(self) -> None:
         """Adds the hook of one forward: after an error in the forward, the loss or the backward none is left."""
-        self._handle = self.model.register_forward_hook(self._on_forward, always_call=True)
+        self._handle = self.model.register_forward_hook(self._behind(self._on_forward), always_call=True)
 
     def _unhook_forward(self) -> None:
         if self._handle is not None:
@@ -70,15 +74,16 @@ class GradientTap:
             self.losses.append(as_scalar(loss.detach()))
         self.queued = False
         after = partial(self._after_backward, GradientState().sync_gradients)
+        on_backward = self._behind(partial(self._on_backward, self._behind(after)))
         for tensor in find_tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(partial(self._on_backward, after))
+                tensor.register_hook(on_backward)
 
     def _on_backward(self, after: Callable[[], None], gradient: Tensor) -> None:
         if self.armed and not self.queued:
             self.queued = True
             # Queued twice, to run after the reductions that DDP and FSDP queue during the backward.
-            run_after_backward(lambda: run_after_backward(after))
+            run_after_backward(self._behind(partial(run_after_backward, after)))
 
     def _after_backward(self, ends_group: bool) -> None:
         self.queued = False

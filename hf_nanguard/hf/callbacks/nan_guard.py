@@ -4,7 +4,7 @@ import logging
 import weakref
 from typing import Any, cast
 
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer
 
 from ...plain_text import format_error
 from ..compat.trainer import find_trainer
@@ -12,12 +12,14 @@ from ..compat.unguardable_class import find_own_loop, find_own_super
 from ..guarded_trainer import attach
 from ..trainer.arguments import Given, read_guard_arguments
 from ..trainer.mixin import GuardedTrainerMixin
+from .harmless_callback import HarmlessCallback, harmless
 from .reduced_guard import ReducedGuard
 
 logger = logging.getLogger("hf_nanguard")
 
 
-class NanGuardCallback(TrainerCallback):
+@harmless
+class NanGuardCallback(HarmlessCallback):
     """Guards the trainer it is added to: exactly what [`attach`] does, in the constructor's list or by `add_callback`.
 
     A training loop other than that of transformers is guarded in a reduced way, which is logged once: a step with a
@@ -44,7 +46,7 @@ class NanGuardCallback(TrainerCallback):
         self._reduced: ReducedGuard | None = None  # of the run
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_asked": None, "_reduced": None}  # a copy belongs to another trainer
+        return {**super().__getstate__(), "_asked": None, "_reduced": None}  # a copy belongs to another trainer
 
     def on_init_end(self, args, state, control, **kwargs):
         self._guard(find_trainer())

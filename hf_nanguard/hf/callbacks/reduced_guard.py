@@ -10,6 +10,7 @@ from ...core.monitors.weights import find_bad_weights
 from ...core.vocabulary import Action
 from ..trainer.arguments import GuardArguments, find_guard_arguments
 from .gradient_monitor import GradientMonitorCallback
+from .harmless_callback import harmless
 
 logger = logging.getLogger("hf_nanguard")
 NOT_CHECKED = (
@@ -21,6 +22,7 @@ NOT_SKIPPED = (
 )
 
 
+@harmless
 class ReducedGuard(GradientMonitorCallback):
     """Skips a step with a non-finite gradient as a whole, and names the parameters.
 
