@@ -139,6 +139,7 @@ class Takeover:
     def guard(self, trainer: "Trainer", is_copy: bool = False) -> None:
         """Guards a trainer that was built or copied, or says why it cannot be guarded."""
         from ..hf.guarded_trainer import attach
+        from ..hf.trainer.guarded_class import detach
         from ..hf.trainer.mixin import GuardedTrainerMixin
 
         self.num_built += 1
@@ -166,8 +167,11 @@ class Takeover:
                 what = "its instances cannot change their class" if fixed else "it lacks an attribute of Trainer"
                 self._say_unguarded(cls, f"{what} ({error})", trainer)
                 return
-        if _is_first_rank(trainer):
-            assert isinstance(trainer, GuardedTrainerMixin)
+        assert isinstance(trainer, GuardedTrainerMixin)
+        if trainer.nanguard is None:  # the log says why
+            detach(trainer)
+            self._say_unguarded(cls, "the guard could not be built for it", trainer)
+        elif _is_first_rank(trainer):
             self._say_guarded(trainer, was_guarded)
 
     def _merge(self, own: object) -> "GuardArguments":
