@@ -16,7 +16,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..boundary import Boundary
 from ..errors import ArgumentError
+from ..plain_text import show
 from .pickling import reduce_as, restore_state
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class Takeover:
         self.say = say
         self.began = time.time()
         self.process = os.getpid()
+        self.boundary = Boundary(lambda failure: self._say_first(show(f"{failure}.")))
         self.num_built = 0
         # Event files of the first rank by absolute path: the path to print, and the number of lines of earlier runs.
         self.event_files: dict[Path, tuple[Path, int]] = {}
@@ -70,6 +73,9 @@ class Takeover:
 
     def report_events(self) -> None:
         """Says how many events there were and where they are. A forked copy of this process says nothing."""
+        self.boundary.call("report of events", self._report_events)
+
+    def _report_events(self) -> None:
         if not self.event_files or os.getpid() != self.process:
             return
         parts = []
@@ -98,18 +104,20 @@ class Takeover:
         if cls in self._stand_ins:
             return self._stand_ins[cls]
         original: Any = cls
+        prepare = self.boundary.wrapped("arguments of a constructor", self._prepare, lambda cls, value: value)
+        guard = self.boundary.wrapped("takeover", self.guard, _leave_unguarded)
 
         def __init__(trainer: "Trainer", *args: object, **kwargs: object) -> None:  # noqa: N807 - it becomes the method of that name
             trainer.__class__ = original
-            args = tuple(self._prepare(original, value) for value in args)
-            kwargs = {name: self._prepare(original, value) for name, value in kwargs.items()}
+            args = tuple(prepare(original, value) for value in args)
+            kwargs = {name: prepare(original, value) for name, value in kwargs.items()}
             original.__init__(trainer, *args, **kwargs)
-            self.guard(trainer)
+            guard(trainer, original)
 
         def __setstate__(trainer: "Trainer", state: object) -> None:  # noqa: N807 - called for a copy and by unpickling
             trainer.__class__ = original
             restore_state(trainer, state)
-            self.guard(trainer, is_copy=True)
+            guard(trainer, original, True)
 
         body = {
             "__init__": __init__, "__setstate__": __setstate__, "__module__": cls.__module__,
@@ -136,14 +144,12 @@ class Takeover:
 
     # ---- a trainer that was built ----
 
-    def guard(self, trainer: "Trainer", is_copy: bool = False) -> None:
-        """Guards a trainer that was built or copied, or says why it cannot be guarded."""
+    def guard(self, trainer: "Trainer", cls: type, is_copy: bool = False) -> None:
+        """Guards a trainer of a class that was built or copied, or says why it cannot be guarded."""
         from ..hf.guarded_trainer import attach
-        from ..hf.trainer.guarded_class import detach
         from ..hf.trainer.mixin import GuardedTrainerMixin
 
         self.num_built += 1
-        cls = type(trainer)
         if obstacle := _find_obstacle(trainer):
             self._say_unguarded(cls, obstacle, trainer)
             return
@@ -162,16 +168,15 @@ class Takeover:
                         trainer,
                     )
             except (TypeError, AttributeError) as error:
-                fixed = type(trainer) is cls
                 trainer.__class__ = cls
-                what = "its instances cannot change their class" if fixed else "it lacks an attribute of Trainer"
-                self._say_unguarded(cls, f"{what} ({error})", trainer)
+                self._say_unguarded(cls, f"its instances cannot change their class ({error})", trainer)
                 return
-        assert isinstance(trainer, GuardedTrainerMixin)
-        if trainer.nanguard is None:  # the log says why
-            detach(trainer)
-            self._say_unguarded(cls, "the guard could not be built for it", trainer)
-        elif _is_first_rank(trainer):
+        if trainer.nanguard is None:  # type: ignore[attr-defined]
+            trainer.__class__ = cls
+            self._say_unguarded(cls, "its guard could not be built; the log says why", trainer)
+            return
+        if _is_first_rank(trainer):
+            assert isinstance(trainer, GuardedTrainerMixin)
             self._say_guarded(trainer, was_guarded)
 
     def _merge(self, own: object) -> "GuardArguments":
@@ -219,6 +224,11 @@ class Takeover:
         self.process = os.getpid()
         self.event_files.clear()
         Finalize(None, self.report_events, exitpriority=0)
+
+
+def _leave_unguarded(trainer: "Trainer", cls: type, is_copy: bool = False) -> None:
+    """Makes a trainer of which nothing more than its class may have been changed one of the script's own again."""
+    trainer.__class__ = cls
 
 
 def _find_obstacle(trainer: "Trainer") -> str | None:

@@ -18,6 +18,7 @@ from hf_nanguard.takeover.takeover import Takeover
 from hf_nanguard.testing import Fault, plant
 
 from ..models import tiny_llama, token_dataset
+from ..reference import assert_same, tensors_of
 from ..trainers import build, common_arguments, stock_class
 
 
@@ -220,7 +221,9 @@ def test_a_trainer_that_lacks_something_is_left_alone(tmp_path, said, caplog):
     with take_over(said):
         trainer = build("plain", tmp_path, Lacking, guard=False)
     assert type(trainer) is Lacking
-    assert said[0] == "Lacking cannot be guarded because the guard could not be built for it. It trains unguarded."
+    assert said[0] == (
+        "Lacking cannot be guarded because its guard could not be built; the log says why. It trains unguarded."
+    )
     assert "'Lacking' object has no attribute 'accelerator'" in caplog.text
 
 
@@ -384,3 +387,42 @@ def test_only_the_first_rank_speaks(tmp_path, said, monkeypatch):
         build("plain", tmp_path, OwnLoop, guard=False)
     assert isinstance(trainer, GuardedTrainerMixin)
     assert said == []
+
+
+# ---- the takeover itself fails ----
+
+
+def _fail(*args, **kwargs):
+    raise RuntimeError("planted")
+
+
+@pytest.mark.parametrize("name", ["_prepare", "guard", "_report_events"])
+def test_a_takeover_that_fails_leaves_the_script_as_it_is(name, tmp_path, said, monkeypatch):
+    monkeypatch.setattr(Takeover, name, _fail)
+    with take_over(said):
+        trainer = build("plain", tmp_path / "ours", guard=False)
+        trainer.train()
+    stock = build("plain", tmp_path / "stock", guard=False)
+    stock.train()
+    assert_same(tensors_of(trainer), tensors_of(stock))
+    assert any(" failed at " in text and text.endswith("(RuntimeError: planted).") for text in said)
+    assert isinstance(trainer, GuardedTrainerMixin) == (name != "guard")
+
+
+def test_a_guard_that_cannot_be_built_leaves_the_trainer_stock(tmp_path, said, monkeypatch):
+    monkeypatch.setattr("hf_nanguard.takeover.takeover.reduce_as", _fail)
+    with take_over(said):
+        trainer = build("plain", tmp_path / "ours", guard=False)
+    assert type(trainer) is Trainer
+    assert "takeover/takeover.py" in said[0]
+    trainer.train()
+    assert trainer.state.global_step == trainer.args.max_steps
+
+
+def test_ctrl_c_in_a_takeover_is_ctrl_c(tmp_path, said, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Takeover, "guard", interrupt)
+    with pytest.raises(KeyboardInterrupt), take_over(said):
+        build("plain", tmp_path, guard=False)
