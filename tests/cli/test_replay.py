@@ -68,13 +68,14 @@ def test_a_bundle_of_a_real_run(guard, tmp_path, capsys):
     """Row 9 alone holds a token whose embedding was never initialised; it comes in step 1."""
     rows = [{**row, "input_ids": [6 if token == 5 else token for token in row["input_ids"]]} for row in token_rows(12)]
     rows[9]["input_ids"][3] = 5
-    settings = GuardArguments(nanguard_bundle_weights="all")
+    settings = GuardArguments(nanguard_bundle_weights="all", nanguard_on_bad_start="observe")
     extra = {"guard": settings} if guard else {"callbacks": [NanGuardCallback(settings)]}
     extra["train_dataset"] = Dataset.from_list(rows)
     trainer = build("plain", tmp_path, guard=guard, extra=extra, max_steps=2, train_sampling_strategy="sequential")
     trainer.model.model.embed_tokens.weight.data[5] = float("nan")
     trainer.train()
-    [event] = events_of(trainer)
+    [start, event] = events_of(trainer)
+    assert (start["signal"], start["action"]) == ("param_nonfinite", "observed")
     capsys.readouterr()
     code, out, _ = run(str(tmp_path / "nanguard" / event["bundle"]), capsys=capsys)
     assert code == 0, out

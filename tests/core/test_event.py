@@ -48,6 +48,7 @@ SIGNALS = [
     "checkpoint_nonfinite",
     "update_stalled",
     "no_learning_signal",
+    "run_restarted",
     "guard_failed",
 ]
 ACTIONS = ["observed", "repaired", "dropped", "skipped", "clipped", "rewound", "halted", "refused"]

@@ -152,7 +152,9 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in ("kto", "rloo") else ()) for name in OTHERS]
+)
 def test_guarded_works_for_the_rest_of_the_family(name, tmp_path):
     import trl
 

@@ -92,9 +92,9 @@ def _find_difference(kind: str, folder: Path, way: str, entry: Entry, error: Any
     return None
 
 
-def _walk(kind: str, way: str, tmp_path: Path, error: Any, after: int = 0) -> dict[str, str]:
+def _walk(kind: str, way: str, tmp_path: Path, error: Any, after: int = 0, every: int = 1) -> dict[str, str]:
     found = {}
-    for number, entry in enumerate(_entries(kind, way, tmp_path / "healthy")):
+    for number, entry in enumerate(_entries(kind, way, tmp_path / "healthy")[::every]):
         difference = _find_difference(kind, tmp_path / str(number), way, entry, error, after)
         if difference is not None:
             found[str(entry)] = difference
@@ -105,8 +105,9 @@ def _format(problems: dict[str, str]) -> str:
     return "\n\n".join(f"{entry}: {what}" for entry, what in problems.items())
 
 
-def test_every_entry_may_fail(tmp_path):
-    problems = _walk("plain", "class", tmp_path, ERRORS["Exception"])
+def test_entries_may_fail(tmp_path):
+    """A third of them; all of them in `make slow`."""
+    problems = _walk("plain", "class", tmp_path, ERRORS["Exception"], every=3)
     assert not problems, _format(problems)
 
 
@@ -147,7 +148,7 @@ WALKS = [("plain", "class", False), *((kind, way, True) for kind in ("plain", "g
 @pytest.mark.parametrize(("kind", "way", "is_whole"), params(WALKS[0], cases=WALKS))
 def test_ctrl_c_anywhere_is_ctrl_c(kind, way, is_whole, tmp_path):
     entries = _entries(kind, way, tmp_path / "healthy")
-    entries = [entry for entry in entries if str(entry) != PLAIN_FIELDS][:: 1 if is_whole else 4]
+    entries = [entry for entry in entries if str(entry) != PLAIN_FIELDS][:: 1 if is_whole else 10]
     found = {str(entry): _interrupt(kind, tmp_path / str(i), way, entry) for i, entry in enumerate(entries)}
     problems = {entry: what for entry, what in found.items() if what is not None}
     assert not problems, _format(problems)

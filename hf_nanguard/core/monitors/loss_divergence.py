@@ -96,7 +96,7 @@ class DivergenceDetector:
         above_start_long = self.best > start + math.log(NEVER_BETTER) and self._is_worse(logs, start)
         lost = max(best + math.log(ABOVE_BEST) + SIGMAS_BEST * _noise(logs), _mean(start, best))
         is_above = at_once or above_start or above_start_long
-        reference = start if is_above else best
+        reference = self.first[0] if at_once else start if is_above else best
         if not self._lasts(level, is_above or level > lost, reference) or self.is_reported:
             return None
         if at_once or above_start_long or (above_start and len(self.above) >= NUM_ABOVE_START):

@@ -42,7 +42,7 @@ def same_on_all_ranks(norm: Tensor) -> Tensor:
     everywhere = [Replicate()] * mesh.ndim
     value = norm.redistribute(placements=everywhere).to_local()  # type: ignore[attr-defined]
     for dimension, placement in enumerate(placements):
-        if placement.is_replicate() and mesh.size(dimension) > 1:
+        if mesh.ndim > 1 and placement.is_replicate() and mesh.size(dimension) > 1:
             num_marked = value.isnan().to(value.dtype)
             torch.distributed.all_reduce(num_marked, group=mesh.get_group(dimension))
             value = torch.where(num_marked > 0, math.nan, value)

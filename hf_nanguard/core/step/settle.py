@@ -68,9 +68,11 @@ class Settlement:
         self, group: AccumulationGroup, runner: Runner, step: int, norm: Tensor | None, zero_is_news: bool
     ) -> StepOutcome:
         """Decides a step and carries the decision out, see [`Guard.settle`]."""
-        self.norm_dev = self.reading = None
         given = (group, runner, step, norm, zero_is_news)
-        return self.boundary.call("settle", self._settle, *given, otherwise=self._settle_plainly)
+        try:
+            return self.boundary.call("settle", self._settle, *given, otherwise=self._settle_plainly)
+        finally:
+            self.norm_dev = self.reading = None  # they hold the inputs of the group
 
     def _settle_plainly(
         self, group: AccumulationGroup, runner: Runner, step: int, norm: Tensor | None, zero_is_news: bool

@@ -116,11 +116,10 @@ def is_between_generations(trainer: HostTrainer) -> bool:
 
     Can go when TRL says when it generates.
     """
-    known = vars(trainer)
-    if known.get("_buffered_inputs") is None:
+    known, steps = vars(trainer), getattr(trainer.args, "steps_per_generation", None)
+    if known.get("_buffered_inputs") is None or steps is None:  # without that argument, each optimizer step generates
         return True
-    arguments = trainer.args
-    return known["_step"] % (arguments.steps_per_generation * known["num_iterations"]) == 0  # type: ignore[attr-defined]
+    return known["_step"] % (steps * known["num_iterations"]) == 0
 
 
 class GenerationBuffer:

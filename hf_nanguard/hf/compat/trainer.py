@@ -247,13 +247,13 @@ def rotate(call: dict[str, Any], protected: set[Path]) -> None:
 
     Can go when `rotate_checkpoints` takes several checkpoints to protect.
     """
+    limit, best = call.get("save_total_limit"), call.get("best_model_checkpoint")
+    if limit is None or limit <= 0:
+        return
     found = [Path(each) for each in sort_checkpoints(call["output_dir"], use_mtime=call.get("use_mtime", False))]
     kept = {path.absolute() for path in protected} & {path.absolute() for path in found[:-1]}
     if not kept:
         trainer_module.rotate_checkpoints(**call)
-        return
-    limit, best = call.get("save_total_limit"), call.get("best_model_checkpoint")
-    if limit is None or limit <= 0:
         return
     others = [each for each in found if each.absolute() not in kept]
     old = [each for each in others[:-1] if best is None or each != Path(best)]

@@ -17,7 +17,7 @@ def test_every_setting_has_a_flag_with_its_choices_and_default():
     add_flags(parser.add_argument_group())
     flags = {action.dest: action for action in parser._actions if action.dest != "help"}
     assert list(flags) == [field.name for field in fields(GuardArguments)]
-    assert list(flags["nanguard_on_spike"].choices) == ["observe", "clip", "skip"]
+    assert list(flags["nanguard_on_spike"].choices) == ["observe", "clip", "skip", "rewind"]
     assert "(default: observe)" in flags["nanguard_on_spike"].help
     assert vars(parser.parse_args(["--nanguard_on_spike", "clip"])) == {"nanguard_on_spike": "clip"}
 

@@ -764,3 +764,81 @@ def test_protected_checkpoints_are_kept_beyond_the_limit(limit, protected, tmp_p
         compat.rotate(call, set() if protected is None else {tmp_path / f"checkpoint-{protected}"})
     kept = {int(folder.name.split("-")[1]) for folder in tmp_path.iterdir()}
     assert kept == (set(STEPS) if limit is None else {*STEPS[-limit:]} | ({protected} - {None}))
+
+
+def test_without_a_limit_checkpoints_are_not_even_listed(tmp_path, monkeypatch):
+    """Listing them by their time may log a warning, which a stock run does not have."""
+    monkeypatch.setattr(compat, "sort_checkpoints", lambda *args, **kwargs: pytest.fail("they are listed"))
+    compat.rotate({"output_dir": str(tmp_path), "save_total_limit": None, "use_mtime": True}, {tmp_path})
+
+
+def test_a_trainer_gets_other_callbacks_and_no_others(trainer):
+    calls = []
+
+    class Noting(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            calls.append(state.global_step)
+
+    compat.replace_callbacks(trainer, [Noting()])
+    trainer.train()
+    assert calls[:2] == [1, 2]
+    assert [type(each) for each in trainer.callback_handler.callbacks] == [Noting]
+
+
+def test_a_batch_is_prepared_as_the_loss_gets_it(trainer):
+    prepared = compat.prepare_inputs(trainer, {"input_ids": torch.ones(1, 2)})
+    assert prepared["input_ids"].device == trainer.args.device
+
+
+def test_a_batch_size_is_that_of_the_next_dataloader(trainer):
+    compat.set_batch_size(trainer, 5)
+    assert len(next(iter(trainer.get_train_dataloader()))["input_ids"]) == 5
+
+
+def test_a_checkpoint_is_saved_where_it_is_said(tmp_path):
+    folders = []
+    trainer = _at_a_step(
+        tmp_path,
+        lambda trainer: folders.append(compat.checkpoint_folder(trainer, None)),
+        save_strategy="steps",
+        save_steps=1,
+    )
+    assert folders == [tmp_path / "checkpoint-1"]  # asked in the second step
+    assert folders[0].is_dir()
+    assert compat.checkpoint_folder(trainer, None) == tmp_path / "checkpoint-3"
+
+
+@pytest.mark.parametrize("num_iterations", [1, 2])
+def test_the_next_micro_batch_of_an_online_trainer_generates_or_not(num_iterations, tmp_path):
+    trainer = build("grpo", tmp_path, guard=False, num_iterations=num_iterations)
+    assert compat_reinforcement.is_online(trainer)
+    assert not compat_reinforcement.is_online(build("plain", tmp_path / "plain", guard=False))
+    asked, generated = [], []
+    generate, step = trainer._generate_and_score_completions, trainer.training_step
+    trainer._generate_and_score_completions = lambda inputs: generated.append(len(asked)) or generate(inputs)
+    trainer.training_step = lambda *args: (
+        asked.append(compat_reinforcement.is_between_generations(trainer)) or step(*args)
+    )
+    trainer.train()
+    assert [place for place, new in enumerate(asked, 1) if new] == generated
+
+
+def test_completions_that_are_left_are_generated_anew_after_a_restore(tmp_path):
+    trainer = build("grpo", tmp_path, guard=False)
+    trainer._buffered_inputs = [{}]
+    compat_reinforcement.GenerationBuffer(trainer).restore(None, 0)
+    assert trainer._buffered_inputs is None
+    plain = build("plain", tmp_path / "plain", guard=False)
+    compat_reinforcement.GenerationBuffer(plain).restore(None, 0)
+    assert "_buffered_inputs" not in vars(plain)
+
+
+def test_completions_and_their_log_probabilities(tmp_path):
+    trainer = build("grpo", tmp_path, guard=False)
+    rows = [trainer.train_dataset[row] for row in range(2)]
+    batch = compat_reinforcement.generate_batch(trainer, rows, 3)
+    assert len(batch["completion_ids"]) == trainer.num_generations  # one group fits a micro-batch
+    assert batch["completion_ids"].shape[1] <= 3
+    logps = compat_reinforcement.policy_logps(trainer, trainer.model, batch)
+    assert logps.shape == batch["completion_ids"].shape
+    assert (logps <= 0).all()

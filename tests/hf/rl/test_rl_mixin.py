@@ -420,10 +420,11 @@ def test_reward_functions_that_fail_now_and_then_are_counted_and_do_not_end_the_
 
 
 @pytest.mark.parametrize("patterns", ["layers.*, lm_head", "lm_head"])
-def test_a_head_that_trl_does_not_call_is_said_not_to_be_monitored(patterns, tmp_path):
-    guard = GuardArguments(nanguard_activation_modules=patterns, nanguard_activation_steps=1)
+def test_a_head_that_trl_does_not_call_is_monitored(patterns, tmp_path):
+    guard = GuardArguments(
+        nanguard_activation_modules=patterns, nanguard_activation_steps=1, nanguard_full_metrics=True
+    )
     trainer = build("grpo", tmp_path, extra={"guard": guard}, max_steps=3, gradient_accumulation_steps=1)
     trainer.train()
-    [event] = emitted(trainer, "guard_failed")
-    assert "lm_head" in event["message"]
-    assert "not monitored" in event["message"]
+    assert emitted(trainer, "guard_failed") == []
+    assert "nanguard/activation_max/lm_head" in trainer.state.log_history[0]
