@@ -1,11 +1,11 @@
-"""A term of the loss that fails on one of two ranks is dropped there, and all ranks go on together (L4)."""
+"""A term of the loss that fails on one of two ranks is dropped there, a redo that fails on one skips the step on both (L4)."""
 
 from pathlib import Path
 
 import pytest
 
 from .launch import Played, play_suite
-from .term_worker import BAD_PLACE, BAD_STEP, FAULTS
+from .term_worker import BAD_PLACE, BAD_STEP, CASES, SKIPPED, UNREPEATABLE
 
 # One worker for all of them, so that a suite is played once and never beside another.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600), pytest.mark.xdist_group("distributed")]
@@ -14,7 +14,7 @@ WORKER = Path(__file__).with_name("term_worker.py")
 
 @pytest.fixture(scope="module")
 def played(tmp_path_factory) -> Played:
-    return play_suite("terms", list(FAULTS), tmp_path_factory.mktemp("terms"), 2, worker=WORKER)
+    return play_suite("terms", list(CASES), tmp_path_factory.mktemp("terms"), 2, worker=WORKER)
 
 
 @pytest.mark.parametrize("case", ["shift", "value", "slope"])
@@ -32,3 +32,15 @@ def test_a_healthy_run_is_another_and_silent(played: Played):
     ranks = played.ranks("healthy")
     assert ranks[0]["weights"] == ranks[1]["weights"] != played.ranks("absent")[0]["weights"]
     assert [said["events"] for said in ranks] == [[], []]
+
+
+def test_a_redo_that_fails_on_one_rank_makes_all_skip(played: Played):
+    ranks = played.ranks(UNREPEATABLE)
+    expected = played.ranks(SKIPPED)[0]["weights"]
+    assert [said["weights"] for said in ranks] == [expected, expected]
+    failed, skipped = ranks[1]["signals"]
+    assert failed[:3] == ["guard_failed", "observed", 1]
+    assert "MemoryError" in failed[3]
+    assert skipped[:2] == ["loss_nonfinite", "skipped"]
+    assert failed[3] in skipped[3]
+    assert ranks[0]["signals"] == [skipped], "rank 0 hears of every decision taken together"
