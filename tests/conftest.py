@@ -17,6 +17,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from accelerate.state import GradientState
 
 datasets.disable_progress_bars()
 
@@ -48,6 +49,12 @@ def fixed_seed():
     random.seed(1234)
     np.random.seed(1234)
     torch.manual_seed(1234)
+
+
+@pytest.fixture(autouse=True)
+def synced_gradients():
+    """Accelerate's state of accumulation is global: a run that was interrupted inside a group leaves it out of sync."""
+    GradientState()._set_sync_gradients(True)
 
 
 @pytest.fixture
