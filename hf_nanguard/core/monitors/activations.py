@@ -68,7 +68,7 @@ class ActivationMonitor(Monitor):
         else:
             near = {name for name, bits in self.bits.items() if bits < NEAR_BITS + 1}
             modules = {name: module for name, module in self.modules.items() if name not in self.failed}
-            self.probe = OutputProbe(self.model, modules, near, self.journal.boundary, self.head)
+            self.probe = OutputProbe(self.model, modules, near, self.journal.boundary, self.hooks, self.head)
 
     def end_backward(self, step: int) -> None:
         """Removes the hooks, reads what they measured, and reports what is bad or about to be."""
@@ -102,8 +102,7 @@ class ActivationMonitor(Monitor):
 
     def close(self) -> None:
         """Removes the hooks and discards what they measured."""
-        if self.probe is not None:
-            self.probe.close()
+        super().close()
         self.probe = None
 
     def state_dict(self) -> JsonObject:

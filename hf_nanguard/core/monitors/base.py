@@ -12,6 +12,7 @@ To add a monitor: subclass [`Monitor`] in its own file, add it to `monitor_set.b
 """
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -76,6 +77,7 @@ class Monitor:
     full_metrics: bool = False  # log a metric for every module or parameter, and not only a summary
     early: tuple[int, ...] = EARLY  # additional steps, counted from 1, at which a check is due
     is_off: bool = field(default=False, init=False)
+    hooks: ExitStack = field(default_factory=ExitStack, init=False)  # closed with the monitor, also if that fails
     _row: dict[str, float] = field(default_factory=dict, init=False)
 
     @property
@@ -135,8 +137,9 @@ class Monitor:
         return
 
     def close(self) -> None:
-        """Removes hooks and samples that an interrupted step may have left."""
-        return
+        """Discards samples that an interrupted step may have left. Subclasses also remove `hooks` here; [`MonitorSet`] removes
+        them whether or not this succeeds."""
+        self.hooks.close()
 
     def state_dict(self) -> JsonObject:
         """Returns the state to save in a checkpoint, as JSON values."""

@@ -110,7 +110,7 @@ class OutputMeasure:
 
 
 class OutputProbe:
-    """Hooks that measure the outputs of modules in one step, while the model is in training mode.
+    """Hooks that measure the outputs of modules in one step, while the model is in training mode, until `hooks` is closed.
 
     For the modules in `near` the share near the limit of the dtype is measured, too.
     """
@@ -121,6 +121,7 @@ class OutputProbe:
         modules: Mapping[str, nn.Module],
         near: Collection[str],
         boundary: Boundary,
+        hooks: ExitStack,
         head: Head | None = None,
     ):
         self.model = model
@@ -129,21 +130,13 @@ class OutputProbe:
         self.order: dict[str, None] = {}  # modules in the order of their first forward
         self.failures: dict[str, Exception] = {}  # modules whose outputs cannot be measured
         self._in_forward: set[str] = set()
-        self._handles = [
-            module.register_forward_hook(Hook(boundary.wrapped("activation hooks", partial(self._measure, name))))
-            for name, module in modules.items()
-        ]
+        safe = partial(boundary.wrapped, "activation hooks")
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_hook(Hook(safe(partial(self._measure, name)))))
         self.head = head if head is not None and head.name in modules else None
         self._states: Tensor | None = None  # the first inputs of the head
         if self.head is not None:
-            self._handles.append(
-                self.head.backbone.register_forward_hook(Hook(boundary.wrapped("activation hooks", self._keep_states)))
-            )
-
-    def close(self) -> None:
-        """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
+            hooks.enter_context(self.head.backbone.register_forward_hook(Hook(safe(self._keep_states))))
 
     def measure_head(self) -> bool:
         """Measures the head if it was not called in training, after the backward pass; returns whether it could be."""

@@ -134,7 +134,7 @@ class MonitorSet:
         """Removes hooks and samples that an interrupted step may have left."""
         self.step, self.awaits_update = None, False
         for monitor in self.monitors:
-            self.boundary.call("monitors", monitor.close)
+            self._release(monitor)
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the next row of the log."""
@@ -176,4 +176,9 @@ class MonitorSet:
         self.monitors = tuple(other for other in self.monitors if other is not monitor)
         if self.journal.ranks.size > 1 and not is_known:
             self.failed += (monitor,)
-        self.boundary.call("monitors", monitor.close)
+        self._release(monitor)
+
+    def _release(self, monitor: Monitor) -> None:
+        """Closes a monitor. Its hooks are removed even if it fails, is off, or is interrupted."""
+        with monitor.hooks:
+            self.boundary.call("monitors", monitor.close)

@@ -66,9 +66,10 @@ class AttentionMonitor(Monitor):
     def begin_step(self, step: int) -> None:
         self.close()
         if self.is_due(step):
-            self.probe = AttentionProbe(self.model, self.ranks.device, self.journal.boundary)
+            self.probe = AttentionProbe(self.model, self.ranks.device, self.journal.boundary, self.hooks)
 
     def end_backward(self, step: int) -> None:
+        self.hooks.close()
         if self.probe is not None:
             self.probe.finish()
 
@@ -102,8 +103,7 @@ class AttentionMonitor(Monitor):
             raise RuntimeError("The attention monitor failed on one rank, and the others wait for its measurements.")
 
     def close(self) -> None:
-        if self.probe is not None:
-            self.probe.close()
+        super().close()
         self.probe = None
 
     def state_dict(self) -> dict[str, object]:

@@ -51,9 +51,10 @@ def find_head(model: nn.Module) -> Head | None:
 
 
 class AttentionProbe:
-    """Hooks that measure one step of a model without DDP wrapper, and the measurements in one buffer on the device."""
+    """Hooks that measure one step of a model without DDP wrapper until `hooks` is closed, and the measurements in one buffer on
+    the device."""
 
-    def __init__(self, model: nn.Module, device: torch.device, boundary: Boundary):
+    def __init__(self, model: nn.Module, device: torch.device, boundary: Boundary, hooks: ExitStack):
         named = list(model.named_modules())
         self.columns: list[tuple[str, str, int]] = []  # module, noun and sign of each value in the buffer
         # An attention layer has children, its projections. Which modules with children compute attention is known only
@@ -73,18 +74,14 @@ class AttentionProbe:
         self.states_real: Tensor | None = None
         self.hidden: set[str] = set()  # implementations whose masks are not accessible
         self.sharded_head = False
-        self._hooks = ExitStack()
         safe = partial(boundary.wrapped, "attention hooks")
-        hooks = [model.register_forward_pre_hook(Hook(safe(self._see_inputs)), with_kwargs=True)]
-        hooks += [
-            router.register_forward_hook(Hook(safe(self._see_router(start, place)))) for start, router, place in routers
-        ]
+        hooks.enter_context(model.register_forward_pre_hook(Hook(safe(self._see_inputs)), with_kwargs=True))
+        for start, router, place in routers:
+            hooks.enter_context(router.register_forward_hook(Hook(safe(self._see_router(start, place)))))
         if self.head is not None:
-            hooks.append(self.head.module.register_forward_hook(Hook(safe(self._see_head))))
-            hooks.append(self.head.backbone.register_forward_hook(Hook(safe(self._see_backbone))))
-        for hook in hooks:
-            self._hooks.callback(hook.remove)
-        self._hooks.enter_context(observed_attention(self._see_attention, boundary))
+            hooks.enter_context(self.head.module.register_forward_hook(Hook(safe(self._see_head))))
+            hooks.enter_context(self.head.backbone.register_forward_hook(Hook(safe(self._see_backbone))))
+        hooks.enter_context(observed_attention(self._see_attention, boundary))
 
     def _reserve(self, module: str, nouns: dict[str, int]) -> int:
         """Reserves a place in the buffer for the measurements of a module; returns where it begins."""
@@ -92,12 +89,8 @@ class AttentionProbe:
         self.columns += [(module, noun, sign) for noun, sign in nouns.items()]
         return start
 
-    def close(self) -> None:
-        self._hooks.close()
-
     def finish(self) -> None:
-        """Removes the hooks. If the head was not called itself, applies it to a few of its hidden states."""
-        self.close()
+        """Applies the head to a few of its hidden states if it was not called itself; the hooks must be gone."""
         states, head, self.states = self.states, self.head, None
         if states is None or head is None or id(head.module) in self.seen:
             return

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -112,6 +113,22 @@ def test_a_monitor_that_failed_on_another_rank_is_turned_off():
     monitor_set.begin((Exchanging("state_dict", journal),))
     _walk(monitor_set)
     assert monitor_set.monitors == monitor_set.failed == ()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_monitor_that_cannot_be_closed_leaves_no_hook(error):
+    class Unclosable(Monitor):
+        def close(self):
+            raise error
+
+    module = nn.Linear(2, 2)
+    monitor_set = MonitorSet(Journal(Ranks()))
+    monitor = Unclosable(module, monitor_set.journal, 1)
+    monitor_set.begin((monitor,))
+    monitor.hooks.enter_context(module.register_forward_hook(Hook(lambda *args: None)))
+    with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else nullcontext():
+        monitor_set.close()
+    assert not module._forward_hooks
 
 
 def test_a_state_of_another_version_starts_anew(caplog):
