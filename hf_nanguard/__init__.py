@@ -39,9 +39,12 @@ if TYPE_CHECKING:
     from .hf.guarded_trainer import GuardedTrainer as GuardedTrainer
     from .hf.guarded_trainer import attach as attach
     from .hf.guarded_trainer import guarded as guarded
+    from .hf.named_terms import watch_tensor as watch_tensor
+    from .hf.named_terms import weigh_term as weigh_term
     from .hf.trainer.arguments import GuardArguments as GuardArguments
     from .hf.trainer.arguments import GuardedTrainingArguments as GuardedTrainingArguments
     from .hf.trainer.mixin import GuardedTrainerMixin as GuardedTrainerMixin
+    from .report.run_files import read_events as read_events
     from .verification.measured_run import verify as verify
 
 __version__ = "0.1.0"
@@ -76,6 +79,9 @@ _HOMES = {
     "check_config": "doctor.config_check",
     "check_dataset": "doctor.dataset_check",
     "verify": "verification.measured_run",
+    "read_events": "report.run_files",
+    "watch_tensor": "hf.named_terms",
+    "weigh_term": "hf.named_terms",
     "prove": "doctor.laws.prove",
     "replay": "bundle_replay.rebuild",
     "scan_checkpoint": "checkpoints.scan",

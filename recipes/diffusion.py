@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 from transformers import Trainer, TrainingArguments
 
-from hf_nanguard import GuardedTrainingArguments, clamp_weight, guarded
+from hf_nanguard import GuardedTrainingArguments, clamp_weight, guarded, watch_tensor, weigh_term
 from hf_nanguard.examples.compare import Figures, Outcome, compare_runs
 from hf_nanguard.examples.recipe.command_line import (
     COMMON,
@@ -35,7 +35,6 @@ from hf_nanguard.examples.recipe.command_line import (
     keep_rate,
     parse_arguments,
 )
-from hf_nanguard.hf.named_terms import watch_tensor, weigh_term
 
 SIDE, BAD_ROW = 12, 33
 MAX_PREDICTION = 1e6

@@ -41,13 +41,13 @@ from hf_nanguard import (
     guarded,
     masked_cross_entropy,
     soft_cap,
+    weigh_term,
 )
 from hf_nanguard.examples.compare import Figures, Outcome, compare_runs
 from hf_nanguard.examples.recipe.command_line import COMMON, CaseArguments, argument, exit_code, parse_arguments
 from hf_nanguard.examples.recipe.safe_weights import PICKLE_HELP, require_safetensors
 from hf_nanguard.examples.tasks import calendar_words as calendar
 from hf_nanguard.examples.tasks.token_alignment import align_positions, share_vocabulary
-from hf_nanguard.hf.named_terms import weigh_term
 from hf_nanguard.plain_text import first_line
 
 MASKED = -100

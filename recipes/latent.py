@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.data import default_collate
 from transformers import BertConfig, BertModel, Trainer, TrainingArguments
 
-from hf_nanguard import GuardedTrainingArguments, guarded, masked_cross_entropy, normalized_mse
+from hf_nanguard import GuardedTrainingArguments, guarded, masked_cross_entropy, normalized_mse, weigh_term
 from hf_nanguard.examples.compare import Figures, Outcome, compare_runs
 from hf_nanguard.examples.recipe.command_line import (
     COMMON,
@@ -34,7 +34,6 @@ from hf_nanguard.examples.recipe.command_line import (
     keep_rate,
     parse_arguments,
 )
-from hf_nanguard.hf.named_terms import weigh_term
 
 PAD, BLANK, FIRST, NUM_TOKENS = 0, 1, 2, 50
 LENGTH, NUM_LATENTS = 16, 8

@@ -41,8 +41,8 @@ NAMES = words("""ActivationMonitorCallback ArgumentError CheckpointGuardCallback
 GradientMonitorCallback Guard GuardArguments GuardedGRPOConfig GuardedGRPOTrainer
 GuardedSFTConfig GuardedSFTTrainer GuardedTrainer GuardedTrainerMixin GuardedTrainingArguments LossMissingError
 NanGuardCallback NanGuardError NonFiniteError NumericalStabilityLogitsProcessor Policy
-SafeTemperatureLogitsWarper attach check_config check_dataset guard_generation guarded prove replay scan_checkpoint verify
-bounded_loss clamp_weight distillation_loss dtype_eps masked_cross_entropy normalized_mse soft_cap""")
+SafeTemperatureLogitsWarper attach check_config check_dataset guard_generation guarded prove read_events replay scan_checkpoint verify
+watch_tensor weigh_term bounded_loss clamp_weight distillation_loss dtype_eps masked_cross_entropy normalized_mse soft_cap""")
 
 ARGUMENTS = {
     "nanguard_mode": (str, "act"),

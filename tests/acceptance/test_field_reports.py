@@ -1,4 +1,4 @@
-"""Every name in docs/field-reports.md is there: symbols are imported, values compared, flags, metrics and files looked up.
+"""Every name in field-reports.md is there: symbols are imported, values compared, flags, metrics and files looked up.
 
 In the columns that speak of us each word in backticks must be one of the kinds in `KINDS`; anything else fails. In a row of
 kind default, a value in the third column must be the default of the code, or stand in the preset that is named before it.
@@ -24,9 +24,9 @@ from hf_nanguard.core.vocabulary import Action, Cause, Signal
 from hf_nanguard.examples.recipe import recipe_parser as dialect
 from recipes import grpo, sft
 
-from .markdown import ROOT, find_sections, find_tables, is_said, named_in, read_page
+from ..recipes.markdown import ROOT, find_sections, find_tables, is_said, named_in, read_page
 
-PAGE = read_page("docs/field-reports.md")
+PAGE = read_page("tests/acceptance/field-reports.md")
 REPORTS = {title: body for title, body in find_sections(PAGE, 2).items() if re.match(r"\d\. ", title)}
 LACKING = "not here"
 TRL = {"sft": sft.KIND, "grpo": grpo.KIND}
