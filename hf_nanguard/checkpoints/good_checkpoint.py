@@ -21,7 +21,7 @@ class Choice:
         return "; ".join(f"{path.name}: {why}" for path, why in self.skipped)
 
 
-def choose_checkpoint(run: Path, needs_optimizer: bool = False) -> Choice:
+def choose_checkpoint(run: Path, needs_optimizer: bool = False, before: Path | None = None) -> Choice:
     """Returns the newest checkpoint of a run that is complete, readable and finite.
 
     Args:
@@ -29,10 +29,16 @@ def choose_checkpoint(run: Path, needs_optimizer: bool = False) -> Choice:
             The output directory of the run.
         needs_optimizer (`bool`, *optional*, defaults to `False`):
             Take one without optimizer state only if no good one has it.
+        before (`Path`, *optional*):
+            A checkpoint of the run; only older ones are considered.
     """
+    candidates = list_checkpoints(run)
+    if before is not None:
+        names = [path.name for path in candidates]
+        candidates = candidates[names.index(before.name) + 1 :] if before.name in names else []
     skipped: list[tuple[Path, str]] = []
     weights_only: list[Path] = []
-    for path, why in _judge(list_checkpoints(run)):
+    for path, why in _judge(candidates):
         if why is not None:
             skipped.append((path, why))
         elif needs_optimizer and not has_optimizer(path):

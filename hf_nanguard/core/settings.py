@@ -113,8 +113,9 @@ class Policy:
     on_bad_start: str = setting(
         "halt",
         "What to do if weights or optimizer state contain NaN, or optimizer state contains inf, before the first step of a run or after a "
-        "resume: `halt` before anything is trained, or `observe`, by which the run continues without snapshots.",
-        ("halt", "observe"),
+        "resume: `halt` before anything is trained, `repair`, by which a run that is resumed from a bad checkpoint continues from the newest "
+        "good one before it (any other run halts), or `observe`, by which the run continues without snapshots.",
+        ("halt", "repair", "observe"),
     )
     on_halt: str = setting(
         "raise",

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
-from hf_nanguard import ArgumentError, CheckpointGuardCallback, scan_checkpoint
+from hf_nanguard import ArgumentError, CheckpointGuardCallback, GuardArguments, NonFiniteError, scan_checkpoint
 from hf_nanguard.checkpoints.checkpoint_files import QUARANTINE
 from hf_nanguard.checkpoints.good_record import read_good
 
@@ -235,6 +235,61 @@ def test_a_bad_path_is_reported_before_the_first_step(finished_run, tmp_path, ca
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert "has no optimizer state, but other training state" in caplog.text
     assert f"The newest good checkpoint is {tmp_path / 'checkpoint-2'}." in caplog.text
+
+
+UNUSED = 3  # a row of the embedding that no batch uses
+
+
+def poison_moment(folder: Path) -> None:
+    path = folder / "optimizer.pt"
+    state = torch.load(path, weights_only=True)
+    moments = next(each for each in state["state"].values() if each["exp_avg"].ndim == 2)
+    moments["exp_avg"][UNUSED, 0] = float("nan")
+    torch.save(state, path)
+
+
+BAD_STARTS = {"NaN weight": poison, "NaN moment of an unused row": poison_moment}
+
+
+def resume_bad(name: str, setting: str, finished_run: Path, folder: Path, bad: tuple[int, ...] = (3,)):
+    shutil.copytree(finished_run, folder, dirs_exist_ok=True)
+    for step in bad:
+        BAD_STARTS[name](folder / f"checkpoint-{step}")
+    extra = {"guard": GuardArguments(nanguard_on_bad_start=setting)}
+    trainer = build("plain", folder, extra=extra, **SAVES)
+    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+    return trainer
+
+
+@pytest.mark.parametrize("name", BAD_STARTS)
+def test_a_bad_start_is_repaired_by_the_good_checkpoint_before_it(name, finished_run, resumed_from_2, tmp_path):
+    trainer = resume_bad(name, "repair", finished_run, tmp_path)
+    assert torch.equal(trainer.model.lm_head.weight, resumed_from_2)
+    [event] = events_of(trainer)
+    assert (event["signal"], event["action"]) == ("checkpoint_nonfinite", "refused")
+    assert f"Resuming from {tmp_path / 'checkpoint-2'} and not from {tmp_path / 'checkpoint-3'}" in event["message"]
+
+
+@pytest.mark.parametrize("name", BAD_STARTS)
+def test_a_bad_start_goes_back_as_far_as_it_takes(name, finished_run, tmp_path):
+    trainer = resume_bad(name, "repair", finished_run, tmp_path, bad=(3, 2))
+    message = events_of(trainer)[0]["message"]
+    assert f"Resuming from {tmp_path / 'checkpoint-1'} and not from" in message
+    assert "Also skipped checkpoint-2: " in message
+    assert trainer.state.global_step == 4
+
+
+@pytest.mark.parametrize("name", BAD_STARTS)
+def test_a_bad_start_without_an_earlier_good_checkpoint_halts(name, finished_run, tmp_path):
+    with pytest.raises(NonFiniteError, match=r"It was so before the first step of this run"):
+        resume_bad(name, "repair", finished_run, tmp_path, bad=(3, 2, 1))
+
+
+@pytest.mark.parametrize("name", BAD_STARTS)
+def test_a_halt_at_a_bad_start_names_the_good_checkpoint_before_it(name, finished_run, tmp_path):
+    with pytest.raises(NonFiniteError) as error:
+        resume_bad(name, "halt", finished_run, tmp_path)
+    assert f"The last good checkpoint is {tmp_path / 'checkpoint-2'}." in str(error.value)
 
 
 def test_checkpoints_of_weights_only_are_resumed_if_there_are_no_others(tmp_path):

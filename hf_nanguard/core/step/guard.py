@@ -273,7 +273,7 @@ class Guard:
         check = self.monitor_set.check_before_save
         if not self.has_begun:
             self.has_begun = True
-            failure = self.monitor_set.check_start(step, self.policy.on_bad_start == "halt")
+            failure = self.monitor_set.check_start(step, self.policy.on_bad_start != "observe")
             for event in find_bad_start(runner.bare_model, runner.optimizer, step):
                 self.journal.write_once(event)
             if failure is not None:

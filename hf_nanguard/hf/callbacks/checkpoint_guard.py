@@ -82,7 +82,7 @@ class ResumingTrain:
     def _resume(self, train: HostCall, *args: Any, **kwargs: Any) -> Any:
         asked = args[0] if args else kwargs.get("resume_from_checkpoint")
         if asked is not None:
-            chosen = choose_resume(asked, cast(HostTrainer, self.trainer), make_journal(self.trainer.args), True)
+            chosen = choose_resume(asked, cast(HostTrainer, self.trainer), make_journal(self.trainer.args), True).path
             args, kwargs = (chosen, *args[1:]), {k: v for k, v in kwargs.items() if k != "resume_from_checkpoint"}
         return train(*args, **kwargs)
 

@@ -1,5 +1,6 @@
 """Which checkpoint a run resumes from: the newest that is good and complete, not the one with the highest number."""
 
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,48 +14,86 @@ from ...errors import ArgumentError
 from ..compat.trainer_protocol import HostTrainer
 
 
-def choose_resume(asked: Any, trainer: HostTrainer, journal: Journal, acts: bool) -> Any:
+@dataclass(frozen=True)
+class ResumeChoice:
+    """What a run resumes from.
+
+    Attributes:
+        path (`Any`):
+            What `train()` is given.
+        last_good (`str`, *optional*):
+            That one, if it is good, or another good one of the run; `None` if there is none, or it is not known.
+    """
+
+    path: Any
+    last_good: str | None = None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What the first rank has found. Plain values only."""
+
+    path: str | None = None  # to resume from; `None`: as asked
+    message: str | None = None
+    is_refused: bool = False  # whether nothing can be resumed from
+    last_good: str | None = None
+
+
+def choose_resume(
+    asked: Any, trainer: HostTrainer, journal: Journal, acts: bool, repairs: bool = False
+) -> ResumeChoice:
     """Returns what to resume from in place of what was asked for, the same on every rank. Every rank must call it.
 
     `True` and the folder of a run become the newest good checkpoint of the run; which newer ones were skipped, and why, is
-    logged and an event. The path of a checkpoint stays, and what is wrong with it is reported before the first step.
+    logged and an event. The path of a checkpoint stays, and what is wrong with it is reported before the first step; if
+    `repairs` is true, a bad one is replaced by the newest good one before it.
 
     Raises:
         ArgumentError: if the run has checkpoints and none of them is good.
     """
     if asked is None or asked is False:
-        return asked
-    plan = _plan(asked, trainer) if journal.ranks.rank == 0 else None
-    path, message, is_refused = journal.ranks.gather(plan)[0] or (None, None, False)
-    if message is None:
-        return asked if path is None else path
-    if is_refused and acts:
-        raise ArgumentError(message)
-    action = Action.REFUSED if acts and path is not None and path != str(asked) else Action.OBSERVED
-    journal.write_once(Event(0, Signal.CHECKPOINT_NONFINITE, action, message))
-    return path if acts and path is not None else asked
+        return ResumeChoice(asked)
+    mine = astuple(_plan(asked, trainer, repairs)) if journal.ranks.rank == 0 else None
+    plan = _Plan(*(journal.ranks.gather(mine)[0] or ()))
+    if plan.message is not None:
+        if plan.is_refused and acts:
+            raise ArgumentError(plan.message)
+        action = Action.REFUSED if acts and plan.path is not None and plan.path != str(asked) else Action.OBSERVED
+        journal.write_once(Event(0, Signal.CHECKPOINT_NONFINITE, action, plan.message))
+        if not acts:
+            return ResumeChoice(asked, plan.last_good)
+    return ResumeChoice(asked if plan.path is None else plan.path, plan.last_good)
 
 
-def _plan(asked: Any, trainer: HostTrainer) -> tuple[str | None, str | None, bool]:
-    """Returns the path to resume from (`None`: as asked), what to say about it, and whether nothing can be resumed from."""
+def _plan(asked: Any, trainer: HostTrainer, repairs: bool) -> _Plan:
     folder = Path(str(trainer.args.output_dir) if asked is True else str(asked))
+    needs_optimizer = not trainer.args.save_only_model
     if not list_checkpoints(folder) or (asked is not True and (folder / TRAINER_STATE).exists()):
-        return _check_path(folder) if asked is not True else (None, None, False)
-    choice = choose_checkpoint(folder, needs_optimizer=not trainer.args.save_only_model)
+        return _check_path(folder, needs_optimizer, repairs) if asked is not True else _Plan()
+    choice = choose_checkpoint(folder, needs_optimizer)
     if choice.path is None:
         text = f"No checkpoint in {folder} can be resumed from: {choice.format_skipped()}. Train from the start, or name one."
-        return None, text, True
-    if not choice.skipped:
-        return str(choice.path), None, False
-    return str(choice.path), f"Resuming from {choice.path}. Skipped {choice.format_skipped()}.", False
+        return _Plan(message=text, is_refused=True)
+    path = str(choice.path)
+    text = f"Resuming from {choice.path}. Skipped {choice.format_skipped()}."
+    return _Plan(path, text if choice.skipped else None, last_good=path)
 
 
-def _check_path(folder: Path) -> tuple[str | None, str | None, bool]:
+def _check_path(folder: Path, needs_optimizer: bool, repairs: bool) -> _Plan:
     if not folder.is_dir():
-        return None, None, False  # the host says so
+        return _Plan()  # the host says so
     result = scan_checkpoint(folder)
     if result.is_good:
-        return None, None, False
-    other = choose_checkpoint(folder.parent).path
-    hint = "" if other is None or other == folder else f" The newest good checkpoint is {other}."
-    return None, f"Resuming from {folder} as asked, but it is not good: {result.why_not_good}.{hint}", False
+        return _Plan(last_good=str(folder))
+    other = choose_checkpoint(folder.parent, needs_optimizer, before=folder if repairs else None)
+    good = None if other.path is None else str(other.path)
+    if good is None or not repairs:
+        hint = "" if good is None else f" The newest good checkpoint is {good}."
+        text = f"Resuming from {folder} as asked, but it is not good: {result.why_not_good}.{hint}"
+        return _Plan(message=text, last_good=good)
+    skipped = f" Also skipped {other.format_skipped()}." if other.skipped else ""
+    text = (
+        f"Resuming from {good} and not from {folder} (nanguard_on_bad_start='repair'), which is not good: "
+        f"{result.why_not_good}.{skipped}"
+    )
+    return _Plan(good, text, last_good=good)

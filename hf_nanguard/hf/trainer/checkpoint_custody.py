@@ -11,7 +11,7 @@ from ...core.rerun.runner import is_sharded
 from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Signal
 from ..compat.trainer_protocol import HostTrainer
-from ..custody.resume_choice import choose_resume
+from ..custody.resume_choice import ResumeChoice, choose_resume
 from ..custody.saved_checkpoints import SavedCheckpoints
 
 logger = logging.getLogger("hf_nanguard")
@@ -24,6 +24,7 @@ class CheckpointCustody:
         self.trainer = trainer
         self.guard = guard
         self.has_run = False
+        self._resumed: ResumeChoice | None = None  # until its first epoch begins
         self.saved = SavedCheckpoints(
             trainer, guard.journal, guard.policy.acts, guard.monitor_set.find_accepted, self._is_suspect
         )
@@ -45,7 +46,19 @@ class CheckpointCustody:
     def choose_resume(self, asked: Any) -> Any:
         """Returns what `train()` resumes from, given what it was asked to."""
         policy = self.guard.policy
-        return asked if policy.mode == "off" else choose_resume(asked, self.trainer, self.guard.journal, policy.acts)
+        if policy.mode == "off":
+            return asked
+        repairs = policy.on_bad_start == "repair"
+        self._resumed = choose_resume(asked, self.trainer, self.guard.journal, policy.acts, repairs)
+        return self._resumed.path
+
+    def note_resumed(self, folder: Path) -> None:
+        """Notes the checkpoint that was resumed from as the last good one; the good one before it if it is known to be bad."""
+        chosen, self._resumed = self._resumed, None
+        if chosen is None:  # the guard began after the host had chosen
+            self.saved.note_good(folder)
+        elif chosen.last_good is not None:
+            self.saved.note_good(Path(chosen.last_good))
 
     def may_load_best(self) -> bool:
         """Returns whether the best checkpoint may be loaded at the end of a run."""

@@ -253,7 +253,7 @@ class TrainerGuard:
 
     def _resume(self, checkpoint: Path) -> None:
         load_guard(self.guard, checkpoint)
-        self.custody.saved.note_good(checkpoint)
+        self.custody.note_resumed(checkpoint)
         self._check_resumed_rate()
 
     def _recorded_batches(self, dataloader: Any, position: int) -> AbstractContextManager[None]:
