@@ -59,7 +59,10 @@ def synced_gradients():
 
 @pytest.fixture
 def interruptible():
-    """Lets child processes of a test react to SIGINT: a background job of a shell ignores it, and so do its children."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Lets child processes of a test react to SIGINT and SIGHUP: a background job of a shell ignores the one, a job under
+    `nohup` the other, and so do their children."""
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
