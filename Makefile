@@ -6,7 +6,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # One thread a process, so that two test workers fit two cores.
 export OMP_NUM_THREADS ?= 1
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup -q
-VARIANTS := with-avx2 with-default-kernels with-two-threads in-random-order with-sigint-ignored
+VARIANTS := on-avx2-in-random-order on-default-kernels-with-two-threads
 
 .PHONY: demo test unit quick slow matrix variants $(VARIANTS) lint
 
@@ -33,18 +33,18 @@ slow: variants
 matrix: $(STAMP)
 	$(BIN)/python -m tests.version_matrix
 
-# The tests of `make test` once more: on the kernels of other CPUs, and as they may be started elsewhere.
+# The tests of `make test` twice more: on the kernels of other CPUs, and as a background job or nohup starts them.
 variants: $(VARIANTS)
 
-with-avx2: export ATEN_CPU_CAPABILITY := avx2
-with-avx2: export ONEDNN_MAX_CPU_ISA := AVX2
-with-avx2: export MKL_ENABLE_INSTRUCTIONS := AVX2
-with-default-kernels: export ATEN_CPU_CAPABILITY := default
-with-default-kernels: export ONEDNN_MAX_CPU_ISA := SSE41
-with-default-kernels: export MKL_ENABLE_INSTRUCTIONS := SSE4_2
-with-two-threads: export OMP_NUM_THREADS := 2
-in-random-order: OPTIONS := --shuffle $(shell date +%s)
-with-sigint-ignored: BEFORE := trap '' INT;
+on-avx2-in-random-order: export ATEN_CPU_CAPABILITY := avx2
+on-avx2-in-random-order: export ONEDNN_MAX_CPU_ISA := AVX2
+on-avx2-in-random-order: export MKL_ENABLE_INSTRUCTIONS := AVX2
+on-avx2-in-random-order: OPTIONS := --shuffle $(shell date +%s)
+on-avx2-in-random-order: BEFORE := trap '' INT HUP;
+on-default-kernels-with-two-threads: export ATEN_CPU_CAPABILITY := default
+on-default-kernels-with-two-threads: export ONEDNN_MAX_CPU_ISA := SSE41
+on-default-kernels-with-two-threads: export MKL_ENABLE_INSTRUCTIONS := SSE4_2
+on-default-kernels-with-two-threads: export OMP_NUM_THREADS := 2
 
 $(VARIANTS): $(STAMP)
 	@echo "==== make test $@ ===="

@@ -21,6 +21,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.result_tables import add_json_flag, find_spread, publish
 from hf_nanguard import distillation_loss, masked_cross_entropy
 
 TEMPERATURE = 2.0
@@ -46,7 +47,7 @@ def peak_mb() -> float:
 
 
 def run(name: str, tokens: int, vocabulary: int, repeats: int) -> None:
-    """Runs one contender and prints seconds and megabytes."""
+    """Runs one contender and prints seconds, median over fastest, and megabytes."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     logits = torch.empty(tokens, vocabulary, dtype=torch.bfloat16).normal_(std=5.0).requires_grad_()
@@ -56,12 +57,12 @@ def run(name: str, tokens: int, vocabulary: int, repeats: int) -> None:
     torch.autograd.grad(
         CONTENDERS[name](few, labels[:2], teacher[:2]), few
     )  # so that torch itself has allocated what it needs
-    before, best = peak_mb(), float("inf")
+    before, times = peak_mb(), []
     for _ in range(repeats):
         began = time.perf_counter()
         torch.autograd.grad(CONTENDERS[name](logits, labels, teacher), logits)
-        best = min(best, time.perf_counter() - began)
-    print(best, peak_mb() - before)
+        times.append(time.perf_counter() - began)
+    print(min(times), find_spread(times), peak_mb() - before)
 
 
 def main() -> None:
@@ -71,18 +72,23 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=128256, help="size of the vocabulary (default: 128256)")
     parser.add_argument("--repeats", type=int, default=3, help="calls of each contender (default: 3)")
     parser.add_argument("--contender", choices=CONTENDERS, help="run only this contender, in this process")
+    add_json_flag(parser)
     options = parser.parse_args()
     if options.contender:
         run(options.contender, options.tokens, options.vocabulary, options.repeats)
         return
     size = options.tokens * options.vocabulary * 2 / 2**20
     print(f"bfloat16 logits [{options.tokens}, {options.vocabulary}], {size:.0f} MB, as large as their gradient")
+    rows = []
     for name in CONTENDERS:
         command = [sys.executable, __file__, *sys.argv[1:], "--contender", name]
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1000000"}  # freed memory is returned at once
         done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-        seconds, megabytes = map(float, done.stdout.split())
-        print(f"  {name:22} {seconds:7.2f} s  {megabytes:7.0f} MB")
+        seconds, spread, megabytes = map(float, done.stdout.split())
+        print(f"  {name:22} {seconds:7.2f} s, median {spread:.2f} x that  {megabytes:7.0f} MB")
+        rows.append({"": name, "memory, x logits": f"{megabytes / size:.1f}", "median / fastest": f"{spread:.2f}"})
+    method = f"bfloat16 logits of {options.tokens} tokens x {options.vocabulary}, a process each, fastest of {options.repeats} calls"
+    publish(method, rows, options.json)
 
 
 if __name__ == "__main__":

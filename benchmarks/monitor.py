@@ -13,6 +13,7 @@ from transformers import Trainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.result_tables import add_json_flag
 from benchmarks.small_llama import SIZES, build_trainer, measure_steps, print_costs
 from hf_nanguard import GuardArguments, GuardedTrainer
 
@@ -33,13 +34,15 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="2m", help="parameters of the Llama (default: 2m)")
     parser.add_argument("--steps", type=int, default=20, help="optimizer steps of a timed run (default: 20)")
     parser.add_argument("--rounds", type=int, default=3, help="timed runs of each contender (default: 3)")
+    add_json_flag(parser)
     options = parser.parse_args()
     contenders = {"stock": partial(build_trainer, Trainer, options.size)}
     for name, settings in MONITORS.items():
         chosen = {**dict.fromkeys(PERIODS, 0), **settings}
         guard = GuardArguments(**{f"nanguard_{setting}": value for setting, value in chosen.items()})
         contenders[name] = partial(build_trainer, GuardedTrainer, options.size, guard=guard)
-    print_costs(measure_steps(contenders, options.steps, options.rounds))
+    method = f"Llama of {options.size} parameters, {options.rounds} runs of {options.steps} steps each"
+    print_costs(measure_steps(contenders, options.steps, options.rounds), method, options.json)
 
 
 if __name__ == "__main__":

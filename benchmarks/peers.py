@@ -1,6 +1,6 @@
 """Compares hf_nanguard with what people use today, on two planted failures: every cell is the outcome of a run.
 
-    python benchmarks/peers.py            # a minute or two; --markdown for the table of the README
+    python benchmarks/peers.py            # a minute or two
 
 One row of 64 makes a loss of 0/0, or a finite loss whose gradient is NaN. "Reported" is what the log or the error names: the
 place (the planted line of code), parameters or modules, the data (the row's number).
@@ -23,6 +23,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.result_tables import add_json_flag, publish
 from benchmarks.small_llama import SIZES, build_llama, count_step
 from hf_nanguard import NanGuardCallback, guarded
 
@@ -155,16 +156,22 @@ def count(contender: Contender) -> tuple[float, float]:
 def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--markdown", action="store_true", help="print a table for a README")
+    add_json_flag(parser)
     options = parser.parse_args()
     logging.getLogger("hf_nanguard").propagate = False
     stock = count(CONTENDERS[0])
-    if options.markdown:
-        print("| | loss is 0/0 | finite loss, NaN gradient | healthy: host reads | operations |\n|---|---|---|---|---|")
+    rows = []
     for contender in CONTENDERS:
         reads, ops = (mine - theirs for mine, theirs in zip(count(contender), stock, strict=True))
-        cells = [contender.name, play(contender, "loss"), play(contender, "gradient"), f"{reads:+.0f}", f"{ops:+.0f}"]
-        print(f"| {' | '.join(cells)} |" if options.markdown else "\n    ".join(cells), flush=True)
+        ends = {"loss is 0/0": play(contender, "loss"), "finite loss, NaN gradient": play(contender, "gradient")}
+        counts = {"healthy: host reads": f"{reads:+.0f}", "operations": f"{ops:+.0f}"}
+        rows.append({"": contender.name, **ends, **counts})
+        print("\n    ".join(rows[-1].values()), flush=True)
+    publish(
+        f"one run of {STEPS} steps for each cell, counts of a healthy step beside stock; nothing is timed",
+        rows,
+        options.json,
+    )
 
 
 if __name__ == "__main__":

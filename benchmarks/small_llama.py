@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+from benchmarks.result_tables import find_spread, publish
 from hf_nanguard.testing import OperationCounter
 
 SIZES = {"tiny": (16, 2, 64), "2m": (128, 4, 4096), "27m": (512, 8, 8192)}  # hidden size, layers, vocabulary
@@ -38,23 +40,25 @@ def build_trainer(cls: type, size: str, steps: int, accumulation: int = 1, **par
     return cls(build_llama(size), args, train_dataset=[{"input_ids": row, "labels": row} for row in tokens], **parts)
 
 
-class FastestStep(TrainerCallback):
-    """Wall time of the fastest step."""
+class StepTimes(TrainerCallback):
+    """Wall times of the steps."""
 
-    seconds = float("inf")
+    def __init__(self):
+        self.times: list[float] = []
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.began = time.perf_counter()
 
     def on_step_end(self, args, state, control, **kwargs):
-        self.seconds = min(self.seconds, time.perf_counter() - self.began)
+        self.times.append(time.perf_counter() - self.began)
 
 
 @dataclass
 class StepCost:
-    """Wall time of the fastest step, and host reads and operations of a step."""
+    """Wall time of the fastest step, the median beside it, and host reads and operations of a step."""
 
     seconds: float
+    spread: float
     reads: float
     ops: float
 
@@ -75,15 +79,16 @@ def measure_steps(contenders: dict[str, Callable[[int], Trainer]], steps: int, r
     Returns:
         `dict[str, StepCost]`: The cost of a step of each contender.
     """
-    fastest = {name: FastestStep() for name in contenders}
+    timed = {name: StepTimes() for name in contenders}
     for _ in range(rounds):
         for name, build in contenders.items():
             trainer = build(steps)
-            trainer.add_callback(fastest[name])
+            trainer.add_callback(timed[name])
             train_quietly(trainer)
     costs = {}
     for name, build in contenders.items():
-        costs[name] = StepCost(fastest[name].seconds, *count_step(build(5)))
+        times = timed[name].times
+        costs[name] = StepCost(min(times), find_spread(times), *count_step(build(5)))
     return costs
 
 
@@ -114,10 +119,25 @@ def count_step(trainer: Trainer) -> tuple[float, float]:
     return counted.counter.num_reads / 2, counted.counter.num_ops / 2
 
 
-def print_costs(costs: dict[str, StepCost]) -> None:
-    """Prints a table; reads and operations are shown as what they exceed those of the first row by."""
+def print_costs(costs: dict[str, StepCost], method: str, file: Path | None) -> None:
+    """Prints a table and publishes it; reads and operations are what they exceed those of the first row by."""
     stock = next(iter(costs.values()))
-    print(f"{'step':18} {'ms':>9} {'x stock':>8} {'reads':>6} {'operations':>11}")
+    print(f"{'step':18} {'ms':>9} {'x stock':>8} {'spread':>7} {'reads':>6} {'operations':>11}")
+    rows = []
     for name, cost in costs.items():
-        times = f"{1000 * cost.seconds:9.2f} {cost.seconds / stock.seconds:8.3f}"
+        times = f"{1000 * cost.seconds:9.2f} {cost.seconds / stock.seconds:8.3f} {cost.spread:7.2f}"
         print(f"{name:18} {times} {cost.reads - stock.reads:+6.1f} {cost.ops - stock.ops:+11.1f}")
+        rows.append(
+            {
+                "step": name,
+                "time, x stock": f"{cost.seconds / stock.seconds:.2f}",
+                "median / fastest": f"{cost.spread:.2f}",
+                "host reads": f"{cost.reads - stock.reads:+.0f}",
+                "operations": f"{cost.ops - stock.ops:+.0f}",
+            }
+        )
+    publish(
+        f"{method}; the contenders take turns, the fastest step of each counts; reads and operations are counted",
+        rows,
+        file,
+    )

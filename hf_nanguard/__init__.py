@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .errors import LossMissingError as LossMissingError
     from .errors import NanGuardError as NanGuardError
     from .errors import NonFiniteError as NonFiniteError
+    from .hf.attach_guard import attach as attach
     from .hf.callbacks import ActivationMonitorCallback as ActivationMonitorCallback
     from .hf.callbacks import CheckpointGuardCallback as CheckpointGuardCallback
     from .hf.callbacks import GradientMonitorCallback as GradientMonitorCallback
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from .hf.guarded_sft import GuardedSFTConfig as GuardedSFTConfig
     from .hf.guarded_sft import GuardedSFTTrainer as GuardedSFTTrainer
     from .hf.guarded_trainer import GuardedTrainer as GuardedTrainer
-    from .hf.guarded_trainer import attach as attach
     from .hf.guarded_trainer import guarded as guarded
     from .hf.named_terms import watch_tensor as watch_tensor
     from .hf.named_terms import weigh_term as weigh_term
@@ -71,7 +71,7 @@ _HOMES = {
     "GuardedTrainerMixin": "hf.trainer.mixin",
     "GuardedTrainer": "hf.guarded_trainer",
     "guarded": "hf.guarded_trainer",
-    "attach": "hf.guarded_trainer",
+    "attach": "hf.attach_guard",
     "GuardedSFTConfig": "hf.guarded_sft",
     "GuardedSFTTrainer": "hf.guarded_sft",
     "GuardedGRPOConfig": "hf.guarded_grpo",

@@ -5,7 +5,10 @@ Whatever a host calls of the guard passes one of these:
     around(part, override, host, ...)     a method of the host, with something of the guard before and after it
     call(part, function, ...)             what only the guard does
     overriding(...), wrapped(...)         the same two as functions, to be put where a host calls them
+    inside(part, context)                 code of the host inside a context of the guard
     together(part, function, otherwise)   the same where ranks exchange facts: they fail together or not at all
+
+The other direction is [`attempt`]: the guard calls code that is not its own.
 
 An error that came out of the host's own method belongs to the user's run and passes unchanged, as do the errors that the guard
 raises on purpose (`NanGuardError`) and everything that is no `Exception` (Ctrl-C). Any other error is the guard's own: it is
@@ -16,7 +19,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Protocol, TypeVar
@@ -60,6 +63,18 @@ class GuardFailure:
     def __str__(self) -> str:
         end = "; it is turned off for the rest of the run" if self.is_last else ""
         return f"{self.part} failed at {self.place} ({self.what}){end}"
+
+
+def attempt(call: Callable[[], T], failed: Callable[[Exception], U]) -> T | U:
+    """Returns `call()`, and `failed(error)` if that raises.
+
+    For a call into code of the user's, a host's or another library's that may raise anything, where the caller can do without
+    its result.
+    """
+    try:
+        return call()
+    except Exception as error:
+        return failed(error)
 
 
 def find_place(error: Exception) -> str:
@@ -199,6 +214,25 @@ class Boundary:
             return self.around(part, override, host, *args, **kwargs)
 
         return entry
+
+    @contextmanager
+    def inside(self, part: str, make: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+        """Runs the block inside a context; if that cannot be made, entered or left, the block runs all the same."""
+        context = ExitStack()
+        self.call(part, lambda: context.enter_context(make()))
+        try:
+            yield
+        finally:
+            self._leave(part, context)
+
+    def _leave(self, part: str, context: ExitStack) -> None:
+        """Leaves a context, also if its part was turned off inside."""
+        try:
+            context.close()
+        except Exception as error:
+            if self.passes(error):
+                raise
+            self.note(part, error)
 
     def together(self, part: str, function: Callable[[], T], otherwise: Callable[[str], U]) -> T | U:
         """Returns `function()` if it succeeds on every rank; if it fails on one, `otherwise(why)` on all of them."""

@@ -9,12 +9,16 @@ import errno
 import os
 import shutil
 import stat
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-NO_BLOCK = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0) | NO_BLOCK
+if sys.platform == "win32":
+    NO_BLOCK = NO_FOLLOW = os.O_BINARY
+else:
+    NO_BLOCK = os.O_NONBLOCK | os.O_CLOEXEC
+    NO_FOLLOW = os.O_NOFOLLOW | NO_BLOCK
 DRAFT = ".partial"  # ends the name of what is being written; readers ignore it
 
 

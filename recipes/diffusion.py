@@ -15,31 +15,27 @@ With `--max_weight 100` the weights are clamped in both cases, and noise level 0
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
-from hf_nanguard import GuardedTrainingArguments, clamp_weight, guarded, watch_tensor, weigh_term
-from hf_nanguard.examples.compare import Figures, Outcome, compare_runs
-from hf_nanguard.examples.recipe.command_line import (
-    COMMON,
-    CaseArguments,
-    argument,
-    exit_code,
-    keep_rate,
-    parse_arguments,
-)
+from hf_nanguard import GuardedTrainingArguments, clamp_weight, examples, guarded, watch_tensor, weigh_term
 
 SIDE, BAD_ROW = 12, 33
 MAX_PREDICTION = 1e6
 DEFAULTS = {
-    **COMMON,
+    "compare": True,
+    "max_grad_norm": 0.5,
+    "save_strategy": "no",
+    "report_to": ["none"],
+    "remove_unused_columns": False,
+    "dataloader_pin_memory": False,
     "output_dir": "runs/diffusion",
     "max_steps": 80,
     "per_device_train_batch_size": 8,
@@ -55,22 +51,35 @@ PLANTED = {
 
 
 @dataclass
-class ScriptArguments(CaseArguments):
+class ScriptArguments:
     """Arguments of this recipe besides the guarded training arguments."""
 
-    plant: Literal["snr_weight", "input", "none"] = argument("snr_weight", "Failure to plant, or none.")
-    max_weight: float | None = argument(
+    plant: Literal["snr_weight", "input", "none"] = examples.argument("snr_weight", "Failure to plant, or none.")
+    max_weight: float | None = examples.argument(
         None, "Largest loss weight. Defaults to 100, or to no bound with --plant snr_weight."
     )
-    num_levels: int = argument(200, "Number of noise levels, at least 2.")
-    num_rows: int = argument(256, f"Rows of training data, more than {BAD_ROW}.")
+    num_levels: int = examples.argument(200, "Number of noise levels, at least 2.")
+    num_rows: int = examples.argument(256, f"Rows of training data, more than {BAD_ROW}.")
 
     def __post_init__(self) -> None:
-        self.check_rows(BAD_ROW)
+        if self.num_rows <= BAD_ROW:
+            raise ValueError(f"--num_rows must be more than {BAD_ROW}, got {self.num_rows}.")
         if self.num_levels < 2:
             raise ValueError(f"--num_levels must be at least 2, got {self.num_levels}.")
         if self.max_weight is None and self.plant != "snr_weight":
             self.max_weight = 100.0
+
+
+def make_parser() -> examples.RecipeParser:
+    """Returns the parser of this recipe's arguments, those of the guard, `--config` and `--preset`."""
+    types = (ScriptArguments, GuardedTrainingArguments)
+    return examples.RecipeParser(
+        types,
+        "diffusion",
+        DEFAULTS,
+        kept=("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+        description=__doc__,
+    )
 
 
 class Denoiser(nn.Module):
@@ -134,15 +143,15 @@ def weigh(level: Tensor) -> Tensor:
 class DenoisingTrainer(Trainer):
     """A plain `Trainer` with a denoising loss. If guarded, its loss weights, predictions and terms are checked by name."""
 
-    script: ScriptArguments
+    script_args: ScriptArguments
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         signal, level = inputs["signal"], inputs["level"]
         noise = torch.randn_like(signal)
         predicted, predicted_noise = model(add_noise(signal, noise, level), inputs["place"], level)
         weight = weigh(level)
-        if self.script.max_weight is not None:
-            weight = clamp_weight(weight, max=self.script.max_weight)
+        if self.script_args.max_weight is not None:
+            weight = clamp_weight(weight, max=self.script_args.max_weight)
         watch_tensor(self, "loss weight", weight)
         watch_tensor(self, "prediction", predicted, bound=MAX_PREDICTION)
         error = (predicted - signal).square().mean((1, 2))
@@ -151,7 +160,10 @@ class DenoisingTrainer(Trainer):
         return (loss, {"signal": predicted, "noise": predicted_noise}) if return_outputs else loss
 
 
-def measure(trainer: Trainer) -> Figures:
+GuardedDenoisingTrainer = guarded(DenoisingTrainer)
+
+
+def measure(trainer: Trainer) -> examples.Figures:
     """Returns the error of the signal at noise level 0.5 on held-out maps, relative to that of predicting zero."""
     batch = {name: tensor.to(trainer.args.device) for name, tensor in default_collate(build_rows(64, seed=2)).items()}
     signal, level = batch["signal"], torch.full((64,), 0.5, device=trainer.args.device)
@@ -162,23 +174,42 @@ def measure(trainer: Trainer) -> Figures:
     return {"held-out signal error": (F.mse_loss(predicted, signal) / signal.square().mean()).item()}
 
 
-def run(argv: Sequence[str] | None = None) -> list[Outcome]:
-    """Runs the recipe and returns the outcomes of its runs, the guarded one last."""
-    script, args = parse_arguments(
-        [ScriptArguments, GuardedTrainingArguments], argv, DEFAULTS, __doc__, "diffusion", keep_rate
-    )
+@examples.one_sentence
+def build_trainer(
+    script_args: ScriptArguments, training_args: GuardedTrainingArguments, trainer_class: type = GuardedDenoisingTrainer
+) -> Any:
+    """Returns a trainer of the model and the data, stock or guarded."""
+    # Model
+    torch.manual_seed(training_args.seed)
+    model = Denoiser()
 
-    def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
-        torch.manual_seed(args.seed)
-        trainer_class: type = guarded(DenoisingTrainer) if guard else DenoisingTrainer
-        rows = build_rows(script.num_rows, seed=1, plant=script.plant)
-        collator = NoisyCollator(0 if script.plant == "snr_weight" else 1, script.num_levels)
-        trainer = trainer_class(Denoiser(), args, data_collator=collator, train_dataset=rows)
-        trainer.script = script
-        return trainer
+    # Data
+    rows = build_rows(script_args.num_rows, seed=1, plant=script_args.plant)
+    collator = NoisyCollator(0 if script_args.plant == "snr_weight" else 1, script_args.num_levels)
 
-    return compare_runs(build_trainer, args, PLANTED[script.plant], measure, script.compare)
+    # Trainer
+    trainer = trainer_class(model, training_args, data_collator=collator, train_dataset=rows)
+    trainer.script_args = script_args
+    return trainer
+
+
+def main(
+    flags: examples.RecipeFlags, script_args: ScriptArguments, training_args: GuardedTrainingArguments
+) -> list[examples.Outcome]:
+    """Compares with a stock run, or trains and saves; returns the outcomes, the guarded one last."""
+    build, planted = partial(build_trainer, script_args), PLANTED[script_args.plant]
+    if flags.compare:
+        return examples.compare_runs(
+            build, (DenoisingTrainer, GuardedDenoisingTrainer), training_args, planted, measure
+        )
+
+    # Train and save
+    trainer = build(training_args)
+    with examples.guarded_run(trainer, measure, planted) as outcome:
+        trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+        trainer.save_model(training_args.output_dir)
+    return [outcome]
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(run))
+    sys.exit(examples.run_script(make_parser, main))

@@ -1,7 +1,7 @@
 """Distillation: a float16 student with routed experts learns from a teacher with another tokenizer.
 
 The loss has two terms: cross-entropy (ce) and the divergence from the teacher (kd). kd compares positions at which both
-tokenizers predict the same characters, over the tokens they share (see `hf_nanguard.examples.tasks.token_alignment`). A
+tokenizers predict the same characters, over the tokens they share (see `examples.token_alignment`). A
 non-finite kd is dropped and reported as an event, and the step uses ce alone. The router has its own learning rate. The
 validation perplexity is measured after every epoch, and the best model is kept. By default, models and texts are built in
 code; nothing is downloaded. Planted failures:
@@ -21,12 +21,11 @@ before and continues with a larger eps. The recipe's default is a fused AdamW, w
 
 import math
 import sys
-from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -38,70 +37,73 @@ from hf_nanguard import (
     GuardedTrainingArguments,
     bounded_loss,
     distillation_loss,
+    examples,
     guarded,
     masked_cross_entropy,
     soft_cap,
     weigh_term,
 )
-from hf_nanguard.examples.compare import Figures, Outcome, compare_runs
-from hf_nanguard.examples.recipe.command_line import COMMON, CaseArguments, argument, exit_code, parse_arguments
-from hf_nanguard.examples.recipe.safe_weights import PICKLE_HELP, require_safetensors
-from hf_nanguard.examples.tasks import calendar_words as calendar
-from hf_nanguard.examples.tasks.token_alignment import align_positions, share_vocabulary
-from hf_nanguard.plain_text import first_line
+from hf_nanguard.examples import calendar_words, token_alignment
 
 MASKED = -100
 Tokenizers = Sequence[PreTrainedTokenizerBase]  # the student's and the teacher's
-# A function that builds the student, the teacher, their tokenizers, texts, and texts for validation.
-Material = tuple[Callable[[], nn.Module], nn.Module, Tokenizers, list[str], list[str]]
+Parts = tuple[
+    nn.Module, nn.Module, Tokenizers, list[str], list[str]
+]  # student, teacher, texts, and texts for validation
 NUM_VALIDATION = 48
 DEFAULTS = {
-    **COMMON,
+    "compare": True,
     "output_dir": "runs/distill",
     "num_train_epochs": 4,
     "per_device_train_batch_size": 8,
     "per_device_eval_batch_size": 16,
     "optim": "adamw_torch_fused",
     "adam_epsilon": 1e-4,
+    "max_grad_norm": 0.5,
     "logging_steps": 5,
     "eval_strategy": "epoch",
     "save_strategy": "epoch",
     "save_total_limit": 1,
     "load_best_model_at_end": True,
     "metric_for_best_model": "eval_loss",
+    "report_to": ["none"],
+    "remove_unused_columns": False,
+    "dataloader_pin_memory": False,
 }
 PLANTED = {
     "none": "No failure is planted.",
-    "teacher_row": f"Planted: the teacher's embedding of {calendar.BAD_WORD!r}, a word of one text, is NaN (term kd).",
+    "teacher_row": f"Planted: the teacher's embedding of {calendar_words.BAD_WORD!r}, a word of one text, is NaN (term kd).",
     "eps": "Planted: AdamW with an eps of 1e-8, which is 0 in float16.",
 }
 
 
 @dataclass
-class ScriptArguments(CaseArguments):
+class ScriptArguments:
     """Arguments of this recipe besides the guarded training arguments."""
 
-    plant: Literal["teacher_row", "eps", "none"] = argument("teacher_row", "Failure to plant, or none.")
-    student_lr: float | None = argument(
+    plant: Literal["teacher_row", "eps", "none"] = examples.argument("teacher_row", "Failure to plant, or none.")
+    student_lr: float | None = examples.argument(
         None, "Learning rate. Defaults to 1e-5 for a given student, 5e-3 for the built-in one."
     )
-    router_lr: float | None = argument(None, "Learning rate of the router; same defaults as --student_lr.")
-    temperature: float = argument(2.0, "Temperature of the logits in kd.")
-    alpha_kd: float = argument(0.1, "Weight of the divergence from the teacher.")
-    alpha_ce: float = argument(0.9, "Weight of the cross-entropy.")
-    model_dtype: Literal["float16", "bfloat16", "float32"] = argument("float16", "Dtype of the student.")
-    logits_cap: float | None = argument(
+    router_lr: float | None = examples.argument(None, "Learning rate of the router; same defaults as --student_lr.")
+    temperature: float = examples.argument(2.0, "Temperature of the logits in kd.")
+    alpha_kd: float = examples.argument(0.1, "Weight of the divergence from the teacher.")
+    alpha_ce: float = examples.argument(0.9, "Weight of the cross-entropy.")
+    model_dtype: Literal["float16", "bfloat16", "float32"] = examples.argument("float16", "Dtype of the student.")
+    logits_cap: float | None = examples.argument(
         None, "Smooth cap of the student's logits, e.g. 30; use the same cap for sampling."
     )
-    loss_bound: float | None = argument(None, "Above this, ce grows logarithmically and keeps a gradient; e.g. 6.")
-    total_loss_bound: float | None = argument(None, "The same for the weighted sum of both terms.")
-    model_name_or_path: str | None = argument(None, "The student. Built in code by default.")
-    teacher_name_or_path: str | None = argument(None, "The teacher. Built in code by default.")
-    allow_pickle: bool = argument(False, PICKLE_HELP)
-    train_file: str | None = argument(None, "Texts, one per line; the last 10 % are for validation.")
-    max_length: int = argument(512, "Longer texts are truncated to this number of tokens.")
-    num_rows: int = argument(128, "Number of built-in training texts.")
-    teacher_steps: int = argument(120, "Training steps of the built-in teacher.")
+    loss_bound: float | None = examples.argument(
+        None, "Above this, ce grows logarithmically and keeps a gradient; e.g. 6."
+    )
+    total_loss_bound: float | None = examples.argument(None, "The same for the weighted sum of both terms.")
+    model_name_or_path: str | None = examples.argument(None, "The student. Built in code by default.")
+    teacher_name_or_path: str | None = examples.argument(None, "The teacher. Built in code by default.")
+    allow_pickle: bool = examples.argument(False, examples.PICKLE_HELP)
+    train_file: str | None = examples.argument(None, "Texts, one per line; the last 10 % are for validation.")
+    max_length: int = examples.argument(512, "Longer texts are truncated to this number of tokens.")
+    num_rows: int = examples.argument(128, "Number of built-in training texts.")
+    teacher_steps: int = examples.argument(120, "Training steps of the built-in teacher.")
 
     def __post_init__(self) -> None:
         names = [self.model_name_or_path, self.teacher_name_or_path, self.train_file]
@@ -117,39 +119,47 @@ class ScriptArguments(CaseArguments):
         self.router_lr = usual if self.router_lr is None else self.router_lr
 
 
-def build_material(script: ScriptArguments, seed: int) -> Material:
+def make_parser() -> examples.RecipeParser:
+    """Returns the parser of this recipe's arguments, those of the guard, `--config` and `--preset`."""
+    types = (ScriptArguments, GuardedTrainingArguments)
+    return examples.RecipeParser(
+        types,
+        "distill",
+        DEFAULTS,
+        kept=("student_lr", "router_lr", "nanguard_skip_grad_norm"),
+        description=__doc__,
+    )
+
+
+def build_parts(script: ScriptArguments, seed: int) -> Parts:
     """Builds models, tokenizers and texts in code."""
-    ours, theirs = calendar.build_tokenizers()
-    teacher = calendar.build_teacher(theirs, script.teacher_steps, seed)
+    tokenizers = calendar_words.build_tokenizers()
+    teacher = calendar_words.build_teacher(tokenizers[1], script.teacher_steps, seed)
     planted = script.plant == "teacher_row"
     if planted:
-        calendar.spoil_word(teacher, theirs)
-    texts = calendar.build_texts(script.num_rows, seed=1, bad_text=script.num_rows // 2 if planted else None)
-    validation = calendar.build_texts(NUM_VALIDATION, seed=2)
-    return partial(calendar.build_student, len(ours), seed), teacher, (ours, theirs), texts, validation
+        calendar_words.spoil_word(teacher, tokenizers[1])
+    texts = calendar_words.build_texts(script.num_rows, seed=1, bad_text=script.num_rows // 2 if planted else None)
+    validation = calendar_words.build_texts(NUM_VALIDATION, seed=2)
+    return calendar_words.build_student(len(tokenizers[0]), seed), teacher, tokenizers, texts, validation
 
 
-def load_material(student: str, teacher: str, train_file: str, *, allow_pickle: bool) -> Material:
+def load_parts(student: str, teacher: str, train_file: str, *, allow_pickle: bool) -> Parts:
     """Loads the models and texts that the user named."""
-    require_safetensors(student, "--model_name_or_path", allow_pickle)
-    safe = require_safetensors(teacher, "--teacher_name_or_path", allow_pickle)
-    try:
-        texts = [line for line in Path(train_file).read_text(encoding="utf-8").splitlines() if line.strip()]
-        tokenizers = [AutoTokenizer.from_pretrained(name) for name in (student, teacher)]
-        frozen = AutoModelForCausalLM.from_pretrained(teacher, **safe)
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"A model or the texts cannot be loaded: {first_line(error)}") from error
+    texts = [line for line in Path(train_file).read_text(encoding="utf-8").splitlines() if line.strip()]
     if len(texts) < 2:
         raise ArgumentError(f"--train_file must contain at least 2 texts, got {len(texts)} in {train_file!r}.")
+    named = {"--model_name_or_path": student, "--teacher_name_or_path": teacher}
+    safe = {name: examples.require_safetensors(name, flag, allow_pickle) for flag, name in named.items()}
+    tokenizers = [AutoTokenizer.from_pretrained(name) for name in (student, teacher)]
     for tokenizer in tokenizers:
         if not tokenizer.is_fast:
             raise ArgumentError(
                 f"Tokenizers must be fast ones, which return offsets; {tokenizer.name_or_path!r} is not."
             )
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    models = [AutoModelForCausalLM.from_pretrained(name, **safe[name]) for name in (student, teacher)]
     num_train = len(texts) - max(1, len(texts) // 10)
-    build = partial(AutoModelForCausalLM.from_pretrained, student, **safe)
-    return build, frozen, tokenizers, texts[:num_train], texts[num_train:]
+    return models[0], models[1], tokenizers, texts[:num_train], texts[num_train:]
 
 
 def collate(rows: list[dict[str, str]], tokenizers: Tokenizers, max_length: int) -> dict[str, Tensor]:
@@ -168,7 +178,7 @@ def collate(rows: list[dict[str, str]], tokenizers: Tokenizers, max_length: int)
         "labels": ours["input_ids"].masked_fill(ours["attention_mask"] == 0, MASKED),
         "teacher_input_ids": theirs["input_ids"],
         "teacher_attention_mask": theirs["attention_mask"],
-        "teacher_positions": torch.tensor([align_positions(*pair) for pair in spans]),
+        "teacher_positions": torch.tensor([token_alignment.align_positions(*pair) for pair in spans]),
     }
 
 
@@ -243,7 +253,10 @@ class DistillationTrainer(Trainer):
         print(f"  step {self.state.global_step}: {loss}, validation perplexity {score:.2f}{mark}")
 
 
-def measure(trainer: Trainer) -> Figures:
+GuardedDistillationTrainer = guarded(DistillationTrainer)
+
+
+def measure(trainer: Trainer) -> examples.Figures:
     """Returns averages of the run and its best validation perplexity; only the guard knows the terms."""
     names = {"loss": "loss", "kd": "nanguard/term/kd", "ce": "nanguard/term/ce"}
     logged = {name: [row[key] for row in trainer.state.log_history if key in row] for name, key in names.items()}
@@ -260,41 +273,57 @@ def measure(trainer: Trainer) -> Figures:
     }
 
 
-def find_kept(given: Namespace) -> tuple[str, ...]:
-    """Returns arguments that a preset must not change: an untrained model has larger gradients and needs larger rates."""
-    return () if given.model_name_or_path else ("student_lr", "router_lr", "nanguard_skip_grad_norm")
+@examples.one_sentence
+def build_trainer(
+    script_args: ScriptArguments,
+    training_args: GuardedTrainingArguments,
+    trainer_class: type = GuardedDistillationTrainer,
+) -> Any:
+    """Returns a trainer of both models and the texts, stock or guarded."""
+    if training_args.learning_rate not in (TrainingArguments.learning_rate, script_args.student_lr):
+        raise ArgumentError(f"Use --student_lr instead of --learning_rate here, got {training_args.learning_rate}.")
+    assert script_args.student_lr is not None  # set by its dataclass
+    training_args.learning_rate = script_args.student_lr
+    if script_args.plant == "eps":
+        training_args.optim, training_args.adam_epsilon = "adamw_torch", 1e-8
 
-
-def run(argv: Sequence[str] | None = None) -> list[Outcome]:
-    """Runs the recipe and returns the outcomes of its runs, the guarded one last."""
-    types = [ScriptArguments, GuardedTrainingArguments]
-    script, args = parse_arguments(types, argv, DEFAULTS, __doc__, "distill", find_kept)
-    if args.learning_rate != TrainingArguments.learning_rate:
-        raise ArgumentError(f"Use --student_lr instead of --learning_rate here, got {args.learning_rate}.")
-    args.learning_rate = script.student_lr
-    if script.plant == "eps":
-        args.optim, args.adam_epsilon = "adamw_torch", 1e-8
-    material = (
-        load_material(*script.named, allow_pickle=script.allow_pickle)
-        if script.named
-        else build_material(script, args.seed)
+    # Models and data
+    parts = (
+        load_parts(*script_args.named, allow_pickle=script_args.allow_pickle)
+        if script_args.named
+        else build_parts(script_args, training_args.seed)
     )
-    build_student, teacher, tokenizers, texts, validation = material
-    shared = share_vocabulary(*tokenizers)
+    student, teacher, tokenizers, *texts = parts
+    train, validation = ([{"text": text} for text in part] for part in texts)
+    shared = token_alignment.share_vocabulary(*tokenizers)
     if not shared[0]:
         raise ArgumentError("Student and teacher share no tokens, so they cannot be compared. Choose another teacher.")
 
-    def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
-        trainer_class: type = guarded(DistillationTrainer) if guard else DistillationTrainer
-        train, test = ([{"text": text} for text in part] for part in (texts, validation))
-        return trainer_class(
-            build_student().to(getattr(torch, script.model_dtype)), args, train_dataset=train, eval_dataset=test,
-            data_collator=partial(collate, tokenizers=tokenizers, max_length=script.max_length),
-            processing_class=tokenizers[0], script=script, teacher=teacher, shared=shared,
-        )  # fmt: skip
+    # Trainer
+    return trainer_class(
+        student.to(getattr(torch, script_args.model_dtype)), training_args, train_dataset=train, eval_dataset=validation,
+        data_collator=partial(collate, tokenizers=tokenizers, max_length=script_args.max_length),
+        processing_class=tokenizers[0], script=script_args, teacher=teacher, shared=shared,
+    )  # fmt: skip
 
-    return compare_runs(build_trainer, args, PLANTED[script.plant], measure, script.compare)
+
+def main(
+    flags: examples.RecipeFlags, script_args: ScriptArguments, training_args: GuardedTrainingArguments
+) -> list[examples.Outcome]:
+    """Compares with a stock run, or trains and saves; returns the outcomes, the guarded one last."""
+    build, planted = partial(build_trainer, script_args), PLANTED[script_args.plant]
+    if flags.compare:
+        return examples.compare_runs(
+            build, (DistillationTrainer, GuardedDistillationTrainer), training_args, planted, measure
+        )
+
+    # Train and save
+    trainer = build(training_args)
+    with examples.guarded_run(trainer, measure, planted) as outcome:
+        trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+        trainer.save_model(training_args.output_dir)
+    return [outcome]
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(run))
+    sys.exit(examples.run_script(make_parser, main))

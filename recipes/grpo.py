@@ -1,48 +1,36 @@
-"""GRPO with the guard: the user's model, prompts and rewards, or a small Llama that learns sums.
+"""Reinforcement learning (GRPO) under guard: TRL's own script with a guarded trainer.
+
+Without a model and a dataset, a small Llama built in code learns sums from rewards, without a network.
 
     python recipes/grpo.py
     python recipes/grpo.py --compare
-    accelerate launch recipes/grpo.py --config configs/grpo/balanced.yaml
-    accelerate launch --config_file configs/accelerate/ddp.yaml recipes/grpo.py --preset balanced
+    python recipes/grpo.py --model_name_or_path my-model --dataset_name my-prompts --reward_funcs my_module.score
+    accelerate launch --config_file configs/accelerate/ddp.yaml recipes/grpo.py --config configs/grpo/balanced.yaml
 
-`nanguard grpo` runs this file; `--help` lists the arguments.
+`nanguard grpo` runs this file.
 """
 
 import os
-import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase, Trainer
-from trl import GRPOTrainer, rewards
+from trl import DatasetMixtureConfig, ModelConfig, get_peft_config, get_quantization_config, rewards
 from trl.scripts.grpo import GRPOScriptArguments
 
-from hf_nanguard import ArgumentError, GuardedGRPOConfig, GuardedGRPOTrainer
-from hf_nanguard.cli.main import main as nanguard
-from hf_nanguard.examples.compare import Options, measure_rewards
-from hf_nanguard.examples.planted_failures import blank_scores, find_third
-from hf_nanguard.examples.recipe.recipe_parser import RecipeArguments, RecipeKind, parse
-from hf_nanguard.examples.recipe.run_and_save import build, compare, print_result, train_and_save
-from hf_nanguard.examples.recipe.safe_weights import require_safetensors
-from hf_nanguard.examples.recipe.user_data import load_data, load_model
-from hf_nanguard.examples.tasks import sums
+from hf_nanguard import ArgumentError, GuardedGRPOConfig, GuardedGRPOTrainer, examples
+from hf_nanguard.examples import sums
 
 NUM_ROWS = 512
 COMMON = {"output_dir": "runs/grpo", "dataloader_pin_memory": False, "gradient_checkpointing": False}
-KIND = RecipeKind(
-    name="grpo",
-    script=GRPOScriptArguments,
-    training=GuardedGRPOConfig,
-    trainer=GuardedGRPOTrainer,
-    embedded={
-        **COMMON, "max_steps": 250, "learning_rate": 3e-3, "per_device_train_batch_size": 128,
-        "num_generations": 16, "max_completion_length": 3, "lr_scheduler_type": "constant", "logging_steps": 5,
-        "bf16": False,
-    },
-    task={**COMMON, "max_steps": 50, "max_completion_length": 16},
-)  # fmt: skip
+EMBEDDED = {
+    **COMMON, "max_steps": 250, "learning_rate": 3e-3, "per_device_train_batch_size": 128, "num_generations": 16,
+    "max_completion_length": 3, "lr_scheduler_type": "constant", "logging_steps": 5, "bf16": False,
+}  # fmt: skip
+ONLY_DATA_EMBEDDED = {**COMMON, "max_steps": 50, "max_completion_length": 16}
 NAMED: dict[str, Callable[..., list]] = {
     "accuracy_reward": rewards.accuracy_reward,
     "reasoning_accuracy_reward": rewards.reasoning_accuracy_reward,
@@ -53,13 +41,26 @@ NAMED: dict[str, Callable[..., list]] = {
 }
 
 
-def find_rewards(script: GRPOScriptArguments) -> list[str | Callable[..., list]]:
+@dataclass
+class ScriptArguments(GRPOScriptArguments):
+    """TRL's arguments of the script, and one of ours."""
+
+    allow_pickle: bool = examples.argument(False, examples.PICKLE_HELP)
+
+
+def make_parser(prog: str | None = None) -> examples.RecipeParser:
+    """Returns the parser of TRL's arguments, those of the guard, `--config` and `--preset`."""
+    types = (ScriptArguments, GuardedGRPOConfig, ModelConfig, DatasetMixtureConfig)
+    return examples.RecipeParser(types, "grpo", EMBEDDED, ONLY_DATA_EMBEDDED, prog=prog)
+
+
+def find_rewards(script_args: ScriptArguments) -> list[str | Callable[..., list]]:
     """Returns the rewards that the user named: a model, TRL's functions by name, or `module.function`."""
-    model = script.reward_model_name_or_path
-    return [
-        *([model] if model else []),
-        *(NAMED.get(name) or import_reward(name) for name in script.reward_funcs or ()),
-    ]
+    model = script_args.reward_model_name_or_path
+    if model:  # loaded with the arguments of the policy
+        examples.require_safetensors(model, "--reward_model_name_or_path", script_args.allow_pickle)
+    named = [NAMED.get(name) or import_reward(name) for name in script_args.reward_funcs or ()]
+    return [*([model] if model else []), *named]
 
 
 def import_reward(name: str) -> Callable[..., list]:
@@ -80,76 +81,77 @@ def import_reward(name: str) -> Callable[..., list]:
         ) from error
 
 
-def build_reward(tokenizer: PreTrainedTokenizerBase) -> Callable[..., list[float]]:
-    """Returns the reward of the sums for a model that may answer in a sentence: its last number counts."""
+@examples.one_sentence
+def build_trainer(
+    script_args: ScriptArguments,
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig,
+    training_args: GuardedGRPOConfig,
+    trainer_class: type = GuardedGRPOTrainer,
+) -> Any:
+    """Returns a trainer of the user's model, prompts and rewards, or of those built in code."""
+    # Model
+    model: Any
+    tokenizer: Any
+    if model_args.model_name_or_path is None:
+        beginner = sums.build_beginner(training_args.seed, "conversational")
+        model, tokenizer = examples.fit_model(beginner, model_args), sums.build_tokenizer()
+    else:
+        model, tokenizer = model_args.model_name_or_path, None  # TRL loads both
+        training_args.model_init_kwargs = examples.find_model_options(
+            model_args, training_args, script_args.allow_pickle
+        )
 
-    def reward_sum(
-        completions: list, completion_ids: list[list[int]], answer: list[str], **kwargs: object
-    ) -> list[float]:
-        ended = [tokenizer.eos_token_id in ids for ids in completion_ids]
-        numbers = [(re.findall(r"\d+", sums.read_answer(said)) or [""])[-1] for said in completions]
-        return [sums.grade(*graded) for graded in zip(numbers, answer, ended, strict=True)]
-
-    return reward_sum
-
-
-def gather_parts(arguments: RecipeArguments) -> Options:
-    """Returns model, data and rewards, as arguments of a trainer."""
-    parts = load_model(arguments, lambda seed: sums.build_beginner(seed, "conversational"))
-    script = arguments.script
-    assert isinstance(script, GRPOScriptArguments)
-    named = find_rewards(script)
-    if script.reward_model_name_or_path:  # loaded with the arguments of the model
-        allow = arguments.flags.allow_pickle
-        require_safetensors(script.reward_model_name_or_path, "--reward_model_name_or_path", allow)
-    if not arguments.embedded_data:
+    # Data and rewards
+    named = find_rewards(script_args)
+    if script_args.dataset_name is not None or dataset_args.datasets:
         if not named:
             raise ArgumentError(
-                f"--reward_funcs must be given with a dataset, got --dataset_name {script.dataset_name!r} alone. "
+                f"--reward_funcs must be given with a dataset, got --dataset_name {script_args.dataset_name!r} alone. "
                 "Give my_module.my_reward, or --reward_model_name_or_path."
             )
-        return {**parts, **load_data(arguments, (["prompt"],)), "reward_funcs": named}
-    if named:
-        given = " ".join(script.reward_funcs or ())
+        data = examples.load_rows(script_args, dataset_args, training_args, (["prompt"],))
+    elif named:
+        given = " ".join(script_args.reward_funcs or ())
         flag = "--reward_funcs" if given else "--reward_model_name_or_path"
         raise ArgumentError(
-            f"{flag} must come with --dataset_name, got {given or script.reward_model_name_or_path!r} alone. The built-in "
-            "sums have their own reward."
+            f"{flag} must come with --dataset_name, got {given or named[0]!r} alone. The built-in sums have their own "
+            "reward."
         )
-    tokenizer = parts["processing_class"]
-    rows = sums.build_prompts(NUM_ROWS, arguments.training.seed, form=sums.find_form(tokenizer))
-    reward = sums.reward_sum if arguments.embedded_model else build_reward(tokenizer)
-    return {**parts, "train_dataset": rows, "reward_funcs": reward}
+    else:
+        tokenizer = tokenizer or examples.load_tokenizer(model_args, training_args)
+        form = sums.find_form(tokenizer)
+        data = {"train_dataset": sums.build_prompts(NUM_ROWS, training_args.seed, form=form)}
+        named = [sums.reward_sum if model_args.model_name_or_path is None else sums.build_reward(tokenizer)]
+
+    # Trainer
+    return trainer_class(
+        model=model, reward_funcs=named, args=training_args, processing_class=tokenizer, **data,
+        peft_config=get_peft_config(model_args), quantization_config=get_quantization_config(model_args),
+    )  # fmt: skip
 
 
-def main(words: Sequence[str]) -> int:
-    """Runs the recipe with the words of a command line and returns the exit code."""
-    arguments = parse(words, KIND)
-    args = arguments.training
-    with print_result(arguments) as result:
-        parts = gather_parts(arguments)
-        if arguments.flags.compare:
-            steps = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
-            generation = find_third(int(args.max_steps / steps))
+def main(
+    flags: examples.RecipeFlags,
+    script_args: ScriptArguments,
+    training_args: GuardedGRPOConfig,
+    model_args: ModelConfig,
+    dataset_args: DatasetMixtureConfig,
+) -> list[examples.Outcome]:
+    """Trains and saves, or compares with a stock run; returns the outcomes, the guarded one last."""
+    build = partial(build_trainer, script_args, model_args, dataset_args)
+    if flags.compare:
+        return examples.compare_grpo(build, training_args, examples.measure_rewards)
 
-            def plant(trainer: Trainer) -> None:
-                blank_scores(trainer.accelerator.unwrap_model(trainer.model), generation)
-
-            sentence = (
-                f"Planted: in generation {generation} the scores of one completion are NaN when its tokens are sampled."
-            )
-            result |= compare(
-                GRPOTrainer, parts, arguments, plant, sentence, partial(measure_rewards, prefix="reward, ")
-            )
-        else:
-            trainer = build(GuardedGRPOTrainer, args=args, **parts)
-            result |= train_and_save(trainer, arguments, measure_rewards)
-            if result["figures"]:
-                text = ", ".join(f"{name} {value:.3f}" for name, value in result["figures"].items())
-                trainer.accelerator.print(f"mean reward: {text}")
-            trainer.accelerator.end_training()  # ranks that leave a group open may be aborted at their exit
-    return 0 if result["is_sound"] else 1
+    # Train and save
+    trainer = build(training_args)
+    with examples.guarded_run(trainer, examples.measure_rewards) as outcome:
+        trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+        trainer.save_model(training_args.output_dir)
+        if training_args.push_to_hub:
+            trainer.push_to_hub(dataset_name=script_args.dataset_name)
+    return [outcome]
 
 
 if __name__ == "__main__":
-    sys.exit(nanguard(["grpo", *sys.argv[1:]]))  # which has a short help and calls `main`
+    sys.exit(examples.run_script(make_parser, main))

@@ -12,23 +12,19 @@ reports an event with their dataset row.
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
-import torch
 from datasets import Dataset
-from transformers import Trainer, TrainingArguments
 from trl import GRPOTrainer
 
-from hf_nanguard import ArgumentError, GuardedGRPOConfig, GuardedGRPOTrainer
-from hf_nanguard.examples.compare import Outcome, compare_runs, measure_rewards
-from hf_nanguard.examples.recipe.command_line import CaseArguments, argument, exit_code, parse_arguments
-from hf_nanguard.examples.tasks import pictures as picture
+from hf_nanguard import ArgumentError, GuardedGRPOConfig, GuardedGRPOTrainer, examples
+from hf_nanguard.examples import pictures
 
 BAD_ROW = 5
 DEFAULTS = {
+    "compare": True,
     "output_dir": "runs/grpo_vlm",
     "max_steps": 40,
     "per_device_train_batch_size": 16,
@@ -39,11 +35,10 @@ DEFAULTS = {
     "logging_steps": 2,
     "save_strategy": "no",
     "bf16": False,
-    "use_cpu": not torch.accelerator.is_available(),  # without it the host refuses a preset's bfloat16
     "gradient_checkpointing": False,
     "dataloader_pin_memory": False,
     # An image token in a completion would ask for an image.
-    "generation_kwargs": {"suppress_tokens": [picture.WORDS.index(picture.IMAGE)]},
+    "generation_kwargs": {"suppress_tokens": [pictures.WORDS.index(pictures.IMAGE)]},
 }
 PLANTED = {
     "none": "No failure is planted.",
@@ -52,40 +47,65 @@ PLANTED = {
 
 
 @dataclass
-class ScriptArguments(CaseArguments):
+class ScriptArguments:
     """Arguments of this recipe besides the guarded arguments of GRPO."""
 
-    plant: Literal["picture", "none"] = argument("picture", "Failure to plant, or none.")
-    num_rows: int = argument(64, f"Rows of training data, more than {BAD_ROW}.")
+    plant: Literal["picture", "none"] = examples.argument("picture", "Failure to plant, or none.")
+    num_rows: int = examples.argument(64, f"Rows of training data, more than {BAD_ROW}.")
 
     def __post_init__(self) -> None:
-        self.check_rows(BAD_ROW)
+        if self.num_rows <= BAD_ROW:
+            raise ValueError(f"--num_rows must be more than {BAD_ROW}, got {self.num_rows}.")
 
 
-def run(argv: Sequence[str] | None = None) -> list[Outcome]:
-    """Runs the recipe and returns the outcomes of its runs, the guarded one last."""
-    script, args = parse_arguments([ScriptArguments, GuardedGRPOConfig], argv, DEFAULTS, __doc__, "grpo")
-    # The other processes would wait for the one that fails.
-    if script.compare and script.plant != "none" and args.world_size > 1:
-        raise ArgumentError(
-            f"--compare must be false on several processes, got {args.world_size}: the stock run fails on one of them only."
-        )
+def make_parser() -> examples.RecipeParser:
+    """Returns the parser of this recipe's arguments, those of the guard, `--config` and `--preset`."""
+    types = (ScriptArguments, GuardedGRPOConfig)
+    return examples.RecipeParser(types, "grpo", DEFAULTS, description=__doc__)
 
-    rows = picture.build_rows(script.num_rows, args.seed).to_list()
-    if script.plant == "picture":
+
+@examples.one_sentence
+def build_trainer(
+    script_args: ScriptArguments, training_args: GuardedGRPOConfig, trainer_class: type = GuardedGRPOTrainer
+) -> Any:
+    """Returns a trainer of the model and the pictures, stock or guarded."""
+    # Model
+    model, processor = pictures.build_model(training_args.seed), pictures.build_processor()
+
+    # Data
+    rows = pictures.build_rows(script_args.num_rows, training_args.seed).to_list()
+    if script_args.plant == "picture":
         rows[BAD_ROW]["images"][0][0][0][0] = float("nan")
 
-    def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
-        trainer_class: type = GuardedGRPOTrainer if guard else GRPOTrainer
-        return trainer_class(
-            picture.build_model(args.seed), reward_funcs=picture.reward_answer, args=args,
-            train_dataset=Dataset.from_list(rows), processing_class=picture.build_processor(),
-        )  # fmt: skip
+    # Trainer
+    return trainer_class(
+        model, reward_funcs=pictures.reward_answer, args=training_args, train_dataset=Dataset.from_list(rows),
+        processing_class=processor,
+    )  # fmt: skip
 
-    return compare_runs(
-        build_trainer, args, PLANTED[script.plant], partial(measure_rewards, prefix="reward, "), script.compare
-    )
+
+def main(
+    flags: examples.RecipeFlags, script_args: ScriptArguments, training_args: GuardedGRPOConfig
+) -> list[examples.Outcome]:
+    """Compares with a stock run, or trains and saves; returns the outcomes, the guarded one last."""
+    build, planted = partial(build_trainer, script_args), PLANTED[script_args.plant]
+    if flags.compare:
+        if script_args.plant != "none" and training_args.world_size > 1:  # the others would wait for the one that fails
+            raise ArgumentError(
+                f"--compare must be false on several processes, got {training_args.world_size}: the stock run fails on one of "
+                "them only."
+            )
+        return examples.compare_runs(
+            build, (GRPOTrainer, GuardedGRPOTrainer), training_args, planted, examples.measure_rewards
+        )
+
+    # Train and save
+    trainer = build(training_args)
+    with examples.guarded_run(trainer, examples.measure_rewards, planted) as outcome:
+        trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+        trainer.save_model(training_args.output_dir)
+    return [outcome]
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(run))
+    sys.exit(examples.run_script(make_parser, main))

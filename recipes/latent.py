@@ -14,33 +14,29 @@ the whole text. Model and data are built in code; nothing is downloaded. Planted
 """
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
-from transformers import BertConfig, BertModel, Trainer, TrainingArguments
+from transformers import BertConfig, BertModel, Trainer
 
-from hf_nanguard import GuardedTrainingArguments, guarded, masked_cross_entropy, normalized_mse, weigh_term
-from hf_nanguard.examples.compare import Figures, Outcome, compare_runs
-from hf_nanguard.examples.recipe.command_line import (
-    COMMON,
-    CaseArguments,
-    argument,
-    exit_code,
-    keep_rate,
-    parse_arguments,
-)
+from hf_nanguard import GuardedTrainingArguments, examples, guarded, masked_cross_entropy, normalized_mse, weigh_term
 
 PAD, BLANK, FIRST, NUM_TOKENS = 0, 1, 2, 50
 LENGTH, NUM_LATENTS = 16, 8
 BAD_ROW = 21
 MASKED = -100
 DEFAULTS = {
-    **COMMON,
+    "compare": True,
+    "max_grad_norm": 0.5,
+    "save_strategy": "no",
+    "report_to": ["none"],
+    "remove_unused_columns": False,
+    "dataloader_pin_memory": False,
     "output_dir": "runs/latent",
     "max_steps": 100,
     "per_device_train_batch_size": 4,
@@ -56,24 +52,37 @@ PLANTED = {
 
 
 @dataclass
-class ScriptArguments(CaseArguments):
+class ScriptArguments:
     """Arguments of this recipe besides the guarded training arguments."""
 
-    plant: Literal["empty_mask", "zero_latent", "none"] = argument("empty_mask", "Failure to plant, or none.")
-    stable_losses: bool | None = argument(
+    plant: Literal["empty_mask", "zero_latent", "none"] = examples.argument("empty_mask", "Failure to plant, or none.")
+    stable_losses: bool | None = examples.argument(
         None, "Use the losses of hf_nanguard. By default only if no failure is planted."
     )
-    on_bad_term: Literal["keep", "drop"] = argument(
+    on_bad_term: Literal["keep", "drop"] = examples.argument(
         "keep", "For a non-finite term, drop the micro-batch (keep) or only the term (drop)."
     )
-    text_loss_weight: float = argument(1.0, "Weight of the cross-entropy.")
-    latent_loss_weight: float = argument(0.1, "Weight of the latent regression.")
-    num_rows: int = argument(256, f"Rows of training data, more than {BAD_ROW}.")
+    text_loss_weight: float = examples.argument(1.0, "Weight of the cross-entropy.")
+    latent_loss_weight: float = examples.argument(0.1, "Weight of the latent regression.")
+    num_rows: int = examples.argument(256, f"Rows of training data, more than {BAD_ROW}.")
 
     def __post_init__(self) -> None:
-        self.check_rows(BAD_ROW)
+        if self.num_rows <= BAD_ROW:
+            raise ValueError(f"--num_rows must be more than {BAD_ROW}, got {self.num_rows}.")
         if self.stable_losses is None:
             self.stable_losses = self.plant == "none"
+
+
+def make_parser() -> examples.RecipeParser:
+    """Returns the parser of this recipe's arguments, those of the guard, `--config` and `--preset`."""
+    types = (ScriptArguments, GuardedTrainingArguments)
+    return examples.RecipeParser(
+        types,
+        "latent",
+        DEFAULTS,
+        kept=("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+        description=__doc__,
+    )
 
 
 class TextLatentModel(nn.Module):
@@ -130,20 +139,23 @@ def plain_latent_loss(prediction: Tensor, target: Tensor) -> Tensor:
 class LatentTrainer(Trainer):
     """A plain `Trainer` with a loss of two terms. If guarded, they are checked by name."""
 
-    script: ScriptArguments
+    script_args: ScriptArguments
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         logits, latents = model(inputs["input_ids"])
         stable, plain = (masked_cross_entropy, normalized_mse), (plain_text_loss, plain_latent_loss)
-        text_loss, latent_loss = stable if self.script.stable_losses else plain
+        text_loss, latent_loss = stable if self.script_args.stable_losses else plain
         text, latent = text_loss(logits, inputs["labels"]), latent_loss(latents, inputs["latents"])
-        text = weigh_term(self, "text", text, self.script.text_loss_weight, self.script.on_bad_term)
-        latent = weigh_term(self, "latent", latent, self.script.latent_loss_weight, self.script.on_bad_term)
+        text = weigh_term(self, "text", text, self.script_args.text_loss_weight, self.script_args.on_bad_term)
+        latent = weigh_term(self, "latent", latent, self.script_args.latent_loss_weight, self.script_args.on_bad_term)
         loss = text + latent
         return (loss, {"logits": logits, "latents": latents}) if return_outputs else loss
 
 
-def measure(trainer: Trainer) -> Figures:
+GuardedLatentTrainer = guarded(LatentTrainer)
+
+
+def measure(trainer: Trainer) -> examples.Figures:
     """Returns text loss and latent similarity on held-out rows, and the last logged terms."""
     batch = {name: tensor.to(trainer.args.device) for name, tensor in default_collate(build_rows(64, seed=2)).items()}
     model = trainer.accelerator.unwrap_model(trainer.model).eval()
@@ -158,22 +170,39 @@ def measure(trainer: Trainer) -> Figures:
     }
 
 
-def run(argv: Sequence[str] | None = None) -> list[Outcome]:
-    """Runs the recipe and returns the outcomes of its runs, the guarded one last."""
-    script, args = parse_arguments(
-        [ScriptArguments, GuardedTrainingArguments], argv, DEFAULTS, __doc__, "latent", keep_rate
-    )
+@examples.one_sentence
+def build_trainer(
+    script_args: ScriptArguments, training_args: GuardedTrainingArguments, trainer_class: type = GuardedLatentTrainer
+) -> Any:
+    """Returns a trainer of the model and the data, stock or guarded."""
+    # Model
+    torch.manual_seed(training_args.seed)
+    model = TextLatentModel()
 
-    def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
-        torch.manual_seed(args.seed)
-        trainer_class: type = guarded(LatentTrainer) if guard else LatentTrainer
-        rows = build_rows(script.num_rows, seed=1, plant=script.plant)
-        trainer = trainer_class(TextLatentModel(), args, data_collator=default_collate, train_dataset=rows)
-        trainer.script = script
-        return trainer
+    # Data
+    rows = build_rows(script_args.num_rows, seed=1, plant=script_args.plant)
 
-    return compare_runs(build_trainer, args, PLANTED[script.plant], measure, script.compare)
+    # Trainer
+    trainer = trainer_class(model, training_args, data_collator=default_collate, train_dataset=rows)
+    trainer.script_args = script_args
+    return trainer
+
+
+def main(
+    flags: examples.RecipeFlags, script_args: ScriptArguments, training_args: GuardedTrainingArguments
+) -> list[examples.Outcome]:
+    """Compares with a stock run, or trains and saves; returns the outcomes, the guarded one last."""
+    build, planted = partial(build_trainer, script_args), PLANTED[script_args.plant]
+    if flags.compare:
+        return examples.compare_runs(build, (LatentTrainer, GuardedLatentTrainer), training_args, planted, measure)
+
+    # Train and save
+    trainer = build(training_args)
+    with examples.guarded_run(trainer, measure, planted) as outcome:
+        trainer.train(resume_from_checkpoint=training_args.resume_from_checkpoint)
+        trainer.save_model(training_args.output_dir)
+    return [outcome]
 
 
 if __name__ == "__main__":
-    sys.exit(exit_code(run))
+    sys.exit(examples.run_script(make_parser, main))

@@ -39,9 +39,13 @@ FOLDERS: dict[str, tuple[str, str]] = {
         "core core.rerun core.optimizer core.autopsy.trace core.autopsy.evidence core.autopsy.remedies core.autopsy.bundle",
     ),
     "core.monitors": ("what is measured of a healthy run every N steps", "core core.rerun core.optimizer"),
+    "core.spikes": (
+        "a finite step that is out of line, examined sample by sample",
+        "core core.rerun core.autopsy.evidence core.monitors",
+    ),
     "core.step": (
         "what happens to one optimizer step: decide, redo, skip, halt",
-        "core core.rerun core.optimizer core.autopsy core.autopsy.evidence core.monitors",
+        "core core.rerun core.optimizer core.autopsy core.autopsy.evidence core.monitors core.spikes",
     ),
     "checkpoints": ("scan and custody of what is on disk, without transformers", "core"),
     "report": ("the files of a run, and the console on which they are shown", "core"),
@@ -49,8 +53,14 @@ FOLDERS: dict[str, tuple[str, str]] = {
     "hf.compat": ("every private name of the hosts, each with the condition under which it can go", "core"),
     "hf.data": ("batches on the CPU, before a device", "core core.rerun hf.compat"),
     "hf.generation": ("scores and sampling", "core hf.compat"),
-    "hf.monitors": ("monitors that know transformers", "core core.monitors core.step hf.compat"),
-    "hf.custody": ("the checkpoints that a trainer saves and resumes from", "core checkpoints hf.compat"),
+    "hf.monitors": (
+        "monitors that know transformers, of training and of evaluation",
+        "core core.monitors core.step hf.compat",
+    ),
+    "hf.custody": (
+        "the checkpoints that a trainer saves, resumes from, and leaves behind when it is halted",
+        "core core.monitors core.rerun core.step checkpoints hf.compat",
+    ),
     "hf.trainer": (
         "the guard of one trainer, in the order of a step",
         "hf.custody core core.rerun core.autopsy core.autopsy.evidence core.monitors core.step report hf.compat hf.data hf.generation "
@@ -128,12 +138,22 @@ FOLDERS: dict[str, tuple[str, str]] = {
         "examples examples.demo examples.recipe",
     ),
 }
-EVERYWHERE = {"boundary", "errors", "harmless_log", "plain_text", "safe_files", "yaml_file", "__version__"}
+EVERYWHERE = {
+    "boundary",
+    "command_exit",
+    "errors",
+    "harmless_log",
+    "plain_text",
+    "safe_files",
+    "yaml_file",
+    "__version__",
+}
 HOSTS = {"transformers", "accelerate", "trl", "peft", "datasets"}
 HOST_FOLDERS = ("hf", "integrations", "takeover", "bundle_replay", "verification", "doctor", "examples", "testing")
 TRL_FILES = ("hf/guarded_sft.py", "hf/guarded_grpo.py", "hf/compat/online_trainer.py", "doctor/facts/host_configs.py")
 COMMANDS = {path.stem for path in (PACKAGE / "cli").glob("*.py")}  # a command may have the name of what it runs
-FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+FACADES = (PACKAGE / "__init__.py", PACKAGE / "examples" / "__init__.py")  # the names they list are loaded on first use
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path not in FACADES)
 
 
 @dataclass(frozen=True)
@@ -285,11 +305,52 @@ def test_commands_import_nothing_heavy_at_their_head(path):
     ]
 
 
-def test_the_recipe_of_a_plain_loop_needs_no_host():
-    tree = ast.parse((ROOT / "recipes" / "plain_loop.py").read_text(encoding="utf-8"))
-    modules = [node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
-    assert all(m.startswith("hf_nanguard.core") for m in modules if m.startswith("hf_nanguard"))
-    assert not HOSTS & {m.split(".")[0] for m in modules}
+RECIPES = sorted((ROOT / "recipes").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_use_public_names_only(path):
+    """A recipe is copied: what it imports must stay."""
+    import hf_nanguard
+    from hf_nanguard import examples
+
+    public = {"hf_nanguard": {*hf_nanguard.__all__, "examples"}, "hf_nanguard.examples": set(examples.__all__)}
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    plain = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    assert not [name for name in plain if name.startswith("hf_nanguard")]
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    assert not [node.module for node in imports if node.module.startswith(("recipes", "tests", "benchmarks"))]
+    for node in imports:
+        if node.module.startswith("hf_nanguard"):
+            assert {alias.name for alias in node.names} <= public.get(node.module, set()), node.module
+    used = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
+    assert {node.attr for node in used if node.value.id == "examples"} <= public["hf_nanguard.examples"]
+    if path.stem == "plain_loop":
+        assert not HOSTS & {node.module.split(".")[0] for node in imports}
+
+
+# ---- files ----
+
+# Files of the machine, of this process alone, of a script that Python is about to read, or of an archive in memory.
+OPENS_FILES = {
+    "safe_files.py", "doctor/facts/saved_arguments.py", "harmless_log.py", "cli/main.py", "core/rerun/host_memory.py", "bundle_replay/limited_process.py",
+    "takeover/run_progress.py", "takeover/script_target.py", "takeover/takeover.py",
+}  # fmt: skip
+
+
+def opened_files(path: Path) -> Iterator[int]:
+    """Yields the lines at which a module opens a file by itself: a pipe in its place would block, and a large one fill the memory."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.Call):
+            continue
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if called in ("read_text", "read_bytes", "write_text", "write_bytes") or (called == "open" and node.args):
+            yield node.lineno
+
+
+def test_files_are_opened_by_safe_files_only():
+    found = {path.relative_to(PACKAGE).as_posix(): list(opened_files(path)) for path in PACKAGE.rglob("*.py")}
+    assert {name for name, lines in found.items() if lines} <= OPENS_FILES, found
 
 
 # ---- private names ----

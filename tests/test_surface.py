@@ -64,6 +64,7 @@ ARGUMENTS = {
     "nanguard_autopsy": (bool, True),
     "nanguard_max_autopsies": (int, 5),
     "nanguard_autopsy_seconds": (float, 60.0),
+    "nanguard_quarantine": (str, "skip"),
     "nanguard_bundle": (bool, True),
     "nanguard_bundle_weights": (str, "none"),
     "nanguard_bundle_text": (bool, True),
@@ -85,13 +86,14 @@ ARGUMENTS = {
 SIGNALS = words("""labels_masked label_out_of_range input_nonfinite input_out_of_range loss_nonfinite loss_zero loss_missing
 loss_error prediction_nonfinite eval_nonfinite grad_nonfinite grad_spike loss_spike loss_diverged activation_nonfinite
 activation_headroom entropy_collapse param_nonfinite optimizer_nonfinite reward_nonfinite advantage_nonfinite
-ratio_overflow logits_nonfinite checkpoint_nonfinite update_stalled no_learning_signal run_restarted guard_failed""")
+ratio_overflow logits_nonfinite checkpoint_nonfinite update_stalled no_learning_signal run_restarted
+rows_quarantined guard_failed""")
 
 ACTIONS = words("observed repaired dropped skipped clipped rewound halted refused")
 
 CAUSES = words("""all_labels_masked label_out_of_range input_nonfinite fp16_overflow bf16_overflow exp_overflow log_of_zero
-div_by_zero sqrt_at_zero norm_at_zero where_unselected_branch masked_row_softmax norm_overflow param_nonfinite
-uninitialised_weight optimizer_state adam_eps_underflow lr_too_high reward_nonfinite ratio_overflow kl_overflow
+div_by_zero sqrt_at_zero norm_at_zero where_unselected_branch masked_row_softmax ctc_target_too_long norm_overflow
+param_nonfinite uninitialised_weight optimizer_state adam_eps_underflow lr_too_high reward_nonfinite ratio_overflow kl_overflow
 rounding_stall transient unknown""")
 
 EVENT_KEYS = words("schema time step micro_step rank signal action message values culprit cause remedies bundle")

@@ -89,7 +89,7 @@ def build(
         return cls(model, TrainingArguments(**arguments), train_dataset=dataset, **extra)
     import trl
 
-    extra["processing_class"] = tiny_tokenizer()
+    extra.setdefault("processing_class", tiny_tokenizer())
     if kind == "sft":
         dataset = extra.pop("train_dataset", None) or Dataset.from_list(text_rows(48))
         args = trl.SFTConfig(**{"max_length": 16, **arguments})

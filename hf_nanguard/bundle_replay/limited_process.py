@@ -83,7 +83,7 @@ def run_limited(words: Sequence[str], limits: Limits, say: Callable[[str], None]
 
 
 def _format_death(number: int, limits: Limits) -> str:
-    if number == getattr(signal, "SIGXCPU", None):
+    if sys.platform != "win32" and number == signal.SIGXCPU:
         return f"The replay was stopped after {limits.seconds} seconds of all processors. If you trust the bundle, raise --time-limit."
     return (
         f"The replay was ended by {signal.Signals(number).name}, perhaps because it needed more than "
@@ -98,7 +98,7 @@ def ending_by_signals() -> Iterator[None]:
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    numbers = [number for name in ("SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None]
+    numbers = (signal.SIGTERM,) if sys.platform == "win32" else (signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.signal(number, end) for number in numbers}
     try:
         yield

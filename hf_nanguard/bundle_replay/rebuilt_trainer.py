@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast, TrainingArguments
 from transformers.integrations.neftune import activate_neftune
 
 from ..errors import ArgumentError
+from ..hf.compat.model_config import find_config
 from ..hf.compat.own_loss import without_data
 from ..hf.compat.trainer import ITEMS
 from ..hf.compat.trainer_protocol import HostTrainer
@@ -126,7 +127,7 @@ def build_tokenizer(model: nn.Module) -> PreTrainedTokenizerFast:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
-    config: Any = getattr(model, "config", None)
+    config = find_config(model)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     eos, pad = (getattr(config, name, None) for name in ("eos_token_id", "pad_token_id"))
     eos = eos[0] if isinstance(eos, list) and eos else eos

@@ -1,6 +1,5 @@
 """The weights of a rebuilt model: from a bundle or from a checkpoint, safetensors only."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..core.autopsy.bundle.reader import Bundle
+from ..core.event import parse_strict
 from ..errors import ArgumentError
 from ..hf.trainer.trainer_facts import named_tensors
+from ..safe_files import read_file
 from .untrusted_facts import Facts, needs_factory, take, take_names
 
 INDEX = "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
+MAX_INDEX = 64 * 2**20
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
@@ -40,9 +42,9 @@ def check_folder(folder: Path) -> Path:
 def check_index(index: Path) -> None:
     """Refuses an index of shards that refers to anything but safetensors beside it."""
     try:
-        files = set(json.loads(index.read_bytes())["weight_map"].values())
+        files = set(parse_strict(read_file(index, MAX_INDEX))["weight_map"].values())
         wrong = [file for file in files if Path(file).name != file or not file.endswith(".safetensors")]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ArgumentError(f"--checkpoint has an index of shards that cannot be read, {str(index)!r}.") from error
     if wrong:
         raise ArgumentError(

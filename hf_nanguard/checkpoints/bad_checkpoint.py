@@ -3,6 +3,7 @@
 from pathlib import Path
 from shutil import rmtree
 
+from ..safe_files import write_file
 from .checkpoint_files import QUARANTINE, SENTINEL
 
 
@@ -28,7 +29,7 @@ def quarantine(folder: Path, limit: int | None) -> Path:
 
 def mark_incomplete(folder: Path) -> None:
     """Marks a checkpoint that cannot be moved, so that it is not resumed from."""
-    (folder / SENTINEL).write_text("hf_nanguard found this checkpoint to be bad.\n", encoding="utf-8")
+    write_file(folder / SENTINEL, b"hf_nanguard found this checkpoint to be bad.\n")
 
 
 def _names(place: Path, name: str):

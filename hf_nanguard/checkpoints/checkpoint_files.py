@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..plain_text import first_line, printable
+from ..safe_files import read_file
 from .tensor_files import SAFETENSORS, TORCH_FILES
 
 QUARANTINE = "_bad_checkpoints"  # a name that push_to_hub leaves out
@@ -29,9 +30,7 @@ IGNORED_FOLDERS = re.compile(r"nanguard$|\.|_")
 def read_json(path: Path) -> Any:
     """Returns the content of a JSON file; a `ValueError` says why it cannot be had."""
     try:
-        if path.stat().st_size > MAX_JSON:
-            raise ValueError("it is too large")
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_file(path, MAX_JSON))
     except (OSError, RecursionError) as error:
         raise ValueError(first_line(error)) from error
 

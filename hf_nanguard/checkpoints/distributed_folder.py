@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..plain_text import first_line
+from ..safe_files import open_to_read, read_file
 from .checkpoint_files import DISTRIBUTED_METADATA
 from .tensor_files import DamagedFileError, Inert, OpenedFile, open_torch_file
 
@@ -31,7 +32,7 @@ def read_shards(folder: Path) -> Iterator[tuple[str, OpenedFile]]:
     for name, file, offset, length in _read_index(folder / DISTRIBUTED_METADATA):
         path = folder / Path(file).name
         try:
-            with path.open("rb") as shard:
+            with open_to_read(path) as shard:
                 shard.seek(offset)
                 content = shard.read(min(length, path.stat().st_size))
         except (OSError, OverflowError, ValueError) as error:
@@ -44,10 +45,8 @@ def read_shards(folder: Path) -> Iterator[tuple[str, OpenedFile]]:
 def _read_index(path: Path) -> list[tuple[str, str, int, int]]:
     """Returns name, file, offset and length of each entry of an index."""
     try:
-        if path.stat().st_size > MAX_METADATA:
-            raise ValueError("it is too large")
-        with path.open("rb") as file:
-            entries = _InertUnpickler(file).load().state["storage_data"].items()
+        content = BytesIO(read_file(path, MAX_METADATA))
+        entries = _InertUnpickler(content).load().state["storage_data"].items()
         found = [(str(key.state["fqn"]), place.state) for key, place in entries]
         return [(name, str(s["relative_path"]), int(s["offset"]), int(s["length"])) for name, s in found]
     except Exception as error:  # an unpickler raises anything on a damaged file

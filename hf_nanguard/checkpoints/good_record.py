@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..core.event import JsonValue, strict
-from ..safe_files import make_folder, write_file
+from ..safe_files import make_folder, open_to_read, write_file
 from .checkpoint_files import read_json
 
 SCHEMA = 1
@@ -67,7 +67,7 @@ def digest_folder(folder: Path) -> str:
     for path in _list_files(folder):
         size = path.stat().st_size
         digest.update(f"{path.relative_to(folder).as_posix()}\0{size}\0".encode())
-        with path.open("rb") as file:
+        with open_to_read(path) as file:
             digest.update(file.read(size if size <= WHOLE else ENDS))
             if size > WHOLE:
                 file.seek(-ENDS, os.SEEK_END)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from ..plain_text import first_line, printable
+from ..safe_files import open_to_read
 
 SAFETENSORS = (".safetensors",)
 TORCH_FILES = (".bin", ".pt", ".pth", ".ckpt")
@@ -57,7 +58,7 @@ def open_tensors(path: Path) -> OpenedFile:
 
 
 def _open_safetensors(path: Path) -> OpenedFile:
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         if int.from_bytes(file.read(8), "little") > MAX_HEADER:
             raise DamagedFileError("is damaged or not a safetensors file: its header would have more than 100 MB")
     opened = OpenedFile({})
@@ -116,7 +117,7 @@ def open_torch_file(source: Path | BytesIO) -> OpenedFile:
 def _read_start(source: Path | BytesIO) -> bytes:
     if isinstance(source, BytesIO):
         return source.getvalue()[: len(ZIP_START)]
-    with source.open("rb") as file:
+    with open_to_read(source) as file:
         return file.read(len(ZIP_START))
 
 

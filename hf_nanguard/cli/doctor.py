@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ..doctor.command.stages import Builder
-    from ..doctor.facts.config_file import ConfigFile
+    from ..doctor.facts.file_facts import ConfigFile
 
 RECIPES = ("sft", "grpo")
 HELP = ("-h", "--help")
@@ -45,6 +45,7 @@ examples:
   nanguard doctor my.yaml
   nanguard doctor my.yaml accelerate.yaml --only rules
   nanguard doctor my.yaml --only data --full --show 3
+  nanguard doctor my.yaml --only data --full --quarantine runs/mine
   nanguard doctor my.yaml --skip steps --json | jq .findings
   nanguard doctor --trainer my_module:build --steps 40
   nanguard doctor --env
@@ -56,7 +57,7 @@ exit codes: 0 if nothing above a note was found, 1 if something was, 2 for bad a
 # Our own flags and whether each takes a value; all others are those of a recipe.
 FLAGS = {
     "--only": True, "--skip": True, "--trainer": True, "--task": True, "--steps": True, "--memory_limit": True,
-    "--memory-limit": True, "--sample": True, "--show": True, "--full": False, "--env": False, "--output_dir": True, "--output-dir": True, "--config": True, "--json": False,
+    "--memory-limit": True, "--sample": True, "--show": True, "--quarantine": True, "--full": False, "--env": False, "--output_dir": True, "--output-dir": True, "--config": True, "--json": False,
 }  # fmt: skip
 
 
@@ -97,6 +98,8 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="N",
         help="print N rows, with the tokens that are learned marked",
     )
+    parser.add_argument("--quarantine", metavar="OUTPUT_DIR",
+                        help="write bad rows to quarantine.jsonl of the run with this output_dir, which leaves them out")  # fmt: skip
     parser.add_argument(
         "--env", action="store_true", help="print versions, devices, dtypes and active parts of the guard, and exit"
     )
@@ -105,7 +108,11 @@ def add_parser(subparsers: Subparsers) -> None:
         "--steps", type=between(2, 100_000), default=20, metavar="N", help="measured steps (default: %(default)s)"
     )
     parser.add_argument(
-        "--memory_limit", "--memory-limit", type=_gigabytes, metavar="GB", help="an error if the memory peak is higher"
+        "--memory_limit",
+        "--memory-limit",
+        type=_gigabytes,
+        metavar="GB",
+        help="memory of the device that will train; an error if the run needs more",
     )
     parser.add_argument("--output_dir", "--output-dir", metavar="FOLDER",
                         help="folder for events and autopsies (default: a new folder here, kept if there are events)")  # fmt: skip
@@ -156,11 +163,13 @@ def run(arguments: argparse.Namespace) -> int:
         from ..doctor.command.printed_report import print_end, print_precision
         from ..doctor.command.stages import Options, run_stages
         from ..examples.compare import quiet_hosts
-        from ..examples.recipe.run_and_save import stdout_aside
+        from ..examples.output_folder import make_folder
+        from ..examples.recipe.guarded_run import stdout_aside
 
+    quarantine = None if arguments.quarantine is None else make_folder("--quarantine", arguments.quarantine)
     options = Options(
         arguments.only, arguments.skip, None if arguments.full else arguments.sample, arguments.show, arguments.steps,
-        arguments.memory_limit,
+        arguments.memory_limit, quarantine,
     )  # fmt: skip
     files = read_files(arguments)
     console = build_console(stderr=arguments.json)
@@ -236,19 +245,16 @@ def refuse(sentence: str) -> NoReturn:
 def build_recipe(task: str, words: Sequence[str], folder: Path, console: Console, num_steps: int) -> Any:
     """Builds the trainer of a recipe, which writes to `folder`."""
     recipe = load_recipe("doctor", task)
-    from ..examples.recipe.recipe_parser import parse
-    from ..examples.recipe.run_and_save import build
-
-    parsed = parse(words, recipe.KIND)
-    if parsed.flags.compare:
+    parser = recipe.make_parser(f"nanguard {task}")
+    flags, script, args, model, mixture = parser.parse(words)
+    if flags.compare:
         raise ArgumentError(f"--compare must not be given here. Run `nanguard {task} --compare`.")
-    args = parsed.training
     args.output_dir, args.report_to, args.disable_tqdm, args.push_to_hub = str(folder), [], True, False
-    if args.max_steps <= 0 and parsed.script.dataset_streaming:
+    if args.max_steps <= 0 and script.dataset_streaming:
         args.max_steps = num_steps  # a trainer of a stream cannot be built without it
-    for note in parsed.notes:
+    for note in parser.notes:
         print_plain(console, f"note: {note}")
-    return build(recipe.KIND.trainer, args=args, **recipe.gather_parts(parsed))
+    return recipe.build_trainer(script, model, mixture, args)
 
 
 @contextmanager

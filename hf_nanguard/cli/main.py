@@ -5,14 +5,15 @@ Neither this file nor the file of a command imports anything heavy at its head, 
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
 from .. import __version__
+from ..command_exit import exit_code
 from ..errors import ArgumentError
-from ..plain_text import printable
 from . import completion, demo, doctor, grpo, replay, report, run, scan, sft, watch
 from .shared import recipe_command
 
@@ -21,6 +22,13 @@ COMMANDS: tuple[ModuleType, ...] = (doctor, run, sft, grpo, demo, watch, report,
 # Commands that parse only some of their arguments here: the others belong to the user's script or to TRL.
 SPLITS = {"doctor": doctor.split, "run": run.split, "sft": recipe_command.split, "grpo": recipe_command.split}
 
+PROG = "nanguard "
+COMMAND = "command"
+REQUIRED = "the following arguments are required: "  # argparse's words
+NO_COMMAND = (
+    "give a command. `nanguard demo` shows what it does, `nanguard run train.py` guards your script, `nanguard --help` "
+    "lists all commands."
+)
 EPILOG = """examples:
   nanguard demo
   nanguard doctor my.yaml
@@ -42,7 +50,17 @@ class Parser(argparse.ArgumentParser):
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
 
     def error(self, message: str) -> NoReturn:
-        raise ArgumentError(f"{message}. Run `{self.prog} --help` for its options.")
+        missing = message.removeprefix(REQUIRED)
+        if missing == message:
+            raise ArgumentError(f"{message}. Run `{self.prog} --help` for its options.")
+        if missing == COMMAND:
+            raise ArgumentError(NO_COMMAND)
+        helps = [action.help for action in self._actions if missing in (action.metavar, action.dest)]
+        example = next((line.strip() for line in (self.epilog or "").splitlines() if line.startswith("  nanguard")), "")
+        example = re.sub(r"\s+#.*", "", example) or f"{self.prog} --help"
+        raise ArgumentError(
+            f"{self.prog.removeprefix(PROG)} needs {', '.join([missing, *filter(None, helps)])}. For example: {example}"
+        )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -53,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"nanguard {__version__}")
-    subparsers = parser.add_subparsers(dest="command", metavar="command", required=True)
+    subparsers = parser.add_subparsers(dest=COMMAND, metavar=COMMAND, required=True)
     for command in COMMANDS:
         command.add_parser(subparsers)
     return parser
@@ -62,6 +80,11 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code: 0, 1 for findings or a closed pipe, 2 for bad arguments, 130 for Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: run_command(words))
+
+
+def run_command(words: list[str]) -> int:
+    """Runs the command that the words name and returns its exit code."""
     others: list[str] = []
     if words and words[0] in SPLITS:
         words, others = SPLITS[words[0]](words)
@@ -78,14 +101,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output, e.g. head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
         return 1
-    except ArgumentError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # the other ranks of a launcher have the same error
-            print(f"nanguard: {printable(str(error))}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as stop:
-        consequence = str(stop) or "all files written so far are complete"
-        print(f"nanguard: stopped by Ctrl-C; {consequence}.", file=sys.stderr)
-        return 130
 
 
 if __name__ == "__main__":

@@ -40,11 +40,12 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Draws a run and returns the exit code."""
-    from ..report.run_curves import find_guard_folder, read_curves
+    from ..report.run_curves import read_curves
+    from ..report.run_files import GUARD_FOLDER
     from ..report.run_plot import draw_run
 
     curves = read_curves(arguments.run_folder)
-    default = find_guard_folder(arguments.run_folder) / "report.svg"
+    default = curves.folder / GUARD_FOLDER / "report.svg"
     output = Path(arguments.output) if arguments.output else None if arguments.json else default
     if output is not None:
         draw_run(curves, output)

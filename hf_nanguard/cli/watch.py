@@ -66,13 +66,10 @@ class WatchedRun:
     """What is known of a run so far."""
 
     def __init__(self, folder: Path):
-        from ..report.run_curves import GUARD_FOLDER
-        from ..report.run_files import FollowedFile, events_path
+        from ..report.run_files import RunFiles
 
         self.folder = folder
-        guard = folder if folder.name == GUARD_FOLDER else folder / GUARD_FOLDER
-        self._metrics = FollowedFile(guard / "metrics.jsonl")
-        self._events = FollowedFile(events_path(guard, 0))
+        self._files = RunFiles(folder)
         self.row: dict[str, Any] = {}
         self.marks: deque[Mark] = deque(maxlen=SHOWN_EVENTS)
         self.num_events = 0
@@ -82,7 +79,8 @@ class WatchedRun:
         """Reads what is new; returns log rows and events."""
         from ..report.run_curves import make_mark
 
-        rows, marks = self._metrics.read(), [make_mark(event) for event in self._events.read()]
+        rows, events = self._files.read()
+        marks = [make_mark(event) for event in events]
         for row in rows:
             self.row = {**self.row, **row} if row.get("run") == self.row.get("run") else dict(row)
         self.marks.extend(marks)
@@ -96,6 +94,8 @@ def print_lines(watched: WatchedRun, console: Console, interval: float, once: bo
     """Prints a line for each row and each event."""
     from ..report.terminal_console import print_line
 
+    if not once and not watched.folder.is_dir():
+        print_line(console, f"waiting for {watched.folder}; end with Ctrl-C")
     while True:
         rows, marks = watched.update()
         if once:

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeAlias
 from .vocabulary import Action, Cause, Signal
 
 SCHEMA = 1
+MAX_DIGITS = 20  # of an integer, with its sign
 # What events, bundles and checkpoints hold, as it is built.
 JsonValue: TypeAlias = "bool | int | float | str | Sequence[JsonValue] | Mapping[str, JsonValue] | None"
 # An object as a JSON file gives it back; its values are checked where they are used.
@@ -30,15 +31,20 @@ def strict(value: Any) -> Any:
 
 
 def parse_strict(text: str | bytes) -> Any:
-    """Returns what strict JSON says; anything else is a `ValueError`: NaN, numbers beyond a float, too deep nesting."""
+    """Returns what strict JSON says; anything else is a `ValueError`: NaN, numbers beyond a float or 64 bits,
+    too deep nesting."""
     try:
-        return json.loads(text, parse_constant=_refuse_number, parse_float=_parse_float)
+        return json.loads(text, parse_constant=_refuse_number, parse_float=_parse_float, parse_int=_parse_int)
     except RecursionError as error:
         raise ValueError("it is nested too deep") from error
 
 
 def _parse_float(text: str) -> float:
     return number if math.isfinite(number := float(text)) else _refuse_number(text)
+
+
+def _parse_int(text: str) -> int:
+    return int(text) if len(text) <= MAX_DIGITS else _refuse_number(text)
 
 
 def _refuse_number(text: str) -> NoReturn:

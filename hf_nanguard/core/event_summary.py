@@ -22,6 +22,7 @@ class EventKind:
     place: str | None  # module, parameter, term or reward function
     steps: list[int] = field(default_factory=list)
     rows: set[int] = field(default_factory=set)
+    clears_data: bool = False  # whether all samples of an examined batch failed
     remedies: set[str] = field(default_factory=set)  # that made an examined batch finite
 
     def describe(self) -> str:
@@ -34,6 +35,7 @@ class EventKind:
         when = f"at step {first}" if first == last else f"at steps {first} to {last}"
         shown = ", ".join(map(str, sorted(self.rows)[:MAX_ROWS])) + (", ..." if len(self.rows) > MAX_ROWS else "")
         where = f" (dataset {'row' if len(self.rows) == 1 else 'rows'} {shown})" if self.rows else ""
+        where = " (all samples alike; the data is not the cause)" if self.clears_data else where
         why = f": {self.describe()}" if self.cause or self.place else ""
         return f"{len(self.steps)} x {self.signal} {self.action} {when}{why}{where}"
 
@@ -52,6 +54,7 @@ class EventSummary:
         kind = self.kinds.setdefault(key, EventKind(*key))
         kind.steps.append(event["step"])
         kind.rows.update(culprit.get("rows") or ())
+        kind.clears_data |= (event["values"].get("autopsy") or {}).get("scope") == "every_sample"
         kind.remedies.update(remedy["name"] for remedy in event["remedies"] if remedy["works"])
 
     def describe_common(self, since: int) -> str:
@@ -67,15 +70,15 @@ class EventSummary:
         total = len({step for kind in found for step in kind.steps if step >= since})
         text = f"{num} of these {total} bad steps: {alike[0].describe()}."
         rows = set().union(*(kind.rows for kind in alike))
-        if len(rows) == 1:
+        if len(rows) == 1 and not any(kind.clears_data for kind in alike):
             text += f" Each has dataset row {min(rows)}."
         remedies = sorted(set().union(*(kind.remedies for kind in alike)))
         return text + (f" The examined batch was finite with {' or '.join(remedies)}." if remedies else "")
 
-    def format_end(self, path: object, note: str | None = None) -> str | None:
+    def format_end(self, path: object, *notes: str) -> str | None:
         """Returns the block that is logged at the end of a run whose events are in `path`; `None` without events."""
-        lines = self.format() + ([] if note is None else [note])
-        block = ["---- hf_nanguard: events of this run ----", *lines, f"more in {path}"]
+        lines = self.format()
+        block = ["---- hf_nanguard: events of this run ----", *lines, *notes, f"more in {path}"]
         return "\n  ".join(map(printable, block)) if lines else None
 
     def format(self) -> list[str]:

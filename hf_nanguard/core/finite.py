@@ -17,9 +17,18 @@ SHOWN_ROWS = 8
 
 def local(tensor: Tensor) -> Tensor:
     """Returns the part of `tensor` on this rank (the shard of a DTensor, the values of a sparse tensor)."""
-    if hasattr(tensor, "to_local"):  # a DTensor; the class itself costs an import of torch.distributed.tensor
-        tensor = tensor.to_local()
+    tensor = shard_of(tensor)
     return tensor.coalesce().values() if tensor.is_sparse else tensor
+
+
+def shard_of(tensor: Tensor) -> Tensor:
+    """Returns the shard of a DTensor on this rank, any other tensor as it is; writing to it writes the tensor."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Returns whether `tensor` is a DTensor, whose class costs an import of torch.distributed.tensor."""
+    return hasattr(tensor, "to_local")
 
 
 @torch.no_grad()

@@ -147,6 +147,13 @@ class Policy:
     autopsy_seconds: float = setting(
         60.0, "How many seconds an autopsy may continue after it has found the origin.", above=0
     )
+    quarantine: str = setting(
+        "skip",
+        "What to do about dataset rows that were proved to be the cause of a bad step: `skip` writes them to `quarantine.jsonl`, and later "
+        "runs in the same output directory (also resumed ones) train on the next row in their place, in that of rows with finite "
+        "spikes only if `on_spike` is not `observe`; `record` only writes them, `off` does neither.",
+        ("skip", "record", "off"),
+    )
     bundle: bool = setting(
         True,
         "Whether an autopsy writes a bundle, which contains the bad micro-batch (its token ids and other tensors, also without "

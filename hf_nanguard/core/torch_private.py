@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,6 +119,21 @@ def sequence_number(node: Node) -> int:
     return node._sequence_nr()
 
 
+def accept_higher_order(mode: type[TorchDispatchMode]) -> None:
+    """Lets a dispatch mode with `supports_higher_order_operators` see operators such as flex attention.
+
+    Can go when torch 2.8 is not supported any more: later versions ask the mode itself."""
+    if hasattr(TorchDispatchMode, "supports_higher_order_operators"):
+        return
+    for operator in torch._ops._higher_order_ops.values():
+        if mode not in operator.python_key_table:
+            operator.py_impl(mode)(partial(_dispatch_to_mode, operator))
+
+
+def _dispatch_to_mode(operator: Any, mode: TorchDispatchMode, *args: Any, **kwargs: Any) -> Any:
+    return mode.__torch_dispatch__(operator, [], args, kwargs)
+
+
 # ---- modules ----
 
 
@@ -176,6 +192,13 @@ def is_compiled(module: nn.Module) -> bool:
 
     Can go when torch has a public name for this."""
     return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+
+
+def has_compiled_part(model: nn.Module) -> bool:
+    """Returns whether a model or one of its modules runs as a compiled graph, which ignores hooks.
+
+    Can go together with [`is_compiled`]."""
+    return any(is_compiled(module) for module in model.modules())
 
 
 def unwrap_compiled(model: nn.Module) -> nn.Module:

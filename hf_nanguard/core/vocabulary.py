@@ -39,6 +39,7 @@ class Signal(StrEnum):
     UPDATE_STALLED = "update_stalled"
     NO_LEARNING_SIGNAL = "no_learning_signal"
     RUN_RESTARTED = "run_restarted"
+    ROWS_QUARANTINED = "rows_quarantined"
     GUARD_FAILED = "guard_failed"
 
 
@@ -70,6 +71,7 @@ class Cause(StrEnum):
     NORM_AT_ZERO = "norm_at_zero"
     WHERE_UNSELECTED_BRANCH = "where_unselected_branch"
     MASKED_ROW_SOFTMAX = "masked_row_softmax"
+    CTC_TARGET_TOO_LONG = "ctc_target_too_long"
     NORM_OVERFLOW = "norm_overflow"
     PARAM_NONFINITE = "param_nonfinite"
     UNINITIALISED_WEIGHT = "uninitialised_weight"

@@ -11,11 +11,13 @@ from ..core.event import strict
 from ..errors import ArgumentError
 from ..hf.compat.trainer_protocol import HostTrainer
 from .facts.argument_facts import find_argument_facts
-from .facts.config_file import ConfigFile, read_arguments, read_config
+from .facts.config_file import read_arguments, read_config
 from .facts.device_facts import find_accelerator_facts, find_device_facts
+from .facts.file_facts import ConfigFile
 from .facts.host_configs import TASKS, find_config_class
 from .facts.trainer_inspection import find_trainer_facts
-from .rules.finding import Examination, Finding
+from .rules.finding import Examination, Examined
+from .rules.memory_estimate import estimate_memory
 from .rules.precision_sources import Source, find_sources
 from .rules.rule_set import judge
 from .rules.run_facts import Facts
@@ -24,7 +26,7 @@ NO_DEVICE: Mapping[str, Any] = dict.fromkeys(("device_type", "bf16_support", "de
 
 
 @dataclass
-class ConfigReport:
+class ConfigReport(Examined):
     """The result of [`check_config`].
 
     Args:
@@ -36,22 +38,15 @@ class ConfigReport:
             Findings, rules that were found sound, and rules whose facts are not known.
         unjudged (`list[str]`):
             Names in a file that no rule knows.
+        remarks (`list[str]`):
+            How a file was understood, where that is not certain.
     """
 
     facts: Facts
     precision: list[Source] = field(default_factory=list)
     examination: Examination = field(default_factory=Examination)
     unjudged: list[str] = field(default_factory=list)
-
-    @property
-    def findings(self) -> list[Finding]:
-        """All findings, the worst first."""
-        return self.examination.ranked
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether there is nothing above a note."""
-        return not self.examination.problems
+    remarks: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns everything as strict JSON values."""
@@ -61,6 +56,7 @@ class ConfigReport:
             "sound": self.examination.sound,
             "unchecked": self.examination.unchecked,
             "unjudged": self.unjudged,
+            "remarks": self.remarks,
             "facts": self.facts.known(),
         })  # fmt: skip
 
@@ -97,8 +93,11 @@ def check_config(*configurations: Configuration, task: str | None = None, skip: 
     return judge_files([_read(each, task) for each in configurations], skip)
 
 
-def judge_files(files: Sequence[ConfigFile], skip: Collection[str] = (), trainer: Facts | None = None) -> ConfigReport:
-    """Judges what files say together, and what is known of the trainer that was built from them."""
+def judge_files(
+    files: Sequence[ConfigFile], skip: Collection[str] = (), trainer: Facts | None = None, memory: int | None = None
+) -> ConfigReport:
+    """Judges what files say together, and what is known of the trainer that was built from them, for a device with `memory` bytes if
+    that is given."""
     facts = Facts()
     for file in files:
         facts = facts.update(file.facts)
@@ -109,8 +108,10 @@ def judge_files(files: Sequence[ConfigFile], skip: Collection[str] = (), trainer
     if trainer is not None:
         elsewhere = files and facts.device_type is None
         facts = facts.update(replace(trainer, **NO_DEVICE) if elsewhere else trainer)
+    facts = estimate_memory(facts if memory is None else facts.update(Facts.of(device_memory=memory)))
     unjudged = [name for file in files for name in file.unjudged]
-    report = ConfigReport(facts, find_sources(facts), judge(facts, skip), unjudged)
+    remarks = [remark for file in files for remark in file.remarks]
+    report = ConfigReport(facts, find_sources(facts), judge(facts, skip), unjudged, remarks)
     for file in files:
         report.examination.add(file.examination)
     return report

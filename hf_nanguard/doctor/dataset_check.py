@@ -22,7 +22,16 @@ from .data.row_checks import (
     check_long,
 )
 from .data.sampled_rows import Report, Sample, take_sample
-from .rules.finding import DOCS, Examination, Finding, Severity
+from .data.text_checks import (
+    check_classes,
+    check_collator_cut,
+    check_messages,
+    check_start_token,
+    has_classes,
+    has_messages,
+    has_start_token,
+)
+from .rules.finding import DOCS, Examination, Examined, Finding, Severity
 
 SAMPLE = 2000
 
@@ -47,6 +56,10 @@ DATA_CHECKS = (
     DataCheck(
         "stop-token", "the stop token is learned", check_stop_token, lambda s: has_token_labels(s) and bool(s.stop_ids)
     ),
+    DataCheck("messages", "messages are in the tokens", check_messages, has_messages),
+    DataCheck("start-token", "one start token", check_start_token, has_start_token),
+    DataCheck("collator-cut", "the collator keeps all tokens", check_collator_cut, lambda s: _has(s, "input_ids")),
+    DataCheck("classes", "labels of several classes", check_classes, has_classes),
     DataCheck("ids", "token ids are inside the embedding", check_ids, lambda s: s.limits.num_ids is not None),
     DataCheck("label-values", "labels are in range", check_label_values, lambda s: s.limits.num_labels is not None),
     DataCheck("finite-inputs", "inputs are finite", check_finite),
@@ -63,7 +76,7 @@ def _has(sample: Sample, name: str) -> bool:
 
 
 @dataclass
-class DatasetReport:
+class DatasetReport(Examined):
     """The result of [`check_dataset`].
 
     Args:
@@ -78,16 +91,6 @@ class DatasetReport:
     num_rows: int | None
     num_checked: int
     examination: Examination = field(default_factory=Examination)
-
-    @property
-    def findings(self) -> list[Finding]:
-        """All findings, the worst first."""
-        return self.examination.ranked
-
-    @property
-    def is_sound(self) -> bool:
-        """Whether there is nothing above a note."""
-        return not self.examination.problems
 
     @property
     def bad_rows(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 import logging
 
+from ..boundary import attempt
 from ..core.ranks import Ranks
 from ..errors import ArgumentError
 from ..hf.compat.trainer_protocol import HostTrainer
@@ -32,12 +33,16 @@ def report_start(trainer: HostTrainer, mode: str, ranks: Ranks, text: bool = Tru
     every rank if there is anything on one."""
     if mode == "off":
         return
-    try:
-        problems = [printable(found.format_line()) for found in check_start(trainer, text).problems]
-    except Exception as error:  # model, dataset and collator may be anything; a check must not end the run
-        problems = []
+
+    def could_not(error: Exception) -> list[str]:
         why = show(quote_error(error), text)
         logger.warning("hf_nanguard: the settings could not be checked at the start of the run (%s).", why)
+        return []
+
+    # Model, dataset and collator may be anything; a check must not end the run.
+    problems = attempt(
+        lambda: [printable(each.format_line()) for each in check_start(trainer, text).problems], could_not
+    )
     if mode == "strict" and ranks.any(bool(problems)):
         found = " ".join(f"({number}) {line}" for number, line in enumerate(problems, 1)) or "found on another rank."
         raise ArgumentError(

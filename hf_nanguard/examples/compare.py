@@ -9,13 +9,12 @@ from pathlib import Path
 from textwrap import shorten
 from typing import Any
 
-import datasets
 from accelerate import PartialState
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
-from transformers.utils import logging
+from transformers.utils import is_datasets_available, logging
 
 from ..core.finite import find_nonfinite
 from ..errors import NonFiniteError
@@ -72,23 +71,30 @@ class Outcome:
         return {**asdict(self), "folder": str(self.folder), "is_sound": self.is_sound}
 
 
-def watch_run(name: str, trainer: Trainer, measure: Callable[[Trainer], Figures] = lambda trainer: {}) -> Outcome:
-    """Trains and returns the outcome, which includes an error caused by non-finite numbers.
+@contextmanager
+def watch_run(
+    name: str,
+    trainer: Trainer,
+    measure: Callable[[Trainer], Figures] = lambda trainer: {},
+    failures: type[Exception] | tuple[type[Exception], ...] = FAILURES,
+) -> Iterator[Outcome]:
+    """Yields the outcome of a run that is made inside the context; an error among `failures` is part of it.
 
     `measure` is called with the trained trainer and returns figures by name, e.g. an accuracy.
     """
     folder = Path(str(trainer.args.output_dir))
     tail = Tail(events_path(folder / GUARD_FOLDER, trainer.args.process_index))
-    error, figures = None, Figures()
+    outcome = Outcome(name, folder)
     try:
-        trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
-        figures = measure(trainer)
-    except FAILURES as raised:
-        error = format_error(raised)
+        yield outcome
+        outcome.figures = measure(trainer)
+    except failures as raised:
+        outcome.error = format_error(raised)
     weights = find_weights(trainer)
-    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    bad_weights, steps = find_nonfinite(weights.items()), trainer.state.global_step
-    return Outcome(name, folder, error, steps, losses, bad_weights, len(weights), figures, tail.read())
+    outcome.steps, outcome.num_weights = trainer.state.global_step, len(weights)
+    outcome.bad_weights = find_nonfinite(weights.items())
+    outcome.losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    outcome.events = tail.read()
 
 
 def find_weights(trainer: Trainer) -> dict[str, nn.Parameter]:
@@ -98,35 +104,33 @@ def find_weights(trainer: Trainer) -> dict[str, nn.Parameter]:
 
 
 def compare_runs(
-    build_trainer: Callable[[TrainingArguments, bool], Trainer],
+    build_trainer: Callable[[Any, type], Trainer],
+    classes: tuple[type, type],
     args: TrainingArguments,
     planted: str,
     measure: Callable[[Trainer], Figures] = lambda trainer: {},
-    compare: bool = True,
 ) -> list[Outcome]:
     """Runs stock and guarded with the same planted failure, below `args.output_dir`, and prints both outcomes.
 
-    `build_trainer` is called with the arguments and whether to guard; it must build model and data anew each time. The
-    arguments may have settings of the guard, which the stock trainer ignores. `planted` is a sentence about the failure. If
-    `compare` is false, only the guarded run is made, in `args.output_dir` itself and with all its output. The guarded run
-    is the last of the outcomes.
+    `build_trainer` is called with the arguments and one of `classes`, stock and guarded; it must build model and data anew
+    each time. The arguments may have settings of the guard, which the stock trainer ignores. `planted` is a sentence about
+    the failure.
     """
     console = build_console(quiet=not PartialState().is_main_process)
     print_line(console, planted)
     console.print()
     outcomes = []
-    if not compare:
-        outcomes.append(watch_run("guarded", build_trainer(args, True), measure))
-    else:
-        with quiet_hosts():
-            for name in ("stock", "guarded"):
-                run_args = copy.copy(args)
-                run_args.output_dir = str(Path(str(args.output_dir)) / name)
-                console.print(f"{name} run ...")
-                trainer = build_trainer(run_args, name == "guarded")
-                for callback in (PrinterCallback, ProgressCallback):
-                    trainer.remove_callback(callback)
-                outcomes.append(watch_run(name, trainer, measure))
+    with quiet_hosts():
+        for name, trainer_class in zip(("stock", "guarded"), classes, strict=True):
+            run_args = copy.copy(args)
+            run_args.output_dir = str(Path(str(args.output_dir)) / name)
+            console.print(f"{name} run ...")
+            trainer = build_trainer(run_args, trainer_class)
+            for callback in (PrinterCallback, ProgressCallback):
+                trainer.remove_callback(callback)
+            with watch_run(name, trainer, measure) as outcome:
+                trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+            outcomes.append(outcome)
     print_comparison(outcomes, console)
     return outcomes
 
@@ -139,10 +143,13 @@ def quiet_hosts() -> Iterator[None]:
         logging.set_verbosity_error()
         if logging.is_progress_bar_enabled():
             undo.callback(logging.enable_progress_bar)
-        if datasets.is_progress_bar_enabled():
-            undo.callback(datasets.enable_progress_bars)
         logging.disable_progress_bar()
-        datasets.disable_progress_bars()
+        if is_datasets_available():
+            import datasets
+
+            if datasets.is_progress_bar_enabled():
+                undo.callback(datasets.enable_progress_bars)
+            datasets.disable_progress_bars()
         yield
 
 
@@ -216,14 +223,14 @@ def print_comparison(outcomes: Sequence[Outcome], console: Console) -> None:
             print_line(console, f"{kind} of the {outcome.name} run: {path}")
 
 
-def measure_rewards(trainer: Trainer, prefix: str = "") -> Figures:
+def measure_rewards(trainer: Trainer) -> Figures:
     """Returns the mean reward at the beginning and at the end of a run, each over a tenth of its logged rows."""
     rewards = [row["reward"] for row in trainer.state.log_history if row.get("reward") is not None]
     rewards = [reward for reward in rewards if reward == reward]  # NaN if no completion of the row could be scored
     if not rewards:
         return {}
     num = max(len(rewards) // 10, 1)
-    return {f"{prefix}first": sum(rewards[:num]) / num, f"{prefix}last": sum(rewards[-num:]) / num}
+    return {"mean reward, first": sum(rewards[:num]) / num, "mean reward, last": sum(rewards[-num:]) / num}
 
 
 def find_evidence(outcome: Outcome) -> dict[str, Path]:

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import Trainer
 
 from ..core.settings import PREFIX, SETTINGS
-from ..hf.guarded_trainer import attach
+from ..hf.attach_guard import attach
 from ..hf.trainer.arguments import GuardArguments
 
 logger = logging.getLogger("hf_nanguard")

@@ -8,11 +8,12 @@ from typing import Any
 
 from ..errors import ArgumentError
 from ..plain_text import printable
-from .run_files import GUARD_FOLDER, events_path, read_lines
+from .run_files import GUARD_FOLDER, RunFiles
 
 CURVES = ("loss", "grad_norm", "learning_rate")
 MARKED = ("dropped", "skipped", "clipped", "rewound", "halted", "refused")  # actions that a plot shows, mildest first
 MAX_MESSAGE = 300
+MAX_DRAWN = 1e300  # differences of larger ones overflow
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,9 @@ class RunCurves:
     num_invalid: int = 0
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Returns the steps and values of a curve. A value that is not finite is NaN, which a plot leaves out."""
+        """Returns the steps and values of a curve. A value that cannot be drawn is NaN, which a plot leaves out."""
         found = [(step, row[name]) for step, row in sorted(self.rows.items()) if name in row]
-        return [step for step, _ in found], [value if math.isfinite(value) else math.nan for _, value in found]
+        return [step for step, _ in found], [value if abs(value) <= MAX_DRAWN else math.nan for _, value in found]
 
     def count_actions(self) -> dict[str, int]:
         """Returns how often the guard did what."""
@@ -66,11 +67,13 @@ def read_curves(run: str | Path) -> RunCurves:
     Raises:
         ArgumentError: if there are no such files.
     """
-    folder = find_guard_folder(run)
-    found = [
-        read_lines(path) if path.is_file() else ([], 0) for path in (folder / "metrics.jsonl", events_path(folder, 0))
-    ]
-    (rows, bad_rows), (events, bad_events) = found
+    files = RunFiles(run)
+    if not files.folder.is_dir():
+        raise ArgumentError(
+            f"No run of a guarded trainer in {printable(str(run))}: it has no folder {GUARD_FOLDER}. Give the output "
+            "directory of a run."
+        )
+    rows, events = files.read()
     ends = _find_ends(rows)
     kept = [row for row in rows if _step_of(row) < ends.get(str(row.get("run")), math.inf)]
     marks = [
@@ -78,16 +81,7 @@ def read_curves(run: str | Path) -> RunCurves:
         for event in events
         if event.get("action") in MARKED and _step_of(event) < ends.get(str(event.get("run")), math.inf)
     ]
-    return RunCurves(folder.parent, _join_rows(kept), marks, bad_rows + bad_events)
-
-
-def find_guard_folder(run: str | Path) -> Path:
-    """Returns the folder of the guard in the output directory of a run, or the path itself if it is that folder."""
-    path = Path(run)
-    folder = path if path.name == GUARD_FOLDER else path / GUARD_FOLDER
-    if not folder.is_dir():
-        raise ArgumentError(f"No run of a guarded trainer in {printable(str(path))}: it has no folder {GUARD_FOLDER}.")
-    return folder
+    return RunCurves(files.folder.parent, _join_rows(kept), marks, files.num_invalid)
 
 
 def make_mark(event: Mapping[str, Any]) -> Mark:

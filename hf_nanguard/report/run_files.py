@@ -151,6 +151,12 @@ class FollowedFile:
         self.path = Path(path)
         self._position = 0
         self._rest = b""  # a line that is not complete yet
+        self._num_skipped = 0
+
+    @property
+    def num_invalid(self) -> int:
+        """The number of lines so far that are no strict JSON objects; the last may still become one."""
+        return self._num_skipped + bool(self._rest.strip())
 
     def read(self) -> list[dict[str, Any]]:
         """Returns the objects that were appended; none if the file is not there, or cannot be read now."""
@@ -164,7 +170,33 @@ class FollowedFile:
             return []
         self._position += len(content)
         *lines, self._rest = (self._rest + content).split(b"\n")
-        return [item for line in lines if (item := _parse_line(line)) is not None]
+        items = [_parse_line(line) for line in lines if line.strip()]
+        self._num_skipped += items.count(None)
+        return [item for item in items if item is not None]
+
+
+class RunFiles:
+    """Log rows and events of a run, each returned once.
+
+    Args:
+        run (`str` or `Path`):
+            The output directory of a run, or its `nanguard` folder. Neither need exist yet.
+    """
+
+    def __init__(self, run: str | Path):
+        path = Path(run)
+        self.folder = path if path.name == GUARD_FOLDER else path / GUARD_FOLDER
+        self._metrics = FollowedFile(self.folder / "metrics.jsonl")
+        self._events = FollowedFile(events_path(self.folder, 0))
+
+    def read(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Returns the rows and the events that were appended since the last call."""
+        return self._metrics.read(), self._events.read()
+
+    @property
+    def num_invalid(self) -> int:
+        """The number of lines of both files that are no strict JSON objects."""
+        return self._metrics.num_invalid + self._events.num_invalid
 
 
 def _parse_line(line: bytes) -> dict[str, Any] | None:

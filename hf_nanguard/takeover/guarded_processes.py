@@ -40,7 +40,8 @@ def build_environment(
     With `progress` they also resume from the newest good checkpoint and note there how far they have come; `restarted_after` is why
     they were started again.
     """
-    folders = [folder for folder in environment.get("PYTHONPATH", "").split(os.pathsep) if folder not in ("", STARTUP)]
+    given = environment.get("PYTHONPATH", "")  # an empty item is the current folder, an empty variable is none
+    folders = [folder for folder in given.split(os.pathsep) if folder != STARTUP] if given else []
     passed: dict[str, object] = {"settings": dict(settings), "full_traceback": full_traceback}
     if progress is not None:
         passed |= {"progress": progress.folder, "restarted_after": restarted_after}

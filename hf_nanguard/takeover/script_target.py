@@ -20,6 +20,8 @@ def find_command(words: Sequence[str]) -> list[str]:
         if not rest:
             raise ArgumentError("-m needs the name of a module, e.g. nanguard run -m my_package.train.")
         return ["-m", *rest]
+    if name == "-" or (os.path.exists(name) and not os.path.isfile(name) and not os.path.isdir(name)):
+        return [name, *rest]  # standard input or a pipe, which can be read only once
     if os.path.isfile(name) or os.path.isfile(os.path.join(name, "__main__.py")):
         check_script(name)
         return [name, *rest]

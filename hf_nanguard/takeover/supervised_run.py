@@ -7,6 +7,7 @@ Imports only the standard library. What the restarted script resumes from is dec
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,11 @@ from dataclasses import dataclass
 
 from .run_progress import Progress
 
-FORWARDED = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
+if sys.platform == "win32":
+    ENDING = FORWARDED = (signal.SIGTERM,)
+else:
+    ENDING = (signal.SIGTERM, signal.SIGHUP)
+    FORWARDED = (*ENDING, signal.SIGUSR1, signal.SIGUSR2)
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
 Environment = dict[str, str]
 
@@ -103,12 +108,11 @@ class Supervisor:
     @contextmanager
     def _forwarding_signals(self) -> Iterator[None]:
         def forward(number: int, frame: object) -> None:
-            self.is_asked_to_stop = self.is_asked_to_stop or number in (signal.SIGTERM, getattr(signal, "SIGHUP", None))
+            self.is_asked_to_stop = self.is_asked_to_stop or number in ENDING
             if self.child is not None and self.child.poll() is None:
                 self.child.send_signal(number)
 
-        numbers = [getattr(signal, name) for name in FORWARDED if hasattr(signal, name)]
-        before = {number: signal.signal(number, forward) for number in numbers}
+        before = {number: signal.signal(number, forward) for number in FORWARDED}
         try:
             yield
         finally:
@@ -123,7 +127,7 @@ def format_end(code: int) -> str:
 
 def end_alike(code: int) -> int:
     """Returns the exit code for this process to end as its child did, or ends it by the same signal."""
-    if code < 0 and hasattr(os, "kill"):
+    if code < 0 and sys.platform != "win32":
         number = -code
         if number not in (signal.SIGKILL, signal.SIGSTOP):
             signal.signal(number, signal.SIG_DFL)

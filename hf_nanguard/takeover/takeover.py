@@ -72,7 +72,7 @@ class Takeover:
         self.report_events()
 
     def report_events(self) -> None:
-        """Says how many events there were and where they are. A forked copy of this process says nothing."""
+        """Says how many events there were and where they are; nothing without events, or in a forked copy of this process."""
         self.boundary.call("report of events", self._report_events)
 
     def _report_events(self) -> None:
@@ -81,14 +81,14 @@ class Takeover:
         parts = []
         for path, (shown, num_before) in self.event_files.items():
             count = _count_lines(path) - num_before
-            what = f"{count or 'no'} event{'' if count == 1 else 's'}"
-            parts.append(f"{what} in {shown}" if path.is_file() else f"{what}, so there is no {shown}")
             files = path.parent.glob("events-rank*.jsonl")
             others = sorted(file.name for file in files if file.stat().st_mtime >= self.began)
-            if others:
-                parts[-1] += f" (other ranks: {', '.join(others)})"
+            more = f" (other ranks: {', '.join(others)})" if others else ""
+            if count > 0 or others:
+                parts.append(f"{count or 'no'} event{'' if count == 1 else 's'} in {shown}{more}")
         self.event_files.clear()
-        self.say(f"{'; '.join(parts)}.")
+        if parts:
+            self.say(f"{'; '.join(parts)}.")
 
     # ---- Trainer.__new__ ----
 
@@ -146,7 +146,7 @@ class Takeover:
 
     def guard(self, trainer: "Trainer", cls: type, is_copy: bool = False) -> None:
         """Guards a trainer of a class that was built or copied, or says why it cannot be guarded."""
-        from ..hf.guarded_trainer import attach
+        from ..hf.attach_guard import attach
         from ..hf.trainer.mixin import GuardedTrainerMixin
 
         self.num_built += 1

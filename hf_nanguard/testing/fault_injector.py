@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.finite import local
+
 NAN = float("nan")
 INF = float("inf")
 ID_FIELDS = ("completion_ids", "input_ids", "pixel_values", "x")  # the tensor by which a batch is recognised
@@ -156,9 +158,9 @@ class PlantedFaults:
         self.triggered.extend(f for f in now if f not in self.triggered and f.kind not in ("input", "label"))
         for fault in now:
             if fault.kind == "weight":
-                self._named(fault.parameter).data.view(-1)[0] = fault.number
+                local(self._named(fault.parameter).data).view(-1)[0] = fault.number
             if fault.kind == "moment":
-                self.trainer.optimizer.state[self._named(fault.parameter)]["exp_avg"].view(-1)[0] = fault.number
+                local(self.trainer.optimizer.state[self._named(fault.parameter)]["exp_avg"]).view(-1)[0] = fault.number
             if fault.kind == "error":
                 raise RuntimeError("planted error")
         loss = self._compute_loss(model, inputs, *args, **kwargs)

@@ -4,9 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import datasets
 from torch.utils.data import Dataset, IterableDataset, Subset
 from transformers import Trainer
+
+from ..hf.compat.prepared_dataset import is_hf_dataset, is_hf_stream
 
 HELD_OUT_SHARE = 0.2
 
@@ -29,20 +30,20 @@ def hold_out(trainer: Trainer, num_rows: int) -> bool:
 
 def _count(dataset: Any, enough: int = 0) -> int:
     """Returns the number of rows; of a stream, which has to be read to count, at most `enough`."""
-    if isinstance(dataset, datasets.IterableDataset):
+    if is_hf_stream(dataset):
         return sum(1 for _ in dataset.take(enough))
     is_map = isinstance(dataset, Dataset) and not isinstance(dataset, IterableDataset)
-    return len(dataset) if is_map or isinstance(dataset, datasets.Dataset | list) else 0
+    return len(dataset) if is_map or isinstance(dataset, list) or is_hf_dataset(dataset) else 0
 
 
 def _split(dataset: Any, num_rows: int) -> tuple[Dataset, Dataset] | None:
     """Returns the first rows and the others; `None` if the dataset cannot be split there."""
-    if isinstance(dataset, datasets.IterableDataset) and num_rows > 0:
+    if is_hf_stream(dataset) and num_rows > 0:
         return dataset.take(num_rows), dataset.skip(num_rows)
     total = _count(dataset)
     if not 0 < num_rows < total:
         return None
     first, others = range(num_rows), range(num_rows, total)
-    if isinstance(dataset, datasets.Dataset):
+    if is_hf_dataset(dataset):
         return dataset.select(first), dataset.select(others)
     return Subset(dataset, list(first)), Subset(dataset, list(others))

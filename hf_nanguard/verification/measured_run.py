@@ -18,7 +18,7 @@ from ..core.finite import read_host
 from ..core.monitors.weights import find_bad_weights
 from ..core.rerun.runner import same_on_all_ranks
 from ..errors import ArgumentError
-from ..hf.guarded_trainer import attach
+from ..hf.attach_guard import attach
 from ..hf.trainer.arguments import find_guard_arguments
 from ..hf.trainer.mixin import GuardedTrainerMixin
 from ..hf.trainer.trainer_guard import TrainerGuard

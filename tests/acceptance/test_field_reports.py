@@ -21,7 +21,6 @@ from hf_nanguard import GuardArguments, GuardedGRPOConfig, GuardedSFTConfig, Gua
 from hf_nanguard.cli.main import build_parser
 from hf_nanguard.core.event import Event
 from hf_nanguard.core.vocabulary import Action, Cause, Signal
-from hf_nanguard.examples.recipe import recipe_parser as dialect
 from recipes import grpo, sft
 
 from ..recipes.markdown import ROOT, find_sections, find_tables, is_said, named_in, read_page
@@ -29,7 +28,7 @@ from ..recipes.markdown import ROOT, find_sections, find_tables, is_said, named_
 PAGE = read_page("tests/acceptance/field-reports.md")
 REPORTS = {title: body for title, body in find_sections(PAGE, 2).items() if re.match(r"\d\. ", title)}
 LACKING = "not here"
-TRL = {"sft": sft.KIND, "grpo": grpo.KIND}
+TRL = {"sft": sft, "grpo": grpo}
 CONFIGS = (GuardedTrainingArguments, GuardedSFTConfig, GuardedGRPOConfig)
 # What the reports call their classes, functions, flags and measures.
 NAMES = {
@@ -147,7 +146,7 @@ def find_flags(command: str) -> dict[str, Any]:
     """Returns the flags of a recipe or a command with their defaults."""
     name = command.removeprefix("recipes/").removesuffix(".py").removeprefix("nanguard ")
     if name in TRL:
-        return {action.dest: action.default for action in dialect.build_parser(TRL[name])._actions}
+        return {action.dest: action.default for action in TRL[name].make_parser()._actions}
     if command.startswith("nanguard "):
         [commands] = [action for action in build_parser()._actions if action.dest == "command"]
         return {action.dest: action.default for action in commands.choices[name]._actions}  # type: ignore[index]

@@ -12,6 +12,7 @@ from hf_nanguard.cli import doctor
 from hf_nanguard.cli.main import main
 from hf_nanguard.doctor.command.checkup import STAGES
 from hf_nanguard.doctor.command.printed_report import print_grade
+from hf_nanguard.hf.data.quarantine_file import read_quarantine
 from hf_nanguard.verification.grade import Verification
 
 from ..recipes.test_sft import save_model, save_rows
@@ -240,6 +241,28 @@ def test_a_trainer_of_ones_own(tmp_path, capsys, monkeypatch):
     assert {source["name"]: source["verdict"] for source in result["precision"]}["model weights"] == "aligned"
 
 
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("raise KeyError('no data')", "failed (KeyError: 'no data')"),
+        ("raise SystemExit(3)", "it called sys.exit(3)"),
+        ("return 5", "got int"),
+    ],
+)
+def test_a_function_that_returns_no_trainer(body, told, tmp_path, capsys, monkeypatch):
+    name = f"builder_{len(body)}"
+    (tmp_path / f"{name}.py").write_text(f"def build():\n    {body}\n")
+    assert main(["doctor", "--trainer", f"{name}:build", "--only", "rules"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"--trainer {name}:build" in line
+    assert told in line
+
+
+def test_a_name_that_nothing_has_comes_with_the_one_that_was_meant(tmp_path, capsys):
+    assert main(["doctor", "--skip", "clippng"]) == 2
+    assert capsys.readouterr().err.endswith("got 'clippng'. Did you mean clipping?\n")
+
+
 def test_rows_are_shown_with_what_is_learned(tmp_path, capsys):
     rows = [{"prompt": f"{i}+1=", "completion": f"{i + 1}"} for i in range(8)]
     model, data = save_model(tmp_path / "model"), save_rows(tmp_path / "data", rows)
@@ -263,6 +286,35 @@ def test_rows_are_shown_with_what_is_learned(tmp_path, capsys):
         ("2", "2+1=", "3<eos>"),
     ]
     assert re.search(r"^data  \S+ s  sound, 4 of 8 rows checked$", output, flags=re.MULTILINE)
+
+
+BAD_ROWS = """
+from datasets import Dataset
+from transformers import Trainer, TrainingArguments
+from tests.models import tiny_llama, token_rows
+def build():
+    rows = token_rows(16)
+    rows[3]["labels"] = [-100] * len(rows[3]["labels"])
+    rows[7]["input_ids"][2] = 64
+    arguments = TrainingArguments("out", use_cpu=True, report_to=[], save_strategy="no")
+    return Trainer(tiny_llama(), arguments, train_dataset=Dataset.from_list(rows))
+"""
+
+
+def test_bad_rows_go_to_the_quarantine_of_a_run(tmp_path, capsys):
+    (tmp_path / "bad_rows.py").write_text(BAD_ROWS)
+    words = ["doctor", "--trainer", "bad_rows:build", "--only", "data", "--quarantine", str(tmp_path / "run")]
+    assert main(words) == 1
+    assert f"quarantine of {tmp_path / 'run'}: 2 new (3, 7)" in capsys.readouterr().out
+    entries, problem = read_quarantine(tmp_path / "run" / "nanguard")
+    assert problem is None
+    assert sorted((entry.row, entry.signal, entry.step) for entry in entries) == [
+        (3, "labels_masked", 0), (7, "input_out_of_range", 0),
+    ]  # fmt: skip
+    assert main([*words, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["stages"][0]["quarantined"] == []
+    assert main(["doctor", "--only", "rules", "--quarantine", str(tmp_path)]) == 2
+    assert "--quarantine needs the stage data" in capsys.readouterr().err
 
 
 def test_hostile_text_of_a_file_is_printed_without_its_control_characters(tmp_path, capsys):

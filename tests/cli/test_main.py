@@ -44,6 +44,23 @@ def test_every_command_has_an_example(command, capsys):
 
 
 @pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "`nanguard run train.py` guards your script"),
+        (["watch"], "watch needs RUN, the output directory of a run. For example: nanguard watch runs/mine"),
+        (["scan"], "scan needs PATH"),
+        (["replay"], "replay needs BUNDLE"),
+    ],
+    ids=" ".join,
+)
+def test_without_its_argument_a_command_says_what_to_give(words, told, capsys):
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert told in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
     ("arguments", "told"),
     [
         ([], ["command"]),
@@ -72,6 +89,13 @@ def test_an_output_folder_that_cannot_be(tmp_path, capsys):
     file.touch()
     assert main(["demo", "--output-dir", str(file)]) == 2
     assert f"--output-dir must be a writable folder, got {str(file)!r}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["report"], ["watch", "--once"], ["scan"], ["doctor", "--config"]], ids=str)
+def test_a_path_that_cannot_be(words, capsys):
+    assert main([*words, "x" * 300]) == 2
+    shown = capsys.readouterr().err
+    assert (shown.count("\n"), len(shown) < 400, "x" * 200 in shown) == (1, True, True)
 
 
 def test_ctrl_c(monkeypatch, capsys):

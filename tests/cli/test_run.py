@@ -93,7 +93,8 @@ def test_a_healthy_script_ends_bit_identical(tmp_path, monkeypatch):
     expected, actual = (load_file(folder / "model.safetensors") for folder in (stock, guarded))
     assert expected.keys() == actual.keys()
     assert [name for name in expected if not torch.equal(expected[name], actual[name])] == []
-    assert said[-1] == f"no events, so there is no {guarded / 'nanguard' / 'events.jsonl'}."
+    [line] = said  # a healthy run has one more line than stock
+    assert line.endswith(f"is guarded; events go to {guarded / 'nanguard' / 'events.jsonl'}")
 
 
 # ---- settings ----
@@ -493,7 +494,4 @@ def test_a_command_of_trl(tmp_path):
     done = subprocess.run([*command, *words], capture_output=True, text=True, env=environment, timeout=280)
     events = tmp_path / "out" / "nanguard" / "events.jsonl"
     assert done.returncode == 0, done.stderr[-3000:]
-    assert told_by(done.stderr) == [
-        f"nanguard: SFTTrainer is guarded; events go to {events}",
-        f"nanguard: no events, so there is no {events}.",
-    ]
+    assert told_by(done.stderr) == [f"nanguard: SFTTrainer is guarded; events go to {events}"]

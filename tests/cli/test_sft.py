@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file
 
 from hf_nanguard.cli.main import main
-from hf_nanguard.examples.recipe.recipe_parser import parse
+from hf_nanguard.examples import load_rows
 from hf_nanguard.examples.tasks.sums import build_model
 from hf_nanguard.hf.guarded_sft import GuardedSFTTrainer
 
@@ -25,7 +25,7 @@ def refuse(words: list[str], capsys) -> str:
     """Returns the one sentence that a command line is refused with."""
     assert main(["sft", *words]) == 2
     output = capsys.readouterr()
-    assert output.out == ""
+    assert all(line.startswith("note: ") for line in output.out.splitlines()), output.out
     assert output.err.count("\n") == 1, output.err
     assert "Traceback" not in output.err
     return output.err
@@ -41,13 +41,12 @@ def test_help_all_lists_the_flags_of_trl(capsys):
 def test_help_shows_flags_that_are(capsys):
     """What the short help shows is taken by the parser that reads it."""
     from hf_nanguard.cli.main import build_parser
-    from hf_nanguard.examples.recipe.recipe_parser import build_parser as build_trl_parser
     from recipes import grpo, sft
 
     [subparsers] = [action for action in build_parser()._actions if action.dest == "command"]
-    for kind in (sft.KIND, grpo.KIND):
-        shown = {name for action in subparsers.choices[kind.name]._actions for name in action.option_strings}
-        taken = {name for action in build_trl_parser(kind)._actions for name in action.option_strings}
+    for name, recipe in {"sft": sft, "grpo": grpo}.items():
+        shown = {flag for action in subparsers.choices[name]._actions for flag in action.option_strings}
+        taken = {flag for action in recipe.make_parser()._actions for flag in action.option_strings}
         assert shown - taken == {"--help_all"}
 
 
@@ -158,8 +157,10 @@ def test_a_column_that_is_not_used_may_be_empty(tmp_path):
     from recipes import sft
 
     data = save_rows(tmp_path / "data", [{"text": None, "prompt": "1+1=", "completion": "2"}])
-    words = ["--model_name_or_path", "any", "--dataset_name", data, "--output_dir", str(tmp_path / "out")]
-    assert len(sft.gather_data(parse(words, sft.KIND), None)["train_dataset"]) == 1
+    words = ["--model_name_or_path", save_model(tmp_path / "model"), "--dataset_name", data]
+    _, script, training, _, mixture = sft.make_parser().parse([*words, "--output_dir", str(tmp_path / "out")])
+    forms = (["text"], ["prompt", "completion"])
+    assert len(load_rows(script, mixture, training, forms)["train_dataset"]) == 1
 
 
 def test_a_model_without_a_tokenizer(tmp_path, capsys):
@@ -205,8 +206,9 @@ def test_environment_of_the_file(tmp_path, monkeypatch):
 
     monkeypatch.delenv("MY_SETTING", raising=False)
     (tmp_path / "mine.yaml").write_text("env:\n  MY_SETTING: 3\nmax_steps: 4\n", encoding="utf-8")
-    parsed = parse(["--config", str(tmp_path / "mine.yaml"), "--output_dir", str(tmp_path)], sft.KIND)
-    assert (parsed.training.max_steps, os.environ["MY_SETTING"]) == (4, "3")
+    words = ["--config", str(tmp_path / "mine.yaml"), "--output_dir", str(tmp_path)]
+    _, _, training, *_ = sft.make_parser().parse(words)
+    assert (training.max_steps, os.environ["MY_SETTING"]) == (4, "3")
     monkeypatch.delenv("MY_SETTING")
 
 

@@ -49,6 +49,7 @@ SIGNALS = [
     "update_stalled",
     "no_learning_signal",
     "run_restarted",
+    "rows_quarantined",
     "guard_failed",
 ]
 ACTIONS = ["observed", "repaired", "dropped", "skipped", "clipped", "rewound", "halted", "refused"]
@@ -65,6 +66,7 @@ CAUSES = [
     "norm_at_zero",
     "where_unselected_branch",
     "masked_row_softmax",
+    "ctc_target_too_long",
     "norm_overflow",
     "param_nonfinite",
     "uninitialised_weight",

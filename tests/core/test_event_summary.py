@@ -1,5 +1,7 @@
 """Events by what they have in common."""
 
+from dataclasses import replace
+
 import pytest
 
 from hf_nanguard.core.event import Culprit, Event, Remedy
@@ -39,6 +41,13 @@ def test_what_bad_steps_have_in_common():
 def test_a_row_that_is_in_all_of_them_is_named():
     summary = summary_of(overflow(5, rows=[17]), overflow(6, rows=[17]))
     assert "Each has dataset row 17." in summary.describe_common(0)
+
+
+def test_rows_of_a_batch_whose_samples_all_fail_are_not_named():
+    event = replace(overflow(5, rows=[17]), values={"autopsy": {"scope": "every_sample"}})
+    summary = summary_of(event, overflow(6, rows=[17]))
+    assert "17" not in summary.describe_common(0)
+    assert [line.rpartition(" (")[2] for line in summary.format()] == ["all samples alike; the data is not the cause)"]
 
 
 def test_several_events_of_a_step_are_one_bad_step():

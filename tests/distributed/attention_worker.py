@@ -6,8 +6,11 @@ python -m torch.distributed.run --nproc_per_node 2 tests/distributed/attention_w
 import json
 import logging
 import sys
+from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,14 +20,36 @@ from torch.nn.parallel import DistributedDataParallel
 from trl.trainer.utils import add_fused_lm_head
 
 from hf_nanguard.core.journal import Journal
+from hf_nanguard.core.monitors.monitor_set import MonitorSet
 from hf_nanguard.core.ranks import Ranks
 from hf_nanguard.hf.monitors.attention_monitor import AttentionMonitor
+from hf_nanguard.hf.monitors.attention_probe import AttentionProbe
 from tests.distributed.ending import hang_up
 from tests.models import VOCAB, tiny_llama
 
 PATIENCE = 60
 NUM_STEPS = 14
-CASES = ("ddp", "ddp-healthy", "fsdp", "fsdp-fused")
+FAILS = {  # on rank 1, in the check of step 2: the monitor, before its exchange or after it
+    "ddp-fails-before": partial(patch.object, AttentionProbe, "finish", side_effect=MemoryError),
+    "ddp-fails-after": partial(patch.object, AttentionProbe, "read", side_effect=MemoryError),
+}
+CASES = ("ddp", "ddp-healthy", "fsdp", "fsdp-fused", *FAILS)
+
+
+def fail(model, module, batch, case: str) -> dict:
+    """Trains with a set of monitors; returns how many of them are left after each step, and the events of this rank."""
+    ranks, events, left = Ranks(), [], []
+    monitor_set = MonitorSet(Journal(ranks, events.append))
+    monitor_set.begin((AttentionMonitor(module, monitor_set.journal, 2, early=()),))
+    for step in range(6):
+        with FAILS[case]() if (step, ranks.rank) == (3, 1) else nullcontext():
+            monitor_set.begin_step(step)
+            model(**batch).loss.backward()
+            monitor_set.end_backward()
+            monitor_set.before_update()
+            monitor_set.after_update()
+        left.append(len(monitor_set.monitors))
+    return {"left": left, "events": events}
 
 
 def play(model, module, batch, planted: bool) -> dict:
@@ -71,7 +96,8 @@ def main(folder: str, *cases: str) -> None:
             shard(module)
             model = module
         batch = {"input_ids": ids, "labels": ids, "fused_lm_head": case == "fsdp-fused"}
-        outcome = {"outcome": "finished", **play(model, module, batch, case != "ddp-healthy")}
+        came = fail(model, module, batch, case) if case in FAILS else play(model, module, batch, case != "ddp-healthy")
+        outcome = {"outcome": "finished", **came}
         path = Path(folder) / case / f"rank{rank}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(outcome), encoding="utf-8")

@@ -3,27 +3,50 @@
 from typing import Any
 
 import torch
+import trl
 from torch import nn
 from transformers import Trainer, TrainingArguments
-from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
-from hf_nanguard import GuardArguments, GuardedGRPOTrainer, GuardedSFTTrainer, GuardedTrainer
+import hf_nanguard
+from hf_nanguard import GuardArguments
 from tests.laws.ways import WAYS
 from tests.models import VOCAB, text_rows, tiny_llama, tiny_tokenizer, token_dataset
 
-from .scenario import GRPO, LLAMA, MEAN, NORM, SFT, Scenario
+from .scenario import GRPO, MEAN, NORM, OWN, SFT, Scenario
 from .stock import StopAt, never_had, zeroed
 
-STOCK = {LLAMA: Trainer, MEAN: Trainer, NORM: Trainer, SFT: SFTTrainer, GRPO: GRPOTrainer}
-GUARDED = {
-    LLAMA: GuardedTrainer,
-    MEAN: GuardedTrainer,
-    NORM: GuardedTrainer,
-    SFT: GuardedSFTTrainer,
-    GRPO: GuardedGRPOTrainer,
-}
-CONFIG = {LLAMA: TrainingArguments, MEAN: TrainingArguments, NORM: TrainingArguments, SFT: SFTConfig, GRPO: GRPOConfig}
+NAMES = {
+    SFT: "SFT",
+    GRPO: "GRPO",
+}  # of what TRL has, which is imported when it is needed: older versions lack parts of it
+
+
+class OwnBackward(Trainer):
+    """Passes by the accelerator."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        loss = self.compute_loss(model, self._prepare_inputs(inputs)) / self.current_gradient_accumulation_steps
+        loss.backward()
+        return loss.detach()
+
+
 FIRST_WORD = 7
+
+
+def find_class(host: str, guarded: bool) -> type[Trainer]:
+    """Returns the trainer of a host, stock or guarded."""
+    if host == OWN:
+        return hf_nanguard.guarded(OwnBackward) if guarded else OwnBackward
+    name = f"{NAMES.get(host, '')}Trainer"
+    if guarded:
+        return getattr(hf_nanguard, f"Guarded{name}")
+    return getattr(trl, name) if host in NAMES else Trainer
+
+
+def find_config(host: str) -> type[TrainingArguments]:
+    """Returns the arguments that a host takes."""
+    return getattr(trl, f"{NAMES[host]}Config") if host in NAMES else TrainingArguments
 
 
 class NormNet(nn.Module):
@@ -56,7 +79,7 @@ def num_rows(scenario: Scenario, world: int) -> int:
 def make_data(scenario: Scenario, world: int) -> Any:
     """Rows whose first entry tells their number."""
     count = num_rows(scenario, world)
-    if scenario.host == NORM:
+    if scenario.host in (NORM, OWN):
         generator = torch.Generator().manual_seed(0)
         noise = torch.randn(count, 5, generator=generator)
         return [{"x": torch.cat([noise[i, 1:], torch.tensor([float(i)])]), "labels": noise[i, 0]} for i in range(count)]
@@ -88,7 +111,7 @@ def make_arguments(scenario: Scenario, folder: str) -> TrainingArguments:
         common |= {"max_length": None, "gradient_checkpointing": False}
     if scenario.host == GRPO:
         common |= {"num_generations": 2, "max_completion_length": 4, "max_steps": 4, "gradient_checkpointing": False}
-    return CONFIG[scenario.host](**{**common, **scenario.options})
+    return find_config(scenario.host)(**{**common, **scenario.options})
 
 
 def make_trainer(scenario: Scenario, folder: str, world: int, guarded: bool) -> Any:
@@ -100,7 +123,7 @@ def make_trainer(scenario: Scenario, folder: str, world: int, guarded: bool) -> 
     }  # the origin is what ranks could quarrel about, so no more than that
     settings = GuardArguments(**{f"nanguard_{name}": value for name, value in chosen.items()})
     host = scenario.host
-    model = NormNet() if host == NORM else tiny_llama()
+    model = NormNet() if host in (NORM, OWN) else tiny_llama()
     parts: dict[str, Any] = {"model": model, "args": args, "train_dataset": make_data(scenario, world)}
     if host in (SFT, GRPO):
         parts["processing_class"] = tiny_tokenizer()
@@ -110,11 +133,9 @@ def make_trainer(scenario: Scenario, folder: str, world: int, guarded: bool) -> 
         parts["reward_funcs"] = reward
         parts["train_dataset"] = Dataset.from_list(parts["train_dataset"])
     if guarded:
-        trainer = WAYS[scenario.way](
-            lambda is_guarded, **more: (GUARDED if is_guarded else STOCK)[host](**parts, **more), settings
-        )
+        trainer = WAYS[scenario.way](lambda is_guarded, **more: find_class(host, is_guarded)(**parts, **more), settings)
     else:
-        trainer_class = STOCK[host]
+        trainer_class = find_class(host, False)
         if scenario.gone:
             trainer_class = never_had(trainer_class, scenario.gone)
         if scenario.zeroed is not None:

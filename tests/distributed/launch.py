@@ -30,6 +30,8 @@ class Played:
             The number of ranks.
         codes (`list[int]`):
             The exit code of every start.
+        outputs (`list[str]`):
+            The end of the output of every start, by which an exit code is understood.
         troubles (`dict[str, str]`):
             Scenarios that hung, broke or were not reached, and the end of the output.
     """
@@ -37,7 +39,12 @@ class Played:
     folder: Path
     world: int
     codes: list[int] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
     troubles: dict[str, str] = field(default_factory=dict)
+
+    def check_exits(self) -> None:
+        """Asserts that the ranks were started once and ended without an error."""
+        assert self.codes == [0], "\n".join(self.outputs)
 
     def ranks(self, name: str) -> list[dict[str, Any]]:
         """Returns what every rank said about a scenario."""
@@ -91,6 +98,7 @@ def play_suite(
     while left and len(played.codes) < MAX_STARTS:
         code, output = _start([*launcher(world), str(worker), suite, str(folder), *left])
         played.codes.append(code)
+        played.outputs.append(output[-3000:])
         done = [name for name in left if played.is_done(name)]
         rest = left[len(done) :]
         if rest:

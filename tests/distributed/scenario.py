@@ -6,7 +6,7 @@ from typing import Any
 
 from hf_nanguard.testing import Fault
 
-LLAMA, MEAN, NORM, SFT, GRPO = "llama", "mean", "norm", "sft", "grpo"
+LLAMA, MEAN, NORM, OWN, SFT, GRPO = "llama", "mean", "norm", "own", "sft", "grpo"
 # As in tests/laws/ways.py.
 CLASS, ATTACH, CALLBACK, LATER, RUN = WAYS = (
     "class", "attach", "callback in the constructor", "callback added later", "nanguard run",
@@ -15,6 +15,7 @@ NAMED = {
     LLAMA: "model.layers.0.mlp.up_proj.weight",
     MEAN: "model.layers.0.mlp.up_proj.weight",
     NORM: "last.weight",
+    OWN: "last.weight",
     SFT: "model.layers.0.mlp.up_proj.weight",
     GRPO: "model.layers.0.mlp.up_proj.weight",
 }
@@ -56,11 +57,12 @@ class Scenario:
             Unique in its suite.
         host (`str`):
             Model and trainer: `llama` (token losses), `mean` (the same by per-batch means), `norm` (BatchNorm and dropout
-            in a plain module), `sft`, `grpo`.
+            in a plain module), `own` (the same, by a `training_step` that calls `loss.backward()`), `sft`, `grpo`.
         way (`str`):
             How the guard is put in, one of the five ways of `WAYS`.
         faults (`tuple[Fault, ...]`):
-            The culprits. Kinds beyond those of `hf_nanguard.testing`: `late_error` (raised after the loss was computed); and while completions are made: `sampling` (the
+            The culprits. Kinds beyond those of `hf_nanguard.testing`: `late_error` (raised after the loss was computed), `snapshot` (copying the state before that
+            step fails); and while completions are made: `sampling` (the
             logits of the first one are NaN), `policy` (`parameter` becomes NaN), `reward` (that of the first one is
             `value`), `reward_error` (the reward function fails).
         guard (`dict`):
@@ -282,6 +284,9 @@ def policies(world: int, culprit: int) -> list[Scenario]:
         # Only one rank knows of a NaN loss with finite gradients; its mark in the gradients tells the others.
         *(Scenario(f"constant-loss-{micro}", faults=(Fault("constant", 1, micro, culprit),), gone=((1, micro, culprit),),
                    events=(Expected("loss_nonfinite", "dropped", 1, micro, culprit),)) for micro in (1, 2)),
+        Scenario("own-backward", OWN, silent=True),
+        Scenario("own-backward-constant-loss", OWN, faults=(Fault("constant", 1, 1, culprit),), gone=((1, 1, culprit),),
+                 events=(Expected("loss_nonfinite", "dropped", 1, 1, culprit),)),
         Scenario("constant-loss-skipped", faults=(Fault("constant", 1, 1, culprit),), guard={"on_nonfinite": "skip"},
                  gone=whole_step(1, 3, world), events=(Expected("loss_nonfinite", "skipped", 1, 1, culprit),)),
         # One rank has run its batch again, the other knew without: both must be as before.
@@ -296,6 +301,12 @@ def policies(world: int, culprit: int) -> list[Scenario]:
                  gone=(*whole_step(0, 3, world), *whole_step(1, 3, world)),
                  events=(*(Expected("loss_nonfinite", "dropped", 1, micro, culprit) for micro in range(3)),
                          Expected("param_nonfinite", "rewound", 1, None, 0, rows=False, parameter=NAMED[LLAMA]))),
+        # One rank cannot take the snapshot before step 0, so none has it; those before steps 1 and 2 are taken.
+        Scenario("snapshot-fails", guard={"autopsy": False, "snapshot_steps": 1}, gone=whole_step(2, 3, world),
+                 faults=(Fault("snapshot", 0, 0, culprit), Fault("weight", 2, 1, culprit, parameter=NAMED[LLAMA])),
+                 events=(Expected("guard_failed", "observed", 0, None, culprit, rows=False),
+                         *(Expected("loss_nonfinite", "dropped", 2, micro, culprit) for micro in range(3)),
+                         Expected("param_nonfinite", "rewound", 2, None, 0, rows=False, parameter=NAMED[LLAMA]))),
         Scenario("transient", faults=(Fault("gradient", 1, 1, culprit, parameter=NAMED[LLAMA], once=True),),
                  events=(Expected("grad_nonfinite", "repaired", 1, None, 0, rows=False, parameter=NAMED[LLAMA]),)),
     ]  # fmt: skip
@@ -419,6 +430,11 @@ def fsdp_suite() -> list[Scenario]:
         Scenario("attached-without-clip", way=ATTACH, faults=(Fault("loss", 1, 1, 1),), gone=at(1, 1), options={"max_grad_norm": 0.0},
                  events=(Expected("loss_nonfinite", "dropped", 1, 1, 1),)),
         *by_every_way(at, Expected("grad_nonfinite", "dropped", 1, 1, 0, rows=False)),
+        # A bad shard of one rank is a bad weight of all. Weights and moments, each rank its shards, go back to those before step 2.
+        Scenario("rewind", guard={"autopsy": False, "snapshot_steps": 1}, gone=whole_step(2, 3, 2),
+                 faults=(Fault("weight", 2, 1, 1, parameter=NAMED[LLAMA]),),
+                 events=(*(Expected("loss_nonfinite", "skipped", 2, micro, rank) for micro in range(3) for rank in range(2)),
+                         Expected("param_nonfinite", "rewound", 2, None, 0, rows=False, parameter=NAMED[LLAMA]))),
         Scenario("checkpointing-bf16", faults=(Fault("loss", 1, 1, 1),), gone=at(1, 1),
                  options={"gradient_checkpointing": True, "bf16": True},
                  events=(Expected("loss_nonfinite", "dropped", 1, 1, 1),)),

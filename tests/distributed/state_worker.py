@@ -27,7 +27,7 @@ from hf_nanguard.core.monitors.weights import WeightMonitor
 from hf_nanguard.core.ranks import Ranks
 from hf_nanguard.core.settings import Policy
 from hf_nanguard.core.step.decision import Escalation
-from hf_nanguard.core.step.run_recovery import Recovery
+from hf_nanguard.core.step.rewind_to_snapshot import Recovery
 from tests.distributed.ending import hang_up
 
 PATIENCE = 30

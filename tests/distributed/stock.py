@@ -30,9 +30,15 @@ def never_had(trainer_class: type, gone: tuple[Place, ...]) -> type:
             self.weight = total / world if total % world else total // world
             self.num_items = num_items
             if num_items is not None:
-                mine = sum((batches[m]["labels"][..., 1:] != -100).sum() for m in self.left)
-                self.num_items = self.accelerator.reduce(torch.as_tensor(mine), reduction="sum")
+                shifted = (
+                    self.count_labels(batches, 1) == num_items
+                )  # older hosts also count the first label of a sample
+                self.num_items = self.count_labels([batches[m] for m in self.left], int(shifted))
             return batches, num_items
+
+        def count_labels(self, batches, first):
+            mine = sum((batch["labels"][..., first:] != -100).sum() for batch in batches)
+            return self.accelerator.reduce(torch.as_tensor(mine), reduction="sum")
 
         def training_step(self, model, inputs, num_items_in_batch=None):
             micro_step, self.micro_step = self.micro_step, self.micro_step + 1

@@ -2,20 +2,29 @@
 
     torchrun --nproc_per_node 2 term_worker.py terms FOLDER CASE...
 
-A case plants a fault in the term of rank 1 at one step; every rank writes its weights' digest and its events.
+A case plants a fault in the term of rank 1 at one step, or makes a part of the guard fail on rank 1; every rank writes its
+weights' digest and its events.
 """
 
 import hashlib
 import json
 import sys
 import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import hf_nanguard.core.rerun.runner as runner_module
+import hf_nanguard.core.step.guard as guard_module
+from hf_nanguard.core.monitors.activations import ActivationMonitor
+from hf_nanguard.core.rerun import loss_mark
+from hf_nanguard.core.rerun.micro_batch import AccumulationGroup
 from hf_nanguard.core.settings import Policy
 from hf_nanguard.core.step.guard import Guard
 
@@ -29,7 +38,16 @@ FAULTS = {
 }
 # The loss of rank 1 is NaN, and running it again ends with an error there; the other case is the same without the error.
 UNREPEATABLE, SKIPPED = "unrepeatable", "skipped"
-CASES = (*FAULTS, UNREPEATABLE, SKIPPED)
+# What fails on rank 1, from the bad step on.
+BROKEN: dict[str, Callable[[], AbstractContextManager]] = {
+    "add_term": lambda: patch.object(AccumulationGroup, "add_term", side_effect=MemoryError),
+    "select_finite": lambda: patch.object(guard_module, "select_finite", side_effect=MemoryError),
+    "marked_backward": lambda: patch.object(runner_module, "marked_backward", side_effect=MemoryError),
+    "hook of the mark": lambda: patch.object(loss_mark, "NAN", "no number"),
+    "monitor before its exchange": lambda: patch.object(ActivationMonitor, "end_backward", side_effect=MemoryError),
+    "monitor after its exchange": lambda: patch.object(ActivationMonitor, "_record_metrics", side_effect=MemoryError),
+}
+CASES = (*FAULTS, UNREPEATABLE, SKIPPED, *BROKEN)
 
 
 class TwoHeads(nn.Module):
@@ -52,7 +70,7 @@ def play(case: str) -> dict:
     model = DistributedDataParallel(TwoHeads())
     events: list[dict] = []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    policy = Policy(autopsy=False, on_nonfinite="skip" if case == SKIPPED else "drop")
+    policy = Policy(autopsy=False, on_nonfinite="skip" if case == SKIPPED else "drop", activation_steps=1)
     guard = Guard(model, optimizer, policy, max_grad_norm=1.0, on_event=events.append)
 
     num_struck = 0
@@ -66,14 +84,16 @@ def play(case: str) -> dict:
         first, second = model(x)
         if case in (UNREPEATABLE, SKIPPED):
             return first.square().mean() * (torch.nan if strikes else 1.0) + second.square().mean()
-        value = FAULTS[case if strikes else "healthy"](second)
+        value = FAULTS[case if strikes and case in FAULTS else "healthy"](second)
         value = 0.0 * FAULTS["healthy"](second) if value is None else value
         return guard.term("main", first.square().mean()) + guard.term("aux", value, 0.5, "drop")
 
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(10 * step + rank)
         places = [(step, place, rank) == (BAD_STEP, BAD_PLACE, 1) for place in range(2)]
-        guard.step(loss_fn, [(torch.randn(5, 4, generator=generator), strikes) for strikes in places])
+        is_broken = case in BROKEN and rank == 1 and step >= BAD_STEP
+        with BROKEN[case]() if is_broken else nullcontext():
+            guard.step(loss_fn, [(torch.randn(5, 4, generator=generator), strikes) for strikes in places])
     weights = b"".join((parameter.detach() + 0.0).numpy().tobytes() for parameter in model.parameters())
     signals = [[e["signal"], e["action"], e["rank"], e["message"]] for e in events]
     told = [[e["step"], e["micro_step"], e["rank"], e["action"], e["culprit"]["term"]] for e in events]

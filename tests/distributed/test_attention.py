@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from .attention_worker import CASES
+from .attention_worker import CASES, FAILS
 from .launch import Played, play_suite
 
 pytestmark = [
@@ -43,3 +43,14 @@ def test_a_sharded_head_that_is_not_called_is_left_out_and_that_is_said(played: 
     for said in played.ranks("fsdp-fused"):
         assert not any("nanguard/logsumexp_max" in row for row in said["rows"])
         assert ["sharded" in text for text in said["said"]] == [True]
+
+
+@pytest.mark.parametrize("case", FAILS)
+def test_a_monitor_that_fails_on_one_rank_is_turned_off_on_all(played: Played, case: str):
+    """At once, if the others wait for its share; else at the next check."""
+    first, second = played.ranks(case)
+    after = case == "ddp-fails-after"
+    assert first["left"] == [1, 1, 1, int(after), int(after), 0]
+    assert second["left"] == [1, 1, 1, 0, 0, 0]
+    assert [event["signal"] for event in second["events"]] == ["guard_failed"]
+    assert first["events"] == []

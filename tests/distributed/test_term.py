@@ -1,11 +1,12 @@
-"""A term of the loss that fails on one of two ranks is dropped there, a redo that fails on one skips the step on both (L4)."""
+"""A term of the loss that fails on one of two ranks is dropped there, a redo that fails on one skips the step on both (L4), and a
+part of the guard that fails on one changes nothing (L9)."""
 
 from pathlib import Path
 
 import pytest
 
 from .launch import Played, play_suite
-from .term_worker import BAD_PLACE, BAD_STEP, CASES, SKIPPED, UNREPEATABLE
+from .term_worker import BAD_PLACE, BAD_STEP, BROKEN, CASES, SKIPPED, UNREPEATABLE
 
 # One worker for all of them, so that a suite is played once and never beside another.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600), pytest.mark.xdist_group("distributed")]
@@ -44,3 +45,13 @@ def test_a_redo_that_fails_on_one_rank_makes_all_skip(played: Played):
     assert skipped[:2] == ["loss_nonfinite", "skipped"]
     assert failed[3] in skipped[3]
     assert ranks[0]["signals"] == [skipped], "rank 0 hears of every decision taken together"
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_part_of_the_guard_that_fails_on_one_rank_changes_nothing(played: Played, case: str):
+    ranks = played.ranks(case)
+    expected = played.ranks("healthy")[0]["weights"]
+    assert [said["weights"] for said in ranks] == [expected, expected]
+    assert ranks[0]["signals"] == []
+    assert ranks[1]["signals"]
+    assert {(signal, action) for signal, action, *_ in ranks[1]["signals"]} == {("guard_failed", "observed")}

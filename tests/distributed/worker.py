@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from hf_nanguard import NonFiniteError
+from hf_nanguard.core.rerun.snapshot import Snapshot
 from hf_nanguard.testing import PlantedFaults
 from tests.distributed.ending import hang_up
 from tests.distributed.host import make_trainer, rows_of
@@ -48,6 +49,7 @@ class Culprits(PlantedFaults):
         super().__init__(trainer, faults)
         self.rows: dict[str, list[int]] = {}
         plant_in_making(trainer, self.faults, self.triggered)
+        plant_in_snapshots(self.faults, self.triggered)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         place = self.place(inputs)
@@ -59,6 +61,20 @@ class Culprits(PlantedFaults):
         return loss
 
     compute_loss.__module__ = PlantedFaults.__module__  # no loss of the user's own, whose labels would not be judged
+
+
+def plant_in_snapshots(faults: tuple, triggered: list) -> None:
+    """Makes the copy of the state fail before the steps of `snapshot` faults."""
+    planted = {fault.step: fault for fault in faults if fault.kind == "snapshot"}
+    take = Snapshot.take if not hasattr(Snapshot, "real_take") else Snapshot.real_take
+
+    def failing(step: int, *args: Any) -> Snapshot:
+        if step in planted:
+            triggered.append(planted.pop(step))
+            raise MemoryError("planted")
+        return take(step, *args)
+
+    Snapshot.real_take, Snapshot.take = take, failing
 
 
 def gathered(tensor: Tensor) -> Tensor:

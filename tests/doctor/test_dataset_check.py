@@ -13,7 +13,7 @@ from hf_nanguard.core.rng import RngState
 from hf_nanguard.doctor.data.sampled_rows import is_repeatable
 from hf_nanguard.doctor.dataset_check import DATA_CHECKS
 
-from ..models import tiny_llama, token_rows
+from ..models import CHAT_TEMPLATE, tiny_llama, tiny_tokenizer, token_rows
 from ..trainers import build
 
 END = 2  # the stop token
@@ -83,6 +83,38 @@ def prompts(tmp_path, texts: list[str]) -> Trainer:
     return trainer
 
 
+def talks(tmp_path, template: str) -> Trainer:
+    """An SFT trainer of conversations with a system message."""
+    tokenizer, rng = tiny_tokenizer(), random.Random(0)
+    tokenizer.chat_template = template
+    roles = ("system", "user", "assistant")
+    rows = [
+        {"messages": [{"role": role, "content": f"w{rng.randrange(40)} w{rng.randrange(40)}"} for role in roles]}
+        for _ in range(8)
+    ]
+    return build(
+        "sft", tmp_path, guard=False, extra={"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer}
+    )
+
+
+def start_twice(rows: list[dict]) -> list[dict]:
+    return [{name: [1, *values] for name, values in row.items()} for row in rows]
+
+
+def cut(examples: list[dict]) -> dict:
+    """A collator that drops the end of every row."""
+    return default_data_collator([{name: values[:5] for name, values in row.items()} for row in examples])
+
+
+def classes(*labels: int) -> Trainer:
+    trainer = images()
+    torch.manual_seed(1)
+    trainer.train_dataset = [
+        {"pixel_values": torch.randn(3, 8, 8), "labels": labels[i % len(labels)]} for i in range(16)
+    ]
+    return trainer
+
+
 # check -> (a trainer with bad rows, these rows, one without)
 CASES: dict[str, tuple[Any, list[int], Any]] = {
     "collation": (
@@ -98,6 +130,16 @@ CASES: dict[str, tuple[Any, list[int], Any]] = {
         lambda folder: plain([{"input_ids": row["input_ids"]} for row in tokens()]), [], lambda folder: plain(tokens()),
     ),
     "stop-token": (lambda folder: sft(folder, processed(5)), [], lambda folder: sft(folder, processed(END))),
+    "messages": (
+        lambda folder: talks(folder, CHAT_TEMPLATE.replace("in messages %}", "in messages if m['role'] != 'system' %}")), list(range(8)),
+        lambda folder: talks(folder, CHAT_TEMPLATE),
+    ),
+    "start-token": (
+        lambda folder: plain(start_twice(start_twice(tokens())), processing_class=tiny_tokenizer()), list(range(16)),
+        lambda folder: plain(start_twice(tokens()), processing_class=tiny_tokenizer()),
+    ),
+    "collator-cut": (lambda folder: plain(tokens(), data_collator=cut), list(range(16)), lambda folder: plain(tokens())),
+    "classes": (lambda folder: classes(1), [], lambda folder: classes(0, 1)),
     "ids": (lambda folder: plain(tokens(set_field("input_ids", 2, 64))), [3, 7], lambda folder: plain(tokens(set_field("input_ids", 2, 63)))),
     "label-values": (lambda folder: plain(tokens(set_field("labels", 2, 64))), [3, 7], lambda folder: plain(tokens())),
     "finite-inputs": (lambda folder: images(lambda pixels: pixels[0, 0].fill_(float("nan"))), [3], lambda folder: images()),

@@ -109,13 +109,13 @@ def test_it_makes_no_step_dearer(tmp_path):
 
     def count(mode):
         trainer = build("plain", tmp_path, extra={"guard": GuardArguments(nanguard_doctor=mode)})
-        begin, counts = trainer.nanguard.begin_group, []
+        begin, counts = trainer.nanguard.step.begin_group, []
 
         def counted(batches):
             counts.append((counter.num_reads, counter.num_ops))
             return begin(batches)
 
-        trainer.nanguard.begin_group = counted
+        trainer.nanguard.step.begin_group = counted
         with OperationCounter() as counter:
             trainer.train()
         return [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(counts)]

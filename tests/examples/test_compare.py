@@ -7,6 +7,8 @@ import pytest
 from transformers import Trainer, TrainingArguments
 
 from hf_nanguard.examples.compare import Outcome, compare_runs, describe, find_first, print_comparison, watch_run
+from hf_nanguard.examples.recipe.guarded_run import guarded_run
+from hf_nanguard.hf.guarded_trainer import guarded
 from hf_nanguard.report.terminal_console import build_console
 from hf_nanguard.testing import NAN
 from tests.reference import losses_of
@@ -35,8 +37,14 @@ def build_failing(folder: Path, guard: bool, error: Exception | None = None) -> 
     return trainer
 
 
+def run(name: str, trainer: Trainer, *how) -> Outcome:
+    with watch_run(name, trainer, *how) as outcome:
+        trainer.train()
+    return outcome
+
+
 def test_a_stock_run_is_seen_to_be_lost(tmp_path):
-    outcome = watch_run("stock", build_failing(tmp_path, False), lambda trainer: {"steps": trainer.state.global_step})
+    outcome = run("stock", build_failing(tmp_path, False), lambda trainer: {"steps": trainer.state.global_step})
     assert (outcome.error, outcome.steps, outcome.events) == (None, 3, [])
     assert len(outcome.bad_weights) == outcome.num_weights == NUM_WEIGHTS
     assert set(outcome.bad_weights.values()) == {"nan"}
@@ -47,7 +55,7 @@ def test_a_stock_run_is_seen_to_be_lost(tmp_path):
 
 def test_a_guarded_run_is_sound_and_has_its_own_events_only(tmp_path):
     for _ in range(2):
-        outcome = watch_run("guarded", build_failing(tmp_path, True))
+        outcome = run("guarded", build_failing(tmp_path, True))
         assert outcome.is_sound
         assert [(event["step"], event["signal"]) for event in outcome.events] == [(1, "loss_nonfinite")]
 
@@ -55,7 +63,7 @@ def test_a_guarded_run_is_sound_and_has_its_own_events_only(tmp_path):
 def test_an_error_of_bad_numbers_is_part_of_the_outcome(tmp_path):
     measured = []
     error = RuntimeError("probability tensor is bad\nand more")
-    outcome = watch_run("stock", build_failing(tmp_path, False, error), measured.append)
+    outcome = run("stock", build_failing(tmp_path, False, error), measured.append)
     assert outcome.error == "RuntimeError: probability tensor is bad"
     assert (outcome.steps, outcome.bad_weights, measured) == (1, {}, [])
     assert not outcome.is_sound
@@ -63,19 +71,19 @@ def test_an_error_of_bad_numbers_is_part_of_the_outcome(tmp_path):
 
 def test_a_mistake_goes_through(tmp_path):
     with pytest.raises(KeyError):
-        watch_run("stock", build_failing(tmp_path, False, KeyError("no such column")))
+        run("stock", build_failing(tmp_path, False, KeyError("no such column")))
 
 
 def test_both_run_on_the_same_arguments_in_folders_of_their_own(tmp_path, capsys):
     built = []
 
-    def build_trainer(args: TrainingArguments, guard: bool) -> Trainer:
-        trainer = build_failing(Path(args.output_dir), guard)
+    def build_trainer(args: TrainingArguments, trainer_class: type) -> Trainer:
+        trainer = build_failing(Path(args.output_dir), trainer_class is not Failing)
         built.append(trainer)
         return trainer
 
     args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    outcomes = compare_runs(build_trainer, args, "Planted: a NaN [at] step 1.")
+    outcomes = compare_runs(build_trainer, (Failing, guarded(Failing)), args, "Planted: a NaN [at] step 1.")
     assert [outcome.name for outcome in outcomes] == ["stock", "guarded"]
     assert [outcome.folder for outcome in outcomes] == [tmp_path / "stock", tmp_path / "guarded"]
     assert args.output_dir == str(tmp_path)
@@ -87,10 +95,14 @@ def test_both_run_on_the_same_arguments_in_folders_of_their_own(tmp_path, capsys
 
 
 def test_without_a_comparison_there_is_the_guarded_run_only(tmp_path, capsys):
-    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    [outcome] = compare_runs(lambda args, guard: build_failing(Path(args.output_dir), guard), args, "", compare=False)
+    trainer = build_failing(tmp_path, True)
+    with guarded_run(trainer, planted="Planted: a NaN.") as outcome:
+        trainer.train()
     assert (outcome.name, outcome.folder, outcome.is_sound) == ("guarded", tmp_path, True)
-    assert "{'loss'" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.startswith("Planted: a NaN.")
+    assert "{'loss'" in printed
+    assert printed.endswith(f"model: {tmp_path}\n")
 
 
 def event(action: str, **culprit) -> dict:

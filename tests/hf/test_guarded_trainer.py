@@ -15,11 +15,10 @@ from transformers import (
     TrainingArguments,
 )
 
+import hf_nanguard
 from hf_nanguard import (
     ArgumentError,
     GuardArguments,
-    GuardedGRPOConfig,
-    GuardedGRPOTrainer,
     GuardedSFTConfig,
     GuardedSFTTrainer,
     GuardedTrainer,
@@ -35,17 +34,14 @@ from ..reference import assert_same, tensors_of, without
 from ..trainers import KINDS, build, common_arguments, events_of, metric_rows_of, reward_length, stock_class
 
 
-def test_guarded_classes_accept_all_that_the_host_accepts():
-    import trl
-
-    for ours, theirs in (
-        (GuardedTrainer, Trainer),
-        (GuardedSFTTrainer, trl.SFTTrainer),
-        (GuardedGRPOTrainer, trl.GRPOTrainer),
-    ):
-        assert issubclass(ours, theirs)
-        assert issubclass(ours, GuardedTrainerMixin)
-        assert list(inspect.signature(GuardedTrainerMixin.__init__).parameters) == ["self", "args", "guard", "kwargs"]
+@pytest.mark.parametrize(
+    ("kind", "name"), [("plain", "GuardedTrainer"), ("sft", "GuardedSFTTrainer"), ("grpo", "GuardedGRPOTrainer")]
+)
+def test_guarded_classes_accept_all_that_the_host_accepts(kind, name):
+    ours = getattr(hf_nanguard, name)
+    assert issubclass(ours, stock_class(kind))
+    assert issubclass(ours, GuardedTrainerMixin)
+    assert list(inspect.signature(GuardedTrainerMixin.__init__).parameters) == ["self", "args", "guard", "kwargs"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -185,10 +181,13 @@ def test_configs_reach_the_guard(tmp_path):
     data = Dataset.from_list(text_rows(8))
     trainer = GuardedSFTTrainer(tiny_llama(), args=sft, train_dataset=data, processing_class=tiny_tokenizer())
     assert trainer.nanguard.policy.max_bad_steps == 3
-    grpo = GuardedGRPOConfig(
+
+
+def test_configs_reach_the_guard_of_grpo(tmp_path):
+    grpo = hf_nanguard.GuardedGRPOConfig(
         **common_arguments(tmp_path, num_generations=2, max_completion_length=4), nanguard_mode="observe"
     )
-    trainer = GuardedGRPOTrainer(
+    trainer = hf_nanguard.GuardedGRPOTrainer(
         tiny_llama(), reward_funcs=reward_length, args=grpo, processing_class=tiny_tokenizer(),
         train_dataset=Dataset.from_list([{"prompt": row["text"]} for row in text_rows(8)]),
     )  # fmt: skip

@@ -1,7 +1,8 @@
-"""Other training frameworks, as they are on PyPI: a row that ruins a stock run is survived and named, and `pip check` is clean.
+"""Other training frameworks, as they are on PyPI: a row that ruins a stock run is survived and named.
 
-Each has its own environment in `.matrix/`, built on first use (gigabytes): `make slow` and `make matrix` run these tests. A row whose
-text has a "z" makes the loss 0/0, by a patch of the model that every process of the run imports first.
+Each has its own environment in `.matrix/`, built on first use (gigabytes) and checked: installing this package changes no other, and
+`pip check` is clean. `make matrix` and `make slow` run these tests. A row whose text has a "z" makes the loss 0/0, by a patch of the
+model that every process of the run imports first.
 """
 
 import json
@@ -16,7 +17,7 @@ from safetensors.torch import load_file
 from hf_nanguard.examples.tasks.sums import build_model, build_tokenizer
 from hf_nanguard.report.run_files import read_events
 
-from ..version_matrix import ROOT, VersionSet
+from ..version_matrix import FRAMEWORKS, ROOT, VersionSet
 
 PLANTED = """
 import functools
@@ -95,12 +96,12 @@ class Integrator:
     stock: str
     guarded: str
     files: dict[str, str] = field(default_factory=dict)
-    remove: str = "torchvision torchaudio torchcodec"  # builds for CUDA that come along and cannot be imported here
+    shuffles: bool = True  # whether rows have other numbers when they reach the trainer than in their file
 
 
 INTEGRATORS = (
     Integrator(
-        VersionSet("axolotl-itself", "3.11", "torch==2.13.0 axolotl==0.19.0"),
+        FRAMEWORKS[0],
         "python -m axolotl.cli.train stock.yaml",
         "python -m axolotl.cli.train guarded.yaml",
         {
@@ -109,7 +110,7 @@ INTEGRATORS = (
         },
     ),
     Integrator(
-        VersionSet("llamafactory-itself", "3.11", "torch==2.13.0 llamafactory==0.9.5"),
+        FRAMEWORKS[1],
         "llamafactory-cli train run.yaml",
         "nanguard run llamafactory-cli train run.yaml",
         {
@@ -117,9 +118,10 @@ INTEGRATORS = (
             "dataset_info.json": '{"sums": {"file_name": "rows.json"}}',
             "torchaudio/__init__.py": "",  # it is imported and not used
         },
+        shuffles=False,
     ),
     Integrator(
-        VersionSet("ms-swift-itself", "3.11", "torch==2.13.0 ms-swift==4.6.0"),
+        FRAMEWORKS[2],
         SWIFT,
         f"{SWIFT} --external_plugins guard.py --callbacks nanguard",
         {"guard.py": "from hf_nanguard.integrations.ms_swift import register\n\nregister()\n"},
@@ -164,7 +166,7 @@ def find_bad_weights(folder: Path) -> list[str]:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("integrator", INTEGRATORS, ids=lambda each: each.versions.name)
 def test_the_planted_row_is_survived_and_named(integrator, tmp_path):
-    interpreter = integrator.versions.install(without=integrator.remove)
+    interpreter = integrator.versions.install()
     for way in ("stock", "guarded"):
         folder = tmp_path / way
         folder.mkdir()
@@ -177,5 +179,9 @@ def test_the_planted_row_is_survived_and_named(integrator, tmp_path):
     [guards] = (tmp_path / "guarded" / "out").rglob("events.jsonl")
     [event] = read_events(guards)
     assert (event["signal"], event["cause"]) == ("loss_nonfinite", "div_by_zero")
-    assert event["culprit"]["rows"], "the row is named"
+    [sample] = event["culprit"]["samples"]
+    assert TEXTS[BAD_ROW] in event["values"]["autopsy"]["texts"][f"{sample}"]
+    [row] = event["culprit"]["rows"]
+    if not integrator.shuffles:
+        assert row == BAD_ROW
     assert f"{ROOT}" not in json.dumps(event["culprit"])

@@ -1,7 +1,8 @@
-"""Finds the calls of a host into the guard by watching a run, and makes one of them fail in another."""
+"""Finds the calls of a host into the guard by watching a run, and makes some of them fail in another."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,12 +18,13 @@ BUILDING = (
     "GuardedTrainerMixin.begin_guarding",
     "ReinforcementMixin.begin_guarding",
 )  # where a guard gets its boundary
-# Functions that a host calls and that only pass on: to the user's own, and to the boundary.
+# Functions that a host calls and that only pass on: to the user's own, and to the boundary; or that only return a class.
 FORWARDERS = (
     "CheckedCollator.__call__", "Hook.__call__", "NumericalStabilityLogitsProcessor.__call__", "ObservedIndices.__next__",
     "ObservedSampler.__iter__", "Override.__call__", "_Bounding.__torch_function__", "_received.<locals>.receive_next",
-    "_wrap.<locals>.call", "deferred_rotation.<locals>.<lambda>",
+    "_wrap.<locals>.call", "attached_class.<locals>.<lambda>", "deferred_rotation.<locals>.<lambda>",
     "Inert.__new__", "Inert.__setstate__",  # of a reader to which any error is a damaged file
+    "GuardedTrainerMixin.train.<locals>.<genexpr>",  # its last resumption closes it, where Python drops any error
 )  # fmt: skip
 # Who calls parts of the guard behind the boundary.
 CALLERS = ("boundary.py", "hf/trainer/mixin.py", "hf/rl/rl_mixin.py")
@@ -83,21 +85,30 @@ def watched_entries() -> Iterator[set[Entry]]:
 
 
 @contextmanager
-def failing(entry: Entry, make_error: Callable[[], BaseException], after: int = 0) -> Iterator[list[str]]:
-    """Makes a function raise whenever it is called, or resumed if it is a generator, except the first `after` times.
+def failing(
+    entries: Collection[Entry], make_error: Callable[[], BaseException], after: int = 0
+) -> Iterator[set[Entry]]:
+    """Makes functions raise whenever they are called, or resumed if they are generators, except the first `after` times. Collects
+    those that did.
 
     Python ends a trace whose function raises; a profile, until its next event, begins it again.
     """
-    raised: list[str] = []
-    num_calls = 0
+    raised: set[Entry] = set()
+    num_calls: Counter[Entry] = Counter()
+    known: dict[CodeType, Entry | None] = {}  # a trace runs at every call, so that it must be quick
+
+    def find(code: CodeType) -> Entry | None:
+        entry = Entry.of(code)
+        known[code] = entry if code.co_filename.startswith(PACKAGE) and entry in entries else None
+        return known[code]
 
     def trace(frame: FrameType, event: str, arg: Any) -> None:
-        nonlocal num_calls
         code = frame.f_code
-        if code.co_qualname == entry.name and code.co_filename == PACKAGE + entry.file:
-            num_calls += 1
-            if num_calls > after:
-                raised.append(find_caller(frame))
+        entry = known[code] if code in known else find(code)
+        if entry is not None:
+            num_calls[entry] += 1
+            if num_calls[entry] > after:
+                raised.add(entry)
                 sys.setprofile(begin_again)
                 raise make_error()
 

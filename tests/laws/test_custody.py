@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
-from hf_nanguard import ArgumentError, CheckpointGuardCallback, GuardArguments, NonFiniteError, scan_checkpoint
+from hf_nanguard import ArgumentError, CheckpointGuardCallback, GuardArguments, NonFiniteError, attach, scan_checkpoint
 from hf_nanguard.checkpoints.checkpoint_files import QUARANTINE
 from hf_nanguard.checkpoints.good_record import read_good
 
@@ -289,6 +289,21 @@ def test_a_bad_start_without_an_earlier_good_checkpoint_halts(name, finished_run
 def test_a_halt_at_a_bad_start_names_the_good_checkpoint_before_it(name, finished_run, tmp_path):
     with pytest.raises(NonFiniteError) as error:
         resume_bad(name, "halt", finished_run, tmp_path)
+    assert f"The last good checkpoint is {tmp_path / 'checkpoint-2'}." in str(error.value)
+
+
+def test_a_guard_that_comes_after_a_bad_checkpoint_was_loaded_does_not_call_it_good(finished_run, tmp_path):
+    shutil.copytree(finished_run, tmp_path, dirs_exist_ok=True)
+    poison(tmp_path / "checkpoint-3")
+    trainer = build("plain", tmp_path, guard=False, **SAVES)
+
+    class Late(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            attach(trainer)
+
+    trainer.add_callback(Late())
+    with pytest.raises(NonFiniteError) as error:
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert f"The last good checkpoint is {tmp_path / 'checkpoint-2'}." in str(error.value)
 
 

@@ -409,6 +409,17 @@ def test_minus_inf_masks_are_healthy(tmp_path):
     assert events_of(trainer) == []
 
 
+def test_a_suspected_batch_that_is_dropped_is_one_event(tmp_path):
+    """Its loss alone is bad: the norm, by which a suspicion without consequence is known, is finite."""
+    rows = token_dataset(24).map(lambda row, i: {"attention_mask": [int(i != 5)] * 8}, with_indices=True)
+    trainer = build("plain", tmp_path, extra={"train_dataset": rows}, train_sampling_strategy="sequential", max_steps=2)
+    planted = plant(trainer, Fault("constant", step=0, micro_step=2))
+    trainer.train()
+    assert planted.triggered
+    [event] = events_of(trainer)
+    assert (event["signal"], event["action"], event["micro_step"]) == ("input_out_of_range", "dropped", 2)
+
+
 def test_a_nan_moment_ends_the_run_with_the_parameter_named(tmp_path):
     """Loss and gradients are finite when Adam's moment is not; the weight it ruins is named one step later."""
     trainer = build("plain", tmp_path, extra={"guard": GuardArguments(nanguard_max_rewinds=0)})

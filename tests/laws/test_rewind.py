@@ -1,7 +1,11 @@
 """A rewound run is bit-identical to one that continued from the snapshot without the batches since then."""
 
+import copy
+
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
+from transformers import TrainerCallback
 
 from hf_nanguard import GuardArguments
 from hf_nanguard.testing import Fault, plant
@@ -78,6 +82,15 @@ def test_bad_steps_in_a_row_go_back(tmp_path):
     assert [event["action"] for event in events_of(ours)] == ["skipped"] * 4 + ["rewound"]
 
 
+def test_losses_that_raise_go_back_without_running_again(tmp_path):
+    faults = [Fault("error", step, micro) for step in (3, 4) for micro in range(2)]
+    guard = {"nanguard_max_bad_steps": 2, "nanguard_on_loss_error": "drop"}
+    ours, _ = prove("plain", tmp_path, faults, (2, 3, 4), guard)
+    events = events_of(ours)
+    assert [event["action"] for event in events] == ["skipped"] * 4 + ["rewound"]
+    assert events[-1]["values"]["applied"] is None  # the batches are bad with any weights
+
+
 @pytest.mark.parametrize("kind", params("grpo", cases=("sft", "dpo", "grpo")))
 def test_trainers_of_trl(kind, tmp_path):
     ours, reference = prove(kind, tmp_path, [Fault("weight", 3, 1, parameter=LAYER)], (2, 3))
@@ -97,6 +110,74 @@ def test_a_moment_that_became_non_finite(tmp_path):
     ours, _ = prove("plain", tmp_path, [Fault("moment", 3, 1, parameter=LAYER)], (2, 3), guard)
     [event] = events_of(ours)
     assert (event["signal"], event["action"], event["cause"]) == ("param_nonfinite", "rewound", "optimizer_state")
+
+
+class Averages(TrainerCallback):
+    """Keeps averages of the weights: a module, tensors that it replaces, a module on the trainer, and a flat vector."""
+
+    def __init__(self, trainer, skipped=()):
+        self.trainer, self.skipped = trainer, skipped
+        self.state = {"module": copy.deepcopy(trainer.model).requires_grad_(False)}
+        self.shadow = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
+        self.flat = torch.zeros(sum(value.numel() for value in self.shadow.values()))
+        trainer.swa = AveragedModel(trainer.model)
+
+    @torch.no_grad()
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step in self.skipped:
+            return
+        model = self.trainer.accelerator.unwrap_model(model)
+        for mean, value in zip(self.state["module"].parameters(), model.parameters(), strict=True):
+            mean.data.mul_(0.5).add_(value.data, alpha=0.5)
+        self.shadow = {name: 0.5 * self.shadow[name] + 0.5 * value for name, value in model.named_parameters()}
+        self.trainer.swa.update_parameters(model)
+
+    def tensors(self):
+        return {**self.state["module"].state_dict(), **{f"shadow.{k}": v for k, v in self.shadow.items()},
+                **{f"swa.{k}": v for k, v in self.trainer.swa.state_dict().items()}}  # fmt: skip
+
+
+def prove_with_copies(kind, folder, fill, tensors, **overrides):
+    """As `prove`, with copies of the weights that follow them. The update of step 2 never came, so no copy has seen it."""
+    overrides = {"max_steps": 6, "gradient_accumulation_steps": 1, **overrides}
+    reference = build(kind, folder / "reference", without(stock_class(kind), (2, 0), (3, 0)), guard=False, **overrides)
+    fill(reference, (3,))
+    reference.train()
+    ours = build(kind, folder / "guarded", extra={"guard": GuardArguments(**SETTINGS)}, **overrides)
+    fill(ours, ())
+    planted = plant(ours, Fault("weight", 3, parameter=LAYER))
+    ours.train()
+    assert planted.triggered
+    assert_same(tensors_of(ours), tensors_of(reference))
+    assert_same(tensors(ours), tensors(reference))
+    assert events_of(ours)[-1]["action"] == "rewound"
+
+
+def test_averages_that_callbacks_and_the_trainer_keep_go_back(tmp_path, caplog):
+    kept = {}
+
+    def fill(trainer, skipped):
+        kept[id(trainer)] = Averages(trainer, skipped)
+        trainer.add_callback(kept[id(trainer)])
+
+    prove_with_copies("plain", tmp_path, fill, lambda trainer: kept[id(trainer)].tensors())
+    assert caplog.text.count("Averages.flat holds tensors as large as the trained weights") == 1
+    assert caplog.text.count("does not put them back") == 1
+
+
+@pytest.mark.slow
+def test_a_reference_model_that_follows_goes_back(tmp_path):
+    def fill(trainer, skipped):
+        [follower] = [
+            each for each in trainer.callback_handler.callbacks if type(each).__name__ == "SyncRefModelCallback"
+        ]
+        host = follower.on_step_end
+        follower.on_step_end = lambda args, state, control, **kwargs: (
+            None if state.global_step in skipped else host(args, state, control, **kwargs)
+        )
+
+    options = {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+    prove_with_copies("dpo", tmp_path, fill, lambda trainer: trainer.ref_model.state_dict(), **options)
 
 
 RUNS = {

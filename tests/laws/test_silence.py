@@ -55,7 +55,9 @@ def test_short_runs_are_silent(name, dtype, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", sorted(BY_NAME))
 def test_architectures_are_silent(name, dtype, tmp_path):
-    assert events_besides_spikes(train(tmp_path, name, dtype, 200)) == []
+    trainer = train(tmp_path, name, dtype, 200)
+    assert events_besides_spikes(trainer) == []
+    assert not trainer.nanguard.guard.spikes.blamed
 
 
 @pytest.mark.slow
@@ -70,6 +72,7 @@ def test_trainers_are_silent(kind, variant, tmp_path):
     )  # fmt: skip
     trainer.train()
     assert events_besides_spikes(trainer) == []
+    assert not trainer.nanguard.guard.spikes.blamed
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from hf_nanguard.testing import Fault, plant
 from tests.models import VOCAB, tiny_llama, tiny_t5, token_rows
 from tests.trainers import events_of
 
-from .unusual_run import Run, Table, attached, check_as_stock
+from .unusual_run import Run, Table, attached, check_as_stock, check_no_trace
 
 TABLE = Table()
 
@@ -878,6 +878,11 @@ def masked_language_modelling_with_few_labels() -> Run:
 @pytest.mark.parametrize("make", TABLE.cases)
 def test_an_unusual_setup_trains_as_stock_does(make, tmp_path):
     check_as_stock(make, tmp_path)
+
+
+@pytest.mark.parametrize("make", TABLE.cases_of("a_model_class_with_its_own_labels_and_ids"))
+def test_a_bad_step_of_an_unusual_setup_leaves_no_trace(make, tmp_path):
+    check_no_trace(make, tmp_path)
 
 
 @pytest.mark.parametrize("fault", ["a bad batch", "nan in the parameter", "inf in another parameter"])

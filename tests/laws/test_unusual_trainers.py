@@ -26,7 +26,7 @@ from transformers.trainer_utils import BestRun, HPSearchBackend
 from tests.architectures import BY_NAME
 from tests.models import VOCAB, tiny_llama, token_rows
 
-from .unusual_run import Run, Table, check_as_stock
+from .unusual_run import Run, Table, check_as_stock, check_no_trace
 
 TABLE = Table()
 
@@ -881,6 +881,15 @@ def a_termination_that_the_script_handles() -> Run:
 @pytest.mark.parametrize("make", TABLE.cases)
 def test_an_unusual_trainer_trains_as_stock_does(make, tmp_path):
     check_as_stock(make, tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch.compile
+@pytest.mark.filterwarnings(
+    "ignore:Using `torch.compile.module.` when there are global hooks"
+)  # by which it is spoiled
+@pytest.mark.parametrize("make", TABLE.cases_of("a_run_after_a_run"))
+def test_a_bad_step_of_an_unusual_trainer_leaves_no_trace(make, tmp_path):
+    check_no_trace(make, tmp_path)
 
 
 def test_the_tables_are_large_enough():

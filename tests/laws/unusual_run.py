@@ -1,4 +1,5 @@
-"""An unusual set-up: how its trainer is built and run, in each way to guard it, and what must be equal to stock.
+"""An unusual set-up: how its trainer is built and run, in each way to guard it, and what must be equal to stock: a healthy
+run to the stock run, and a run with one bad step to the stock run in which that step never was.
 
 To add one, write a function with `@setup` (or `@slow_setup`) of a [`Table`] that returns a [`Run`]. It is called anew for every
 trainer.
@@ -6,7 +7,8 @@ trainer.
 
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -92,6 +94,12 @@ class Table:
         self.cases.append(pytest.param(make, id=make.__name__, marks=pytest.mark.slow))
         return make
 
+    def cases_of(self, *quick: str) -> list[Any]:
+        """Returns the set-ups of which only the named ones are not slow."""
+        assert {case.id for case in self.cases} >= {*quick}
+        slow = pytest.mark.slow
+        return [pytest.param(*c.values, id=c.id, marks=[] if c.id in quick else slow) for c in self.cases]
+
 
 def seeded(make: Callable[[], Run]) -> Run:
     """Builds a set-up from a fixed random state."""
@@ -123,3 +131,96 @@ def check_as_stock(make: Callable[[], Run], folder: Path) -> None:
         events = events_of(trainer)
         assert {event["action"] for event in events} <= {"observed"}
         assert len({event["signal"] for event in events}) == len(events)
+
+
+# ---- one bad step ----
+
+BAD_STEP = 1
+
+
+@contextmanager
+def bad_step(trainer: Any) -> Iterator[list[int]]:
+    """Makes what the model returns in training NaN in one step; yields that step, once for each time."""
+    seen: list[int] = []
+
+    def spoil(module: nn.Module, inputs: Any, output: Any) -> Any:
+        is_bad = module.training and torch.is_grad_enabled() and trainer.state.global_step == BAD_STEP
+        if module is not trainer.model or not is_bad:
+            return None
+        seen.append(trainer.state.global_step)
+        return spoiled(output)
+
+    hook = nn.modules.module.register_module_forward_hook(spoil)  # also of a model that `train()` makes
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def spoiled(output: Any) -> Any:
+    """Returns the output of a model with NaN in all its numbers."""
+    if isinstance(output, torch.Tensor):
+        return output * float("nan") if output.is_floating_point() else output
+    if isinstance(output, Mapping):
+        return type(output)(**{name: spoiled(value) for name, value in output.items()})
+    return type(output)(map(spoiled, output)) if isinstance(output, (tuple, list)) else output
+
+
+def leave_out_step(trainer: Any) -> None:
+    """Makes a stock trainer pass over one step: neither model nor optimizer nor schedule runs. Its batches are fetched, and the
+    first is prepared, because what preparing a batch draws stays drawn. Gradients are zero, for code that clips or reads them."""
+    own_step = trainer.training_step
+    held: list[Any] = []  # the `step` of the optimizer, which its schedule has wrapped
+
+    def no_step(closure: Any = None) -> None:
+        """Takes the place of the optimizer's `step`."""
+
+    def training_step(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        optimizer, leaves_out = trainer.optimizer, trainer.state.global_step == BAD_STEP
+        optimizer._is_overflow = leaves_out  # holds the schedule
+        if leaves_out and not held:
+            trainer._prepare_inputs(inputs)
+            for parameter in trainer.model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            held.append(optimizer.step)
+            no_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+            optimizer.step = no_step
+        elif held and not leaves_out:
+            optimizer.step = held.pop()
+        return torch.zeros(()) if leaves_out else own_step(model, inputs, *args, **kwargs)
+
+    trainer.training_step = training_step
+
+
+def losses_of(log: list[dict[str, Any]]) -> dict[tuple[int, int], str]:
+    """Returns the rows of training losses without norms, by the number of the run and the step."""
+    found: dict[tuple[int, int], str] = {}
+    run, before = 0, 0
+    for row in (row for row in log if "loss" in row):
+        run, before = run + (row["step"] <= before), row["step"]
+        found[run, before] = str({name: value for name, value in row.items() if name != "grad_norm"})
+    return found
+
+
+def without_bad_step(rows: dict[tuple[int, int], str], expected: dict[tuple[int, int], str]) -> dict:
+    """Leaves out the rows in which the stock run shows the loss of the bad step as 0: the first of each run from then on."""
+    of_bad_step = {run: step for run, step in reversed(expected) if step > BAD_STEP}
+    return {place: row for place, row in rows.items() if of_bad_step.get(place[0]) != place[1]}
+
+
+def check_no_trace(make: Callable[[], Run], folder: Path) -> None:
+    """Checks that a set-up with one bad step, guarded in each way, ends as the stock run in which that step never was."""
+    run = seeded(make)
+    reference = run.build(folder / "stock")
+    leave_out_step(reference)
+    tensors, log = train(reference, run)
+    expected = losses_of(log)
+    for index, (guard_by, _) in enumerate(WAYS):
+        run = seeded(make)
+        trainer = guard_by(run, folder / str(index), GuardArguments(nanguard_autopsy=False))
+        with bad_step(trainer) as seen:
+            ours = train(trainer, run)
+        assert seen
+        assert_same(ours[0], tensors)
+        assert without_bad_step(losses_of(ours[1]), expected) == without_bad_step(expected, expected)
+        assert {event["action"] for event in events_of(trainer) if event["step"] == BAD_STEP} >= {"skipped"}

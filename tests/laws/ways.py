@@ -1,5 +1,6 @@
 """The five ways to guard a trainer, as one table: every law holds for each of them."""
 
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from functools import partial
@@ -36,7 +37,7 @@ def _added_later(make: Make, guard: GuardArguments | None) -> Any:
 
 def _taken_over(make: Make, guard: GuardArguments | None) -> Any:
     given = {} if guard is None else {field.name: getattr(guard, field.name) for field in fields(GuardArguments)}
-    with Takeover(given, lambda sentence: None):
+    with Takeover(given, logging.getLogger("hf_nanguard").debug):
         return make(False)
 
 

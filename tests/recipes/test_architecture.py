@@ -35,8 +35,8 @@ HEALTHY, BAD, REWIND, GRPO = WALKS
 MAX_HOPS = 25
 # A healthy step calls these files so often that each of their functions must be a hop or be named as left out.
 CENTRAL = (
-    "hf/trainer/mixin.py", "hf/trainer/trainer_guard.py", "hf/trainer/step_recorder.py", "core/step/guard.py",
-    "core/step/settle.py", "core/monitors/monitor_set.py",
+    "hf/trainer/mixin.py", "hf/trainer/trainer_guard.py", "hf/trainer/guarded_step.py", "hf/trainer/step_recorder.py",
+    "core/step/guard.py", "core/step/settle.py", "core/monitors/monitor_set.py",
 )  # fmt: skip
 
 
@@ -157,8 +157,8 @@ def test_the_glossary_names_classes_of_the_files_it_gives():
 
 def test_the_diagram_shows_methods_that_are_there():
     [diagram] = find_snippets(PAGE, "mermaid")
-    files = ("hf/trainer/mixin.py", "hf/trainer/trainer_guard.py", "hf/trainer/step_recorder.py", "core/step/guard.py",
-             "core/step/decision.py", "core/monitors/monitor_set.py")  # fmt: skip
+    files = ("hf/trainer/mixin.py", "hf/trainer/trainer_guard.py", "hf/trainer/guarded_step.py",
+             "hf/trainer/step_recorder.py", "core/step/guard.py", "core/step/decision.py", "core/monitors/monitor_set.py")  # fmt: skip
     known = {name.rsplit(".", 1)[-1] for file in files for name in find_definitions(file)}
     shown = re.findall(r"\b(\w+)\(\)", diagram)
     assert len(shown) > 15
@@ -217,5 +217,5 @@ def test_a_wrong_walk_is_seen():
     assert find_missing([("a.py", "f"), ("a.py", "g")], made) is None
     assert find_missing([("a.py", "g"), ("a.py", "g")], made) == ("a.py", "g")
     assert find_missing([("a.py", "h")], made) == ("a.py", "h")
-    assert "TrainerGuard.settles" in find_definitions("hf/trainer/trainer_guard.py")
-    assert find_definitions("hf/trainer/trainer_guard.py")["TrainerGuard.settles"]
+    assert "TrainerGuard.watches" in find_definitions("hf/trainer/trainer_guard.py")
+    assert find_definitions("hf/trainer/trainer_guard.py")["TrainerGuard.watches"]

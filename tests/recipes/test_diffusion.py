@@ -5,12 +5,14 @@ import torch
 
 from recipes import diffusion
 
+from .running import find_outcomes
+
 TENSORS = 14
 
 
 def run(tmp_path, *words: str):
     few = ("--num_rows", "40", "--max_steps", "6", "--num_levels", "40", "--logging_steps", "1")
-    return diffusion.run([*few, "--output_dir", str(tmp_path), *words])
+    return find_outcomes(diffusion, *few, "--output_dir", str(tmp_path), *words)
 
 
 def test_the_weight_at_the_clean_end_is_blamed(tmp_path):

@@ -8,7 +8,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_nanguard import bounded_loss
-from hf_nanguard.examples.recipe.command_line import exit_code
 from hf_nanguard.examples.tasks.calendar_words import (
     BAD_WORD,
     build_student,
@@ -18,26 +17,20 @@ from hf_nanguard.examples.tasks.calendar_words import (
 )
 from recipes import distill
 
+from .running import find_exit_code, find_outcomes
+
 TENSORS, NUM_ROWS = 37, 24
 FEW = ("--num_rows", str(NUM_ROWS), "--teacher_steps", "3", "--num_train_epochs", "2", "--logging_steps", "1")
 
 
 def run(tmp_path, *words: str):
-    return distill.run([*FEW, "--output_dir", str(tmp_path), *words])
+    return find_outcomes(distill, *FEW, "--output_dir", str(tmp_path), *words)
 
 
 def build(tmp_path, *words: str):
     """Builds the guarded trainer of a command line."""
-    built = []
-
-    def keep(build_trainer, args, planted, measure, compare):
-        built.append(build_trainer(args, True))
-        return []
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distill, "compare_runs", keep)
-        run(tmp_path, *words)
-    return built[0]
+    _, *parsed = distill.make_parser().parse([*FEW, "--output_dir", str(tmp_path), *words])
+    return distill.build_trainer(*parsed)
 
 
 def test_a_failing_kd_is_dropped_and_ce_goes_on(tmp_path):
@@ -192,7 +185,7 @@ def test_a_missing_file_is_one_sentence(tmp_path, capsys):
         "--train_file",
         str(tmp_path / "no.txt"),
     ]
-    assert exit_code(distill.run, words) == 2
+    assert find_exit_code(distill, *words) == 2
     error = capsys.readouterr().err
     assert "no.txt" in error
     assert error.count("\n") == 1
@@ -201,7 +194,7 @@ def test_a_missing_file_is_one_sentence(tmp_path, capsys):
 @pytest.mark.slow
 def test_the_recipe_as_it_comes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert exit_code(distill.run, []) == 0
+    assert find_exit_code(distill) == 0
     printed = capsys.readouterr().out
     assert f"NOT FINITE: {TENSORS} of {TENSORS} tensors" in printed
     assert "events of the guarded run: runs/distill/guarded/nanguard/events.jsonl" in printed

@@ -61,6 +61,15 @@ def test_links_lead_somewhere(name):
     assert set(find_anchors(page)) <= anchor_headings(page)
 
 
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"docs/architecture.md", "docs/limits.md"}))  # what no command shows
+def test_a_page_begins_with_a_sentence_and_an_example(name):
+    head, _, _ = read_page(name).partition("\n```")
+    title, sentence, *_ = head.split("\n\n")
+    assert title.startswith("# ")
+    assert sentence[0].isupper() or sentence[0] == "`"
+    assert len(head) < 1200
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_settings_named_in_backticks_exist(name):
     known = {field.name for field in fields(GuardArguments)}

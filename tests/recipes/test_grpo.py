@@ -1,21 +1,18 @@
 """`nanguard grpo` and recipes/grpo.py: the reward rises, rewards are found by name, a planted failure is survived."""
 
-import re
-
 import pytest
 
 from hf_nanguard.cli.main import main
-from hf_nanguard.examples.tasks.sums import build_tokenizer
-from recipes.grpo import build_reward
+from hf_nanguard.examples.tasks.sums import build_reward, build_tokenizer
 
-from .test_sft import QUIET, check_silent, save_model, save_rows, sections
+from .test_sft import QUIET, check_silent, read_section, save_model, save_rows, sections
 
 
 def test_the_reward_rises(tmp_path, capsys):
     assert main(["grpo", "--max_steps", "60", "--output_dir", str(tmp_path), *QUIET]) == 0
     told = capsys.readouterr().out
-    [(first, last)] = re.findall(r"^mean reward: first ([\d.]+), last ([\d.]+)$", told, flags=re.MULTILINE)
-    assert float(last) > 2 * float(first)
+    figures = read_section(told, "guarded")
+    assert float(figures["mean reward, last"]) > 2 * float(figures["mean reward, first"])
     check_silent(tmp_path, told)
 
 
@@ -44,7 +41,7 @@ def test_a_model_prompts_and_a_reward_of_the_user(lora, tmp_path, capsys, monkey
         "--max_completion_length", "3", "--dataloader_pin_memory", "false", "--logging_steps", "1", *QUIET,
     ]  # fmt: skip
     assert main(["grpo", *words, *(["--use_peft"] if lora else []), "--output_dir", str(tmp_path / "out")]) == 0
-    assert "mean reward: first " in capsys.readouterr().out
+    assert "mean reward, first " in capsys.readouterr().out
     assert (tmp_path / "out" / ("adapter_model.safetensors" if lora else "model.safetensors")).is_file()
 
 

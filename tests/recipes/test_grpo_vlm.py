@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_nanguard.examples.recipe.command_line import exit_code
 from hf_nanguard.examples.tasks import pictures as picture
 from hf_nanguard.report.run_files import read_jsonl
 
+from .running import find_exit_code
 from .test_sft import sections
 
 ROOT = Path(__file__).parent.parent.parent
@@ -26,7 +26,7 @@ def recipe(monkeypatch):
 
 
 def test_stock_and_guarded_on_a_broken_picture(recipe, tmp_path, capsys):
-    assert exit_code(recipe.run, [*SHORT, "--output_dir", str(tmp_path)]) == 0
+    assert find_exit_code(recipe, *SHORT, "--output_dir", str(tmp_path)) == 0
     stock, guarded = sections(capsys.readouterr().out)
     assert "ENDED by RuntimeError: probability tensor" in stock["run"]
     assert "ENDED" not in guarded["run"]
@@ -40,13 +40,13 @@ def test_stock_and_guarded_on_a_broken_picture(recipe, tmp_path, capsys):
 def test_no_comparison_among_several_processes(recipe, tmp_path, capsys, monkeypatch):
     """The stock run would die on one of them and leave the others waiting."""
     monkeypatch.setattr(recipe.GuardedGRPOConfig, "world_size", 2)
-    assert exit_code(recipe.run, [*SHORT, "--output_dir", str(tmp_path)]) == 2
+    assert find_exit_code(recipe, *SHORT, "--output_dir", str(tmp_path)) == 2
     assert "--compare must be false on several processes, got 2" in capsys.readouterr().err
 
 
 def test_whole_pictures_are_silent(recipe, tmp_path, capsys):
     words = [*SHORT, "--plant", "none", "--compare", "false", "--preset", "balanced", "--max_steps", "2"]
-    assert exit_code(recipe.run, [*words, "--output_dir", str(tmp_path)]) == 0
+    assert find_exit_code(recipe, *words, "--output_dir", str(tmp_path)) == 0
     assert not (tmp_path / "nanguard" / "events.jsonl").exists()
     assert "none" in capsys.readouterr().out
 
@@ -56,7 +56,7 @@ def test_whole_pictures_are_silent(recipe, tmp_path, capsys):
     [(["--num_rows", "3"], "--num_rows"), (["--plant", "pixel"], "'pixel'"), (["--bogus", "1"], "--bogus")],
 )
 def test_bad_arguments(recipe, words, told, capsys):
-    assert exit_code(recipe.run, words) == 2
+    assert find_exit_code(recipe, *words) == 2
     error = capsys.readouterr().err
     assert told in error
     assert error.count("\n") == 1

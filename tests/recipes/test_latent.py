@@ -9,12 +9,14 @@ import pytest
 from recipes import latent
 from tests.distributed.launch import torchrun
 
+from .running import find_outcomes
+
 ROWS = ("--num_rows", "24", "--max_steps", "4")  # an epoch is 3 steps
 TENSORS = 41
 
 
 def run(tmp_path, *words: str):
-    return latent.run([*ROWS, "--output_dir", str(tmp_path), "--logging_steps", "1", *words])
+    return find_outcomes(latent, *ROWS, "--output_dir", str(tmp_path), "--logging_steps", "1", *words)
 
 
 @pytest.mark.parametrize(("plant", "term"), [("empty_mask", "text"), ("zero_latent", "latent")])

@@ -100,7 +100,9 @@ def test_a_name_cannot_inject_markup(write, tmp_path):
     assert b"<script" not in (folder / "run.svg").read_bytes()
 
 
-@pytest.mark.parametrize("rows", [[], [row(1, loss="nan")], [row(1, eval_loss=1.0)]])
+@pytest.mark.parametrize(
+    "rows", [[], [row(1, loss="nan")], [row(1, eval_loss=1.0)], [row(1, loss=10**400)], [row(1, loss=1e308)]]
+)
 def test_nothing_to_draw_is_said(rows, write):
     folder = write(rows)
     with pytest.raises(ArgumentError, match="has no logged loss"):

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -172,6 +173,40 @@ def test_a_signal_from_outside(number, place, interruptible):
         ended.append((process.returncode, [line for line in error.splitlines() if not line.startswith("nanguard: ")]))
     assert ended[0] == ended[1]
     assert ended[0][0] == -number
+
+
+OUTSIDE = {  # what a shell or the user's environment does; {} is the command
+    "standard error closed": ("{} 2>&-", {}),
+    "standard output closed": ("{} >&-", {}),
+    "everything closed": ("{} <&- >&- 2>&-; cat seen", {}),
+    "script from standard input": ("{} < script.py", {}),
+    "script from a pipe": ("cat script.py | {}", {}),
+    "current folder in PYTHONPATH": ("{}", {"PYTHONPATH": "sub::/usr:"}),
+    "only empty items in PYTHONPATH": ("{}", {"PYTHONPATH": ":"}),
+    "empty PYTHONPATH": ("{}", {"PYTHONPATH": ""}),
+    "no home, no temporary folder": ("unset HOME; {}", {"TMPDIR": "/nonexistent"}),
+    "few files": ("ulimit -n 12; {}", {}),
+    "ignored interrupts": ("trap '' INT; {}", {}),
+    "reader that leaves": ("{} | head -1", {}),
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_surrounds_it(name, tmp_path):
+    shell, variables = OUTSIDE[name]
+    write(tmp_path, f"{SEE}\nsee('main')\nopen('seen', 'w').write(str((sys.stdin, sys.stdout, sys.stderr)))")
+    script = {"script from standard input": "-", "script from a pipe": "/dev/stdin"}.get(name, "script.py")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("NANGUARD", "PYTHON", "PYTEST"))}
+    ended = []
+    for guard in ([], ["-m", "hf_nanguard.run", "--"]):
+        command = shell.format(shlex.join([sys.executable, *guard, script]))
+        done = subprocess.run(
+            command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
+            env={**kept, **variables},
+        )  # fmt: skip
+        told = [line for line in done.stderr.splitlines() if not line.startswith("nanguard: ")]
+        ended.append((done.returncode, ADDRESS.sub("", done.stdout), told, (tmp_path / "seen").read_text()))
+    assert ended[0] == ended[1]
 
 
 # ---- the sitecustomize of the machine or the user ----

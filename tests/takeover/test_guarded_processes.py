@@ -21,7 +21,7 @@ def test_settings_are_passed_on_in_their_types():
 def test_a_run_inside_a_run_has_one_startup_folder():
     outer = build_environment({"PYTHONPATH": os.pathsep.join(["a", "", "b"])}, {"nanguard_mode": "off"}, False)
     inner = build_environment(outer, {"nanguard_mode": "act"}, False)
-    assert inner["PYTHONPATH"].split(os.pathsep) == [STARTUP, "a", "b"]
+    assert inner["PYTHONPATH"].split(os.pathsep) == [STARTUP, "a", "", "b"]
     assert read_passed(inner[VARIABLE])["settings"] == {"nanguard_mode": "act"}
 
 

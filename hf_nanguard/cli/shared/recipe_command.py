@@ -77,9 +77,10 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the recipe and returns its exit code."""
     recipe = load_recipe(arguments.command, arguments.command)
-    if "--help_all" in arguments.words:
-        from ...examples.recipe.recipe_parser import build_parser
+    from ...examples.recipe.guarded_run import run_recipe
 
-        build_parser(recipe.KIND).print_help()
+    parser = recipe.make_parser(f"nanguard {arguments.command}")
+    if "--help_all" in arguments.words:
+        parser.print_help()
         return 0
-    return recipe.main(arguments.words)
+    return run_recipe(parser, recipe.main, arguments.words)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ...boundary import attempt
 from ..event import Remedy
 from ..journal import Journal
 from ..optimizer.bad_update import examine_update, try_update_remedies
@@ -108,13 +109,18 @@ def trace_update(suspect: SuspectBatch, origin: Origin) -> tuple[Origin, tuple[R
 
 
 def read_texts(suspect: SuspectBatch, blame: Blame) -> dict[int, str]:
-    """Returns the text of the samples to blame, as far as the loop can decode it."""
+    """Returns the text of the samples to blame, as far as the loop can decode it, behind the ids of their dataset rows."""
     if blame.scope == "every_sample":
         return {}
-    try:
-        found = {sample: suspect.runner.decode(suspect.micro, sample) for sample in (blame.samples or [])[:MAX_TEXTS]}
-    except Exception:  # a tokenizer that does not know the ids, e.g. the placeholders of images, may raise anything
-        return {}
+    rows = suspect.rows or []
+
+    def read(sample: int) -> str:
+        name = suspect.runner.name_row(rows[sample]) if sample < len(rows) else None
+        return " ".join(part for part in (name, suspect.decode(sample)) if part)
+
+    # A tokenizer may not know the ids, e.g. the placeholders of images.
+    chosen = (blame.samples or [])[:MAX_TEXTS]
+    found = attempt(lambda: {sample: read(sample) for sample in chosen}, lambda error: {})
     return {sample: text for sample, text in found.items() if text}
 
 
@@ -144,25 +150,27 @@ class Examiner:
         """Whether another micro-batch may be traced."""
         return self.policy.autopsy and self.num_traces < TRACES_PER_AUTOPSY * self.policy.max_autopsies
 
-    def examine(self, runner: Runner, micro: MicroBatch, weight: Any, step: int) -> Verdict | None:
+    def examine(
+        self, runner: Runner, micro: MicroBatch, weight: Any, step: int, others_pass: bool = False
+    ) -> Verdict | None:
         """Examines a bad micro-batch; `None` if no more are examined, or if the examination failed.
 
-        A fault that was examined before is only located again. Gradients, buffers and random state are left as the last
+        `others_pass` says that other micro-batches were finite with the same weights. A fault that was examined before is only located again. Gradients, buffers and random state are left as the last
         replay had them: the caller continues from a clean state of its own, or calls this in `runner.undisturbed()`.
         """
         if not self.due:
             return None
         self.num_traces += 1
-        verdict = self.boundary.call("autopsy", self._examine, runner, micro, weight, step)
+        verdict = self.boundary.call("autopsy", self._examine, runner, micro, weight, step, others_pass)
         if verdict is None:
             return None
         if verdict.spares_others and verdict.origin is not None and verdict.origin.parameter is not None:
             self.spared.add(verdict.origin.parameter)
         return verdict
 
-    def _examine(self, runner: Runner, micro: MicroBatch, weight: Any, step: int) -> Verdict | None:
+    def _examine(self, runner: Runner, micro: MicroBatch, weight: Any, step: int, others_pass: bool) -> Verdict | None:
         with self.boundary.not_survivable(runner.lockstep and self.journal.ranks.size > 1):
-            return self._examine_suspect(SuspectBatch(runner, micro, weight), step)
+            return self._examine_suspect(SuspectBatch(runner, micro, weight, others_pass=others_pass), step)
 
     def _examine_suspect(self, suspect: SuspectBatch, step: int) -> Verdict:
         budget = Budget(

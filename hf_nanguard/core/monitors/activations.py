@@ -8,10 +8,10 @@ mask, unless a module that ran later is bad too.
 import logging
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, field
+from typing import ClassVar
 
 from ...plain_text import quote_error
 from ..event import Culprit, Event, JsonObject, JsonValue
-from ..torch_private import is_compiled
 from ..vocabulary import Action, Signal
 from .base import Monitor
 from .module_choice import find_blocks, matches, pick_modules, split_patterns
@@ -29,10 +29,12 @@ class ActivationMonitor(Monitor):
     module may be in danger it checks more often than every `every_n_steps` steps, on all ranks alike.
     """
 
+    hooks_forward: ClassVar[bool] = True
+
     _: KW_ONLY
     patterns: str | Sequence[str] | None = None  # which modules, as `pick_modules` takes them
     head: Head | None = None  # a head that the loss may use without calling it
-    compiled: bool = False  # under `torch.compile`, which ignores hooks, the monitor says so and turns off
+    compiled: bool = False  # nothing but compiled graphs runs, which ignore hooks: the monitor says so and turns off
     headroom: Headroom = field(default_factory=Headroom, init=False)
     seen: dict[str, Activation] = field(default_factory=dict, init=False)
     bits: dict[str, float] = field(default_factory=dict, init=False)
@@ -47,7 +49,6 @@ class ActivationMonitor(Monitor):
         self.modules = pick_modules(self.model, self.patterns)
         self.unseen = split_patterns(self.patterns)  # patterns none of whose modules has run yet
         self.blocks = set(find_blocks(self.model))
-        self.compiled = self.compiled or any(is_compiled(module) for module in self.model.modules())
 
     def is_due(self, step: int) -> bool:
         """Returns whether this step is checked; the same on every rank."""

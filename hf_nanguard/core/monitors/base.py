@@ -1,6 +1,7 @@
 """The base class of monitors, which check a run every N steps and cost nothing in between.
 
-    monitor.begin_step(step)       before the first forward of a step: add hooks if a check is due
+    monitor.begin_step(step)       before the first forward of a step: add hooks if a check is due. Where hooks are ignored (see
+                                   `monitor_set.py`), after the last backward, before an extra forward
     monitor.end_backward(step)     after the last backward, before any decision: remove the hooks
     monitor.before_update(step)    right before the optimizer steps (not called if the step is skipped)
     monitor.after_update(step)     right after; returns why the run cannot continue, the same on every rank, or `None`
@@ -14,7 +15,7 @@ To add a monitor: subclass [`Monitor`] in its own file, add it to `monitor_set.b
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor, nn
 
@@ -70,6 +71,8 @@ def _do_nothing(*args: object) -> None:
 @dataclass(eq=False)
 class Monitor:
     """Checks a run every N steps. Subclasses override the methods they need and add their settings as keyword arguments."""
+
+    hooks_forward: ClassVar[bool] = False  # whether it measures what hooks see in a forward
 
     model: nn.Module  # without DDP wrapper
     journal: Journal  # where events are written; it also knows the ranks that train together

@@ -9,6 +9,10 @@ All is measured in logarithms and by quantiles, because a diverged loss is far n
 - Never better: the run has never been better than its start and is worse for a long time, by less.
 - Above the best: new data (a curriculum, another task) and a learning rate that restarts raise a loss above its best as well, but
   then it falls again. So it must also have lost half of what was gained, and not be falling.
+
+A loss with a memory (RL, a moving target, data in an order) also wanders away from where it was without being sick. So except at
+once, the level must be further away than such a series gets by itself ([`Wander`]), unless the gradient norm has grown as much as
+the loss: that of a diverging model does, nearly always.
 """
 
 import math
@@ -26,7 +30,7 @@ NUM_LEVEL, NUM_FIRST = 20, 10
 MOST = 0.2  # quantile: four of five values are above the lower one, or below the upper one
 NUM_EARLY, NUM_SOUND = 40, (1, 2)  # losses among which a run diverges at once, and its first losses that have not
 LOW, MEDIAN = (1.5, 1.2), (2.0, 1.6)  # factors over these first losses, of the lowest recent losses and of their median
-SIGMAS_ALONE, SIGMAS_WITH_NORM = 3.0, 1.5
+SIGMAS_ALONE, SIGMAS_WITH_NORM = 3.0, 1.0
 NORM_FACTOR, NORM_SHARE = (
     6.0,
     0.8,
@@ -39,6 +43,10 @@ ABOVE_START, MOST_ABOVE_START, NUM_ABOVE_START = (
 NEVER_BETTER, NUM_WORSE, WORSE, MOST_WORSE, STAYS = 0.9, 60, 1.25, 1.02, 0.93
 ABOVE_BEST, NUM_ABOVE_BEST, SIGMAS_BEST = 2.5, 50, 2.5
 FALLS = 0.8  # a level below that share of what it was NUM_ABOVE_BEST steps before is falling
+WITH_NORM = 2.0  # growth of the norm, at least, that tells a divergence from a loss that wanders
+NUM_BLOCKS, SIGMAS_WANDER = 16, 4.0
+FAR_ABOVE_START, FAR_ABOVE_BEST = 6.0, 4.0  # factors by which no healthy loss is too high for long
+MEDIAN_TO_SIGMA = 1.483
 MIN_LOSS, MIN_NORM = 1e-30, 1e-12
 
 
@@ -52,6 +60,44 @@ class Divergence:
     reference: str  # "start" or "best"
 
 
+class Wander:
+    """How far a series gets by itself: that of a random walk with noise on top, whose steps are estimated from all of it.
+
+    The series is kept as at most `NUM_BLOCKS` means of blocks, which become longer with it. Noise averages out in a block and a
+    walk does not, so the two are told apart. A steady rise or fall does not count, nor do a few jumps.
+    """
+
+    def __init__(self) -> None:
+        self.size = 2
+        self.means: list[float] = []
+        self.open: list[float] = []
+
+    @property
+    def num_seen(self) -> int:
+        """The number of values so far."""
+        return len(self.means) * self.size + len(self.open)
+
+    def add(self, value: float) -> None:
+        """Adds the next value."""
+        self.open.append(value)
+        if len(self.open) == self.size:
+            self.means.append(sum(self.open) / self.size)
+            self.open.clear()
+        if len(self.means) == NUM_BLOCKS:
+            self.means = [(one + other) / 2 for one, other in zip(self.means[::2], self.means[1::2], strict=True)]
+            self.size *= 2
+
+    def distance(self, span: int, recent: list[float]) -> float:
+        """Returns how far it gets in `span` values, one standard deviation; the noise is taken from recent values.
+
+        For a walk with steps of variance s and noise of variance n, the second differences of values have 2 s + 6 n, those of
+        means of k values (k + 1/k) s + 6 n / k.
+        """
+        upper = 1 + 2 / math.sqrt(max(len(self.means), 1))  # because few means say little
+        excess = upper * _bend(self.means) - _bend(recent) / self.size
+        return math.sqrt(max(excess, 0.0) / (self.size - 1 / self.size) * max(span, 0))
+
+
 class DivergenceDetector:
     """Follows the level of a loss and reports that it diverges, once until it has recovered."""
 
@@ -60,8 +106,12 @@ class DivergenceDetector:
         self.logs: deque[float] = deque(maxlen=NUM_KEPT)
         self.norms: deque[float] = deque(maxlen=NUM_EARLY)
         self.steps: deque[int] = deque(maxlen=NUM_KEPT)
+        self.wander = Wander()
         self.first: list[float] = []
+        self.first_norms: list[float] = []
         self.best: float | None = None
+        self.best_norm = 0.0  # the level of the norm at that time
+        self.best_at = 0  # number of losses until then
         self.above: deque[float] = deque(maxlen=NUM_ABOVE_BEST)  # the levels since it is too high
         self.since = 0
         self.num_below = 0
@@ -84,22 +134,35 @@ class DivergenceDetector:
         self.logs.append(math.log(max(loss, self.floor)))
         self.norms.append(math.log(max(norm, MIN_NORM)))
         self.steps.append(step)
+        self.wander.add(self.logs[-1])
         if len(self.first) < NUM_FIRST:
             self.first.append(self.logs[-1])
+            self.first_norms.append(self.norms[-1])
         if len(self.logs) <= NUM_FIRST:
             return None
         logs = list(self.logs)
         level, start = median(logs[-NUM_LEVEL:]), median(self.first)
-        best = level if self.best is None else self.best
-        self.best = min(level, best)
-        at_once, above_start = self._is_above_at_once(logs), self._is_above_start(logs, start)
-        above_start_long = self.best > start + math.log(NEVER_BETTER) and self._is_worse(logs, start)
-        lost = max(best + math.log(ABOVE_BEST) + SIGMAS_BEST * _noise(logs), _mean(start, best))
+        norm_level, num_seen = median(list(self.norms)[-NUM_LEVEL:]), self.wander.num_seen
+        if self.best is None or level <= self.best:
+            self.best, self.best_norm, self.best_at = level, norm_level, num_seen
+        best = self.best
+        sound_norm = min(median(self.first_norms), max(self.first_norms[: max(NUM_SOUND)]))
+        has_grown = _has_grown(norm_level - sound_norm, level - start)
+        from_start = 0.0 if has_grown else self._usual_distance(logs, num_seen, FAR_ABOVE_START)
+        from_best = self._usual_distance(logs, num_seen - self.best_at + NUM_LEVEL, FAR_ABOVE_BEST)
+        from_best = 0.0 if _has_grown(norm_level - self.best_norm, level - best) else from_best
+        at_once = self._is_above_at_once(logs)
+        is_far = level > start + from_start
+        above_start = is_far and self._is_above_start(logs, start)
+        above_start_long = is_far and best > start + math.log(NEVER_BETTER) and self._is_worse(logs, start)
+        lost = max(best + max(math.log(ABOVE_BEST) + SIGMAS_BEST * _noise(logs), from_best), _mean(start, best))
         is_above = at_once or above_start or above_start_long
         reference = self.first[0] if at_once else start if is_above else best
         if not self._lasts(level, is_above or level > lost, reference) or self.is_reported:
             return None
-        if at_once or above_start_long or (above_start and len(self.above) >= NUM_ABOVE_START):
+        is_certain = has_grown or level > start + math.log(FAR_ABOVE_START)
+        must_last = NUM_ABOVE_START if is_certain else NUM_ABOVE_BEST
+        if at_once or above_start_long or (above_start and len(self.above) >= must_last):
             name, usual = "start", min(self.first[0], start)
         elif level > lost and len(self.above) == NUM_ABOVE_BEST and level >= self.above[0] + math.log(FALLS):
             name, usual = "best", best
@@ -107,6 +170,10 @@ class DivergenceDetector:
             return None
         self.is_reported = True
         return Divergence(math.exp(min(level, MAX_LOG)), math.exp(usual), self.since, name)
+
+    def _usual_distance(self, logs: list[float], span: int, most: float) -> float:
+        """Returns how far a healthy loss gets by itself, at most by a factor."""
+        return min(SIGMAS_WANDER * self.wander.distance(span, logs), math.log(most))
 
     def _is_above_at_once(self, logs: list[float]) -> bool:
         """Returns whether the run is early, and above its first loss, or its first two."""
@@ -118,6 +185,8 @@ class DivergenceDetector:
             reference = max(logs[:number])
             rise, growth = median(recent) - reference, median(norms[-size:]) - max(norms[:number])
             has_grown = growth > max(math.log(NORM_FACTOR), NORM_SHARE * rise)
+            if not has_grown and median(logs[number : number + NUM_FIRST]) < reference + rise / 2:
+                continue  # it has risen little by little
             lowest = _quantile(recent, MOST) if has_grown else sorted(recent)[1]
             sigmas = SIGMAS_WITH_NORM if has_grown else SIGMAS_ALONE * math.sqrt(NUM_LEVEL / size)  # of few losses
             if lowest > reference + math.log(low) and rise > math.log(factor) + sigmas * noise:
@@ -171,14 +240,25 @@ class DivergenceDetector:
             "norms": list(self.norms),
             "steps": list(self.steps),
             "first": list(self.first),
+            "first_norms": list(self.first_norms),
+            "wander": {"size": self.wander.size, "means": list(self.wander.means), "open": list(self.wander.open)},
             "above": list(self.above),
         }
 
     def load_state_dict(self, state: JsonObject) -> None:
         """Restores what [`DivergenceDetector.state_dict`] returned."""
         for name, value in vars(self).items():
-            saved = state[name]
+            if (saved := state.get(name, value)) is value:  # a checkpoint of an earlier version
+                continue
+            if isinstance(value, Wander):
+                value.size, value.means, value.open = saved["size"], list(saved["means"]), list(saved["open"])
+                continue
             setattr(self, name, deque(saved, maxlen=value.maxlen) if isinstance(value, deque) else saved)
+
+
+def _has_grown(growth: float, rise: float) -> bool:
+    """Returns whether a gradient norm has grown with the loss, as it does if a model diverges."""
+    return growth > max(math.log(WITH_NORM), NORM_SHARE * rise)
 
 
 def _mean(first: float, second: float) -> float:
@@ -192,6 +272,12 @@ def _noise(logs: Iterable[float]) -> float:
     moves = sorted(abs(after - before) for before, after in pairwise(logs))
     kept = moves[: math.ceil(0.9 * len(moves))]
     return MEAN_TO_SIGMA * sum(kept) / len(kept)
+
+
+def _bend(values: list[float]) -> float:
+    """Returns the variance of second differences, in which a steady rise or fall cancels, robustly."""
+    bends = [abs(one - 2 * two + three) for one, two, three in zip(values, values[1:], values[2:], strict=False)]
+    return (MEDIAN_TO_SIGMA * median(bends)) ** 2 if bends else 0.0
 
 
 def _quantile(values: Iterable[float], share: float) -> float:

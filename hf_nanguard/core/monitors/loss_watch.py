@@ -1,12 +1,15 @@
 """Judges the loss of every step against the run's own history and writes `loss_spike` and `loss_diverged`."""
 
 import math
+from collections.abc import Callable
 
 from ..event import Event, Failure, JsonObject, JsonValue
 from ..journal import Journal
 from ..vocabulary import Action, Signal
 from .loss_divergence import Divergence, DivergenceDetector
 from .spike_detector import Spike, SpikeDetector
+
+Explain = Callable[[Event, bool], Event]  # given whether the loss has come back since
 
 NEAR_ZERO = 1e-6  # a loss that small, or negative, moves around 0, as the policy loss of RL does
 NUM_FIRST = 10
@@ -36,6 +39,7 @@ class LossWatch:
         self.spikes = SpikeDetector(ratio=2.8, tail=3.0)
         self.divergence = DivergenceDetector()
         self.num_seen = 0
+        self.explains: dict[int, Explain | None] = {}  # of the steps whose spike is not reported yet
         was_signed, self.is_signed = self.is_signed, False
         if was_signed:
             self.expect_sign_changes()
@@ -53,8 +57,9 @@ class LossWatch:
             self.spikes.raise_floor(SIGNED_FLOOR)
             self.divergence.raise_floor(SIGNED_LEVEL)
 
-    def observe(self, step: int, loss: float, norm: float = 1.0) -> None:
-        """Adds the loss of a step that was trained on, and the norm of its gradient."""
+    def observe(self, step: int, loss: float, norm: float = 1.0, explain: Explain | None = None) -> None:
+        """Adds the loss of a step that was trained on, and the norm of its gradient. `explain` adds to the event of a spike what
+        was found in the step, also if the spike is reported later."""
         if not math.isfinite(loss):
             return
         if loss <= NEAR_ZERO:
@@ -64,15 +69,21 @@ class LossWatch:
             self.spikes.raise_floor(floor)
             self.divergence.raise_floor(floor)
         self.num_seen += 1
-        if (spike := self.spikes.add(step, loss)) is not None:
+        spike = self.spikes.add(step, loss)
+        self.explains[step] = explain
+        if spike is not None:
             self._emit_spike(step, spike)
+        if not self.spikes.pending:
+            self.explains.clear()
         if (divergence := self.divergence.add(step, loss, norm)) is not None:
             self._emit_divergence(step, divergence)
 
     def _emit_spike(self, step: int, spike: Spike) -> None:
         values = {"loss": spike.value, "usual": spike.usual, "threshold": spike.threshold}
         message = f"loss {spike.value:.4g} at step {spike.step} is far above the usual {spike.usual:.4g}"
-        self.journal.write_once(Event(spike.step, Signal.LOSS_SPIKE, Action.OBSERVED, message, values=values))
+        event = Event(spike.step, Signal.LOSS_SPIKE, Action.OBSERVED, message, values=values)
+        explain = self.explains.get(spike.step)
+        self.journal.write_once(event if explain is None else explain(event, step > spike.step))
 
     def _emit_divergence(self, step: int, found: Divergence) -> None:
         values: dict[str, JsonValue] = {

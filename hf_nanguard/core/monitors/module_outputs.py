@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ...boundary import Boundary, RankError
-from ..finite import dtype_name, local
+from ..finite import dtype_name, is_sharded, local
 from ..rerun.nested_inputs import find_tensors
 from ..torch_private import is_in_backward
 from ..vocabulary import Cause
@@ -176,7 +176,7 @@ class OutputProbe:
 
 def has_whole_weights(head: nn.Module) -> bool:
     """Returns whether this rank has the weights of a module, which are not sharded."""
-    return not any(hasattr(weight, "to_local") or not weight.numel() for weight in head.parameters())
+    return not any(is_sharded(weight) or not weight.numel() for weight in head.parameters())
 
 
 @torch.no_grad()

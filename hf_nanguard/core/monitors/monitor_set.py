@@ -1,7 +1,12 @@
 """The monitors of a run, called together at each stage of a step.
 
+A compiled model ignores hooks, and hooks that are there while it is compiled become part of the graph. Such a run has an extra
+forward of the step's micro-batches instead, in Python and after the last backward, at steps at which a monitor of forwards is
+due: hooks exist for that forward only. It costs the forwards of a step and keeps no activations.
+
 A monitor that fails is reported and turned off. With several ranks that happens on all of them, because the others may wait for
-its share of an exchange: it takes part in the next one and makes it fail.
+its share of an exchange: the rank where it failed takes part in the next one and makes it fail. If the exchange of this stage
+was over when it failed, that is the one of the next check.
 """
 
 import logging
@@ -38,7 +43,7 @@ def build_monitors(
     """Builds the monitors that a policy asks for.
 
     The model must have no DDP wrapper. `optimizer` is `None` if weights and optimizer state cannot be read from here; `compiled`
-    says whether the model runs under `torch.compile`; `head` is one that the loss may use without calling it.
+    says whether nothing but compiled graphs runs, which ignore hooks; `head` is one that the loss may use without calling it.
     """
     if policy.mode == "off":
         return ()
@@ -65,12 +70,20 @@ class MonitorSet:
         self.failed: tuple[Monitor, ...] = ()  # whose failure the other ranks do not know yet
         self.step: int | None = None  # the step under way
         self.awaits_update = False
+        self.run_forwards: Callable[[], None] | None = None  # if hooks are ignored: runs the forwards of the step again
         self.loaded: JsonObject = {}  # the state of a checkpoint that was loaded before the monitors were built
 
-    def begin(self, monitors: tuple[Monitor, ...]) -> None:
-        """Replaces the monitors and restores their state from the checkpoint that was loaded, if any."""
+    def begin(self, monitors: tuple[Monitor, ...], run_forwards: Callable[[], None] | None = None) -> None:
+        """Replaces the monitors and restores their state from the checkpoint that was loaded, if any.
+
+        Args:
+            monitors (`tuple[Monitor, ...]`):
+                The monitors.
+            run_forwards (`Callable`, *optional*):
+                Given if the model ignores hooks: runs the forwards of the step under way again, with hooks, and leaves no trace.
+        """
         self.close()
-        self.monitors, self.failed = monitors, ()
+        self.monitors, self.failed, self.run_forwards = monitors, (), run_forwards
         for monitor in monitors:
             name = type(monitor).__name__
             if (state := self.loaded.get(name)) is None:
@@ -84,11 +97,16 @@ class MonitorSet:
     def begin_step(self, step: int) -> None:
         """Runs before the first forward of a step."""
         self.step, self.awaits_update = step, False
-        self._each(lambda monitor: monitor.begin_step(step), "begin_step")
+        if self.run_forwards is None:
+            self._each(lambda monitor: monitor.begin_step(step), "begin_step")
 
     def end_backward(self) -> None:
         """Runs after the last backward of a step."""
         if (step := self.step) is not None:
+            if self.run_forwards is not None:
+                self._each(lambda monitor: monitor.begin_step(step), "begin_step")
+                if any(monitor.hooks_forward and monitor.is_due(step) for monitor in self.monitors):
+                    self.run_forwards()
             self._each(lambda monitor: monitor.end_backward(step), "end_backward")
 
     def before_update(self) -> None:
@@ -148,34 +166,39 @@ class MonitorSet:
         """Restores what [`MonitorSet.state_dict`] returned, now or as soon as the monitors are built."""
         self.loaded = dict(state)
         if self.monitors:
-            self.begin(self.monitors)
+            self.begin(self.monitors, self.run_forwards)
 
     def _each(self, call: Callable[[Monitor], T], stage: str = "", step: int | None = None) -> list[T]:
         """Calls a function with every monitor; returns the results of those that did not fail."""
         results: list[T] = []
+        ranks, due = self.journal.ranks, self.failed if stage else ()
         for monitor in self.monitors:
-            before, succeeded = self.journal.ranks.num_exchanges, len(results)
-            self.boundary.call(type(monitor).__name__, self._try, monitor, call, results, max_failures=1)
-            if len(results) == succeeded:
-                self._remove(monitor, self.journal.ranks.num_exchanges > before)
-        for monitor in self.failed if stage else ():
-            before = self.journal.ranks.num_exchanges
+            before, succeeded = ranks.num_exchanges, len(results)
+            is_known = self.boundary.call(type(monitor).__name__, self._try, monitor, call, results, max_failures=1)
+            if len(results) > succeeded:
+                continue
+            self._remove(monitor)
+            if ranks.size > 1 and not is_known:
+                self.failed += (monitor,)
+                due += (monitor,) if stage and ranks.num_exchanges == before else ()
+        for monitor in due:
+            before = ranks.num_exchanges
             with self.boundary.not_survivable():
                 monitor.fail_exchange(stage, (self.step if step is None else step) or 0)
-            if self.journal.ranks.num_exchanges > before:
+            if ranks.num_exchanges > before:
                 self.failed = tuple(other for other in self.failed if other is not monitor)
         return results
 
-    def _try(self, monitor: Monitor, call: Callable[[Monitor], T], results: list[T]) -> None:
+    def _try(self, monitor: Monitor, call: Callable[[Monitor], T], results: list[T]) -> bool:
+        """Returns whether the monitor has failed on a rank that has told all others."""
         try:
             results.append(call(monitor))
-        except RankError:  # told by that rank
-            return
+        except RankError:
+            return True
+        return False
 
-    def _remove(self, monitor: Monitor, is_known: bool) -> None:
+    def _remove(self, monitor: Monitor) -> None:
         self.monitors = tuple(other for other in self.monitors if other is not monitor)
-        if self.journal.ranks.size > 1 and not is_known:
-            self.failed += (monitor,)
         self._release(monitor)
 
     def _release(self, monitor: Monitor) -> None:

@@ -20,6 +20,7 @@ from ..event import JsonObject
 
 SIGMAS = 8.0
 MEAN_TO_SIGMA = 0.886  # of the moves from one value to the next, mean magnitude, to the standard deviation of values
+MEDIAN_TO_SIGMA = 1.048  # the same of the median magnitude
 MAX_LOG = 700.0  # beyond 709 the exponential is infinite
 NUM_KEPT = 100
 NUM_LOCAL = 30  # of them, whose median is the usual level
@@ -56,11 +57,15 @@ class SpikeDetector:
         tail (`float`, *optional*, defaults to `1.0`):
             Multiple of the largest rise from one value to the next, in logarithms, that a spike must exceed as well: values
             that jump between several levels, e.g. of several tasks, are no spikes.
+        robust_sigmas (`float`, *optional*):
+            Standard deviations above the usual level that a spike must exceed as well, taken from the median move, which many
+            outliers do not change. Without it eight, taken from the mean.
     """
 
-    def __init__(self, ratio: float = 50.0, tail: float = 1.0):
+    def __init__(self, ratio: float = 50.0, tail: float = 1.0, robust_sigmas: float | None = None):
         self.ratio = ratio
         self.tail = tail
+        self.robust_sigmas = robust_sigmas
         self.floor = 0.0  # values below count as this one; without a floor exact zeros do not count
         self.values: deque[float] = deque(maxlen=NUM_KEPT)
         self.logs: deque[float] = deque(maxlen=NUM_KEPT)
@@ -99,7 +104,10 @@ class SpikeDetector:
         if self._threshold is None and self.logs:
             ratio = math.log(max(self.ratio, FIRST_RATIO / len(self.logs) ** 1.5))
             moves = [after - before for before, after in pairwise(self.logs)] or [0.0]
-            spread = SIGMAS * MEAN_TO_SIGMA * sum(map(abs, moves)) / len(moves)
+            if self.robust_sigmas is None:
+                spread = SIGMAS * MEAN_TO_SIGMA * sum(map(abs, moves)) / len(moves)
+            else:
+                spread = self.robust_sigmas * MEDIAN_TO_SIGMA * median(map(abs, moves))
             self._threshold = math.exp(min(self._level() + max(spread, ratio, self.tail * max(moves)), MAX_LOG))
         return self._threshold
 

@@ -200,9 +200,9 @@ class WeightMonitor(Monitor):
     def check_before_save(self, step: int) -> Failure | None:
         """Checks weights and optimizer state now, on every rank; returns why the run cannot continue, the same on every rank."""
         finding = self._find()
-        if not self.ranks.any(finding is not None):
-            return None
         mine = None if finding is None else (strict(asdict(finding)), format_finding(finding, self.ranks.rank))
+        if not self.ranks.any(mine is not None):
+            return None
         reports = [(rank, *report) for rank, report in enumerate(self.ranks.gather(mine)) if report is not None]
         # A parameter goes before a state, whichever ranks they were found on.
         rank, found, message = min(reports, key=lambda report: (report[1]["state"] is not None, report[0]))

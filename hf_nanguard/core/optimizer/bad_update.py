@@ -9,13 +9,13 @@ finite will make the next update bad, or keep its entries from ever moving again
 
 import math
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...boundary import attempt
 from ...plain_text import quote_error
 from ..event import Remedy
 from ..finite import dtype_name, find_nonfinite, find_rows, local
@@ -211,9 +211,9 @@ def try_update_remedies(optimizer: Optimizer, finding: UpdateFinding, parameter:
     def update(trial: _Trial) -> float:
         return _update_copy(optimizer, settings, parameter, entries[:MAX_ENTRIES], trial)
 
-    with suppress(Exception):  # an optimizer whose constructor or state is not known here may raise anything
-        if not math.isfinite(update(_Trial("unchanged", ""))):
-            return tuple(_try(update, trial) for trial in trials)
+    # An optimizer whose constructor or state is not known here may raise anything.
+    if not math.isfinite(attempt(lambda: update(_Trial("unchanged", "")), lambda error: 0.0)):
+        return tuple(_try(update, trial) for trial in trials)
     return _leave(trials, "the update stays finite on a copy")
 
 
@@ -238,11 +238,13 @@ def _find_trials(settings: Settings, cause: Cause, dtype: torch.dtype) -> list[_
 
 
 def _try(update: Callable[[_Trial], float], trial: _Trial) -> Remedy:
-    try:
+
+    def make() -> Remedy:
         largest = update(trial)
-    except Exception as error:  # no such kernel for this dtype or device, out of memory, whatever an optimizer raises
-        return Remedy(trial.name, True, False, f"{trial.note}; {quote_error(error, 200)}")
-    return Remedy(trial.name, True, math.isfinite(largest), f"{trial.note}; largest update {largest:.3g}")
+        return Remedy(trial.name, True, math.isfinite(largest), f"{trial.note}; largest update {largest:.3g}")
+
+    # There may be no such kernel for this dtype or device.
+    return attempt(make, lambda error: Remedy(trial.name, True, False, f"{trial.note}; {quote_error(error, 200)}"))
 
 
 def _update_copy(optimizer: Optimizer, settings: Settings, parameter: Tensor, entries: Tensor, trial: _Trial) -> float:

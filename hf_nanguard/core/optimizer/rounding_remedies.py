@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ...boundary import attempt
 from ...plain_text import quote_error
 from ..event import Remedy
 from ..finite import local
@@ -64,11 +65,12 @@ def moves_copies(optimizer: Optimizer, samples: Sequence[Sample]) -> bool:
     live = [sample for sample in samples if len(sample.entries)]
     if not live or not all(_goes_by_entries(optimizer, sample.parameter) for sample in live):
         return False
-    try:
+
+    def moves() -> bool:
         moved = [_share_moved(optimizer, each, each.parameter.dtype) for each in live]
-    except Exception:  # an optimizer whose constructor or state is not known here may raise anything
-        return False
-    return _average([each.weight for each in live], moved) >= MOVES
+        return _average([each.weight for each in live], moved) >= MOVES
+
+    return attempt(moves, lambda error: False)  # of an optimizer whose constructor or state is not known here
 
 
 def try_rounding_remedies(optimizer: Optimizer, samples: Sequence[Sample]) -> tuple[Remedy, ...]:
@@ -79,10 +81,7 @@ def try_rounding_remedies(optimizer: Optimizer, samples: Sequence[Sample]) -> tu
     live = [sample for sample in samples if len(sample.entries)]
     if not live or not all(_goes_by_entries(optimizer, sample.parameter) for sample in live):
         return _leave("the optimizer does not keep state for each entry")
-    try:
-        return _try(optimizer, live)
-    except Exception as error:  # an optimizer whose constructor or state is not known here may raise anything
-        return _leave(quote_error(error, 200))
+    return attempt(lambda: _try(optimizer, live), lambda error: _leave(quote_error(error, 200)))
 
 
 def _leave(why: str) -> tuple[Remedy, ...]:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..finite import shard_of
+
 SEQUENCES = (list, tuple)
 MAX_DEPTH = 6  # of containers and objects inside each other
 
@@ -39,14 +41,9 @@ class Reference:
     value: Any
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """Returns the part of a tensor on this rank; writing to it writes the tensor."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def copy_tensor(tensor: Tensor, reused: HostCopy | None = None) -> HostCopy:
     """Copies a tensor to the host, into the memory of a copy that is no longer needed if that has the same shape and dtype."""
-    part = local_part(tensor.detach())
+    part = shard_of(tensor.detach())
     if type(part) is not Tensor or part.layout is not torch.strided:  # e.g. a quantised moment
         return HostCopy(part.to("cpu", copy=True), part.device)
     target = None if reused is None else reused.value
@@ -65,7 +62,7 @@ def wait_for_copies() -> None:
 def restore_tensor(live: object, saved: HostCopy) -> Tensor:
     """Writes a copy into a live tensor; returns a new one if there is none of its shape and dtype."""
     if isinstance(live, Tensor) and not live.is_meta:
-        part = local_part(live.detach())
+        part = shard_of(live.detach())
         if part.shape == saved.value.shape and part.dtype == saved.value.dtype:
             part.copy_(saved.value)
             return live

@@ -2,7 +2,7 @@
 
 TRL's losses append to metric lists, count tokens and replace attributes; modules hold counters, caches and running means of
 their own beside parameters and buffers. Attributes are put back by reference; the contents of small containers, small
-tensors and generators by value.
+tensors and generators, also those inside containers, by value.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -22,37 +22,34 @@ KINDS = (dict, defaultdict, OrderedDict, Counter, list, deque, set)
 
 
 class Kept:
-    """A container as it was: itself, and its items (containers among them kept likewise, all else by reference)."""
+    """A container as it was: itself, and its items (containers, tensors and generators among them with their contents)."""
 
     def __init__(self, container: Any, above: tuple[int, ...] = ()):
-        self.container = container
+        self.holder = container
         above = (*above, id(container))
         items = container.items() if isinstance(container, dict) else enumerate(container)
-        self.items = [
-            (key, Kept(item, above) if _is_small_container(item) and id(item) not in above else item)
-            for key, item in items
-        ]
+        self.items = [(key, item if id(item) in above else _keep(item, above)) for key, item in items]
 
     @property
     def is_changed(self) -> bool:
         """Whether it has other items now."""
-        now = list(self.container.items() if isinstance(self.container, dict) else enumerate(self.container))
-        before = [(key, item.container if isinstance(item, Kept) else item) for key, item in self.items]
+        now = list(self.holder.items() if isinstance(self.holder, dict) else enumerate(self.holder))
+        before = [(key, item.holder if isinstance(item, (Kept, Written)) else item) for key, item in self.items]
         same = len(now) == len(before) and all(a[0] == b[0] and a[1] is b[1] for a, b in zip(now, before, strict=True))
-        return not same or any(item.is_changed for _, item in self.items if isinstance(item, Kept))
+        return not same or any(item.is_changed for _, item in self.items if isinstance(item, (Kept, Written)))
 
     def restore(self) -> Any:
         """Puts the items back into the container and returns it."""
-        items = [(key, item.restore() if isinstance(item, Kept) else item) for key, item in self.items]
-        self.container.clear()
-        if isinstance(self.container, dict):
+        items = [(key, item.restore() if isinstance(item, (Kept, Written)) else item) for key, item in self.items]
+        self.holder.clear()
+        if isinstance(self.holder, dict):
             for key, item in items:  # not by `update`, which counts in a Counter
-                self.container[key] = item
-        elif isinstance(self.container, set):
-            self.container.update(item for _, item in items)
+                self.holder[key] = item
+        elif isinstance(self.holder, set):
+            self.holder.update(item for _, item in items)
         else:
-            self.container.extend(item for _, item in items)
-        return self.container
+            self.holder.extend(item for _, item in items)
+        return self.holder
 
 
 def _is_small_container(value: Any) -> bool:
@@ -75,12 +72,13 @@ class Written:
         return write_count(self.holder) != self.version
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Puts the value back."""
+    def restore(self) -> Any:
+        """Puts the value back and returns what holds it."""
         if isinstance(self.holder, torch.Generator):
             self.holder.set_state(self.value)
         elif write_count(self.holder) != self.version:
             self.holder.copy_(self.value)
+        return self.holder
 
 
 def _can_be_written(value: Any) -> bool:
@@ -88,6 +86,13 @@ def _can_be_written(value: Any) -> bool:
         return True
     plain = type(value) is Tensor and value.layout is torch.strided and not value.is_inference()
     return plain and not value.requires_grad and value.numel() < LARGE
+
+
+def _keep(value: Any, above: tuple[int, ...] = ()) -> Any:
+    """Returns what keeps the contents of a value, the value itself if it has none that can be put back."""
+    if _is_small_container(value):
+        return Kept(value, above)
+    return Written(value) if _can_be_written(value) else value
 
 
 class KeptAttributes:
@@ -98,8 +103,9 @@ class KeptAttributes:
         self.ignored = {*ignored}
         self.before = {name: value for name, value in vars(owner).items() if name not in self.ignored}
         own = [value for name, value in self.before.items() if name not in by_reference]
-        self.contents: list[Kept | Written] = [Kept(value) for value in own if _is_small_container(value)]
-        self.contents += [Written(value) for value in own if _can_be_written(value)]
+        self.contents: list[Kept | Written] = [
+            kept for value in own if isinstance(kept := _keep(value), (Kept, Written))
+        ]
 
     @property
     def _added(self) -> set[str]:

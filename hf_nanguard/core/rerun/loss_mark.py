@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import Tensor, nn
 
+from ...boundary import Boundary
 from ..finite import local
 
 NAN = float("nan")
@@ -17,11 +18,11 @@ NUM_CARRIERS = 16  # parameters that may carry the mark; a backward pass need no
 
 
 @contextmanager
-def marked_backward(parameters: Sequence[nn.Parameter], loss: Tensor) -> Iterator[None]:
+def marked_backward(parameters: Sequence[nn.Parameter], loss: Tensor, boundary: Boundary) -> Iterator[None]:
     """Turns the first small gradient of the backward pass inside into NaN if the loss is not finite.
 
     The gradient is changed before it is accumulated, so DDP reduces the changed one. A parameter that the pass does not
-    reach still gets no gradient.
+    reach still gets no gradient. An error of the mark leaves the gradient as it is.
     """
     finite = torch.isfinite(loss.detach()).all()
     is_marked = False
@@ -35,7 +36,7 @@ def marked_backward(parameters: Sequence[nn.Parameter], loss: Tensor) -> Iterato
 
     with ExitStack() as hooks:
         for parameter in sorted(parameters, key=Tensor.numel)[:NUM_CARRIERS]:
-            hooks.enter_context(parameter.register_hook(mark))
+            hooks.enter_context(parameter.register_hook(boundary.wrapped("loss mark", mark)))
         yield
 
 

@@ -15,18 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ...boundary import Boundary
 from ..event import JsonObject
+from ..finite import is_sharded
 from ..rng import RngState
 from ..torch_private import copy_unscaled, plain_name, restore_unscaled, sync_buffers
 from .buffers import BufferKeeper
 from .loss_mark import mark_shard, marked_backward
 from .micro_batch import AccumulationGroup, MicroBatch, Payload, Weight
 from .traceless_skip import clear_gradients, forget_unscale
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Returns whether `tensor` is a DTensor."""
-    return hasattr(tensor, "device_mesh")
 
 
 def same_on_all_ranks(norm: Tensor) -> Tensor:
@@ -81,6 +78,10 @@ class Runner(ABC, Generic[Payload, Weight]):
         """Returns how the good micro-batches are weighed, given how many each rank has left. Every rank calls it."""
 
     @abstractmethod
+    def weigh_alone(self, micro: MicroBatch[Payload]) -> Weight:
+        """Returns how a micro-batch is weighed as if it were the whole step. No collective operation."""
+
+    @abstractmethod
     def unscale(self) -> None:
         """Divides the gradients by the loss scale, if there is one, once per step."""
 
@@ -98,6 +99,11 @@ class Runner(ABC, Generic[Payload, Weight]):
 
     optimizer: torch.optim.Optimizer | None = None  # the torch optimizer whose update may be to blame
 
+    @property
+    def num_labels(self) -> int | None:
+        """How many labels a target may be, `None` if that is not known."""
+        return None
+
     @abstractmethod
     def inputs_of(self, micro: MicroBatch[Payload]) -> object:
         """Returns the inputs of a held micro-batch: tensors, nested in mappings and sequences."""
@@ -109,6 +115,15 @@ class Runner(ABC, Generic[Payload, Weight]):
     def decode(self, micro: MicroBatch[Payload], sample: int) -> str | None:
         """Returns the text of a sample, `None` if it has none."""
         return None
+
+    def name_row(self, row: int) -> str | None:
+        """Returns the ids that a dataset row has in columns of its own, `None` if it has none."""
+        return None
+
+    def rows_of(self, micro: MicroBatch[Payload], number: int) -> list[int] | None:
+        """Returns the dataset row of each of this many documents that lie in one entry, `None` if they are not known."""
+        rows = micro.rows
+        return rows if rows is not None and len(rows) == number else None
 
     def facts(self, weight: Weight) -> JsonObject:
         """Returns what a bundle must hold so that the loop's model and loss can be built again, as JSON values."""
@@ -202,9 +217,11 @@ class Runner(ABC, Generic[Payload, Weight]):
         if self.lockstep:
             mark_shard(self.parameters, losses)
 
-    def marking(self, loss: Tensor) -> AbstractContextManager[None]:
+    def marking(self, loss: Tensor, boundary: Boundary) -> AbstractContextManager[None]:
         """Returns a context whose backward pass makes the reduced gradients NaN on every rank if the loss is not finite."""
-        return nullcontext() if self.lockstep else marked_backward(self.parameters, loss)
+        if self.lockstep:
+            return nullcontext()
+        return boundary.inside("loss mark", lambda: marked_backward(self.parameters, loss, boundary))
 
     def poison(self) -> None:
         """Makes the norm NaN; where gradients are sharded, on every rank."""
@@ -225,6 +242,17 @@ class Runner(ABC, Generic[Payload, Weight]):
         self.left_out = micro.left_out
         with self.isolated(), nullcontext() if self.lockstep else self.unsynced():
             return self.run(micro, weight)
+
+    def look(self, micro: MicroBatch[Payload]) -> None:
+        """Runs the forward of one micro-batch alone, with the random state it had: in Python, also of a compiled model, so that
+        hooks are called. Gradients are enabled as in training, but nothing is kept for a backward pass."""
+        self.buffers.restore()
+        micro.rng.restore()
+        sync_buffers(self.model, False)
+        self.left_out = micro.left_out
+        unkept = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+        with self.isolated(), self.unsynced(), torch.compiler.set_stance("force_eager"), unkept:
+            self.forward(micro)
 
     def rerun(
         self, group: AccumulationGroup[Payload, Weight], good: list[MicroBatch[Payload]], weight: Weight
@@ -278,10 +306,10 @@ class LoopRunner(Runner[object, float]):
             raise RuntimeError("LoopRunner was asked to run a micro-batch before Guard.step gave it a loss function.")
         return self.loss_fn(payload)
 
-    def run(self, micro: MicroBatch, weight: float, marks: bool = False) -> Tensor:
+    def run(self, micro: MicroBatch, weight: float, marked_by: Boundary | None = None) -> Tensor:
         loss = self._loss(micro.payload)
         weighed = loss * weight
-        with self.marking(loss) if marks else nullcontext():
+        with nullcontext() if marked_by is None else self.marking(loss, marked_by):
             (weighed if self.scaler is None else self.scaler.scale(weighed)).backward()
         return loss.detach()
 
@@ -293,6 +321,9 @@ class LoopRunner(Runner[object, float]):
 
     def regroup(self, good: list[MicroBatch], num_good: list[int]) -> float:
         return len(num_good) / sum(num_good)
+
+    def weigh_alone(self, micro: MicroBatch) -> float:
+        return 1.0
 
     def inputs_of(self, micro: MicroBatch) -> object:
         return micro.payload

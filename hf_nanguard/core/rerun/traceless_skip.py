@@ -18,6 +18,14 @@ def clear_gradients(parameters: Iterable[Tensor]) -> None:
         parameter.grad = None
 
 
+def show_zero_gradients(parameters: Iterable[Tensor]) -> None:
+    """Gives parameters without a gradient one of zeros, for code of the user's that reads them between a skip and the next step.
+    Only where something else keeps the optimizer from stepping."""
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
 def forget_unscale(scaler: torch.amp.GradScaler) -> None:
     """Lets `unscale_` run again in this step, for gradients that were computed again."""
     restore_unscaled(scaler, {})

@@ -1,6 +1,6 @@
 """The guard: what happens to one optimizer step.
 
-    guard.begin_step(step)                                run_recovery.py: a snapshot, if one is due
+    guard.begin_step(step)                                rewind_to_snapshot.py: a snapshot, if one is due
     group = guard.begin_group(weight)
     for batch in batches:
         micro = MicroBatch(batch, rows, random state)     by reference; nothing is read
@@ -22,6 +22,7 @@ import copy
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +35,7 @@ from ...plain_text import show
 from ..autopsy.examiner import Examiner
 from ..event import Failure, JsonObject
 from ..journal import EventSink, Journal
+from ..monitors.base import Monitor
 from ..monitors.loss_watch import LossWatch
 from ..monitors.monitor_set import MonitorSet, build_monitors
 from ..monitors.spike_detector import SpikeDetector
@@ -45,11 +47,13 @@ from ..rerun.snapshot import StatePart, estimate_bytes, list_parts
 from ..rerun.traceless_skip import ScalerState
 from ..rng import RngState
 from ..settings import Policy
+from ..spikes.spike_examiner import SpikeExaminer
+from ..torch_private import has_compiled_part, unwrap_compiled
 from .bad_start import find_bad_start
 from .counters import Counter
 from .decision import Escalation
 from .redo import Redo
-from .run_recovery import Recovery
+from .rewind_to_snapshot import Recovery
 from .settle import Settlement
 from .step_reading import StepOutcome
 
@@ -128,6 +132,7 @@ class Guard:
         self.loss_watch = LossWatch(self.journal, self.policy.acts and self.policy.on_spike == "rewind")
         examiner = Examiner(self.policy, self.journal, None if folder is None else Path(folder))
         self.redo = Redo(self.journal, self.counter, examiner)
+        self.spikes = SpikeExaminer(self.policy, self.journal, self.redo.replay)
         self.monitor_set = MonitorSet(self.journal)
         self.settlement = Settlement(
             self.policy,
@@ -137,6 +142,7 @@ class Guard:
             self.norms,
             self.loss_watch,
             self.redo,
+            self.spikes,
             self.monitor_set.find_accepted,
         )
         self.recovery = Recovery(self.policy, self.journal, self.escalation, lambda: self.is_suspect)
@@ -152,7 +158,23 @@ class Guard:
         self.find_step = find_step
 
     def _build_monitors(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-        self.monitor_set.begin(build_monitors(self.policy, model, optimizer, self.journal))
+        if self.runner is not None:
+            ignores_hooks = not self.can_hook(self.runner)
+            monitors = build_monitors(
+                self.policy, unwrap_compiled(model), optimizer, self.journal, compiled=ignores_hooks
+            )
+            self.begin_monitors(monitors, self.runner)
+
+    def can_hook(self, runner: Runner) -> bool:
+        """Returns whether hooks on modules can be called: a compiled model needs an extra forward for that, which it has on one
+        rank only."""
+        return self.ranks.size == 1 or not has_compiled_part(runner.model)
+
+    def begin_monitors(self, monitors: tuple[Monitor, ...], runner: Runner) -> None:
+        """Replaces the monitors. Those of forwards get one of their own if the model ignores hooks."""
+        extra = has_compiled_part(runner.model) and self.can_hook(runner)
+        run_forwards = (lambda: self.redo.run_forwards(self.group, runner)) if extra else None
+        self.monitor_set.begin(monitors, run_forwards)
 
     def _report_failure(self, failure: GuardFailure) -> None:
         """Reports an error of the guard; the group under way is not redone, because it may not be recorded as it ran."""
@@ -199,27 +221,29 @@ class Guard:
         batches = list(batches)
         if not batches:
             raise ArgumentError("Guard.step must be given at least one batch, got none.")
-        failure = self.begin_step(self.steps_done, runner, lambda: self.watch_state(runner, self.scheduler))
-        if failure is not None and (reason := self.recovery.resolve(failure, self.steps_done)) is not None:
+        call, recover = self.boundary.call, self.recovery.resolve
+        watch = partial(self.watch_state, runner, self.scheduler)
+        failure = call("snapshot", self.begin_step, self.steps_done, runner, watch)
+        if failure is not None and (reason := recover(failure, self.steps_done)) is not None:
             return self._end(StepOutcome(stepped=False, halt=reason))
         marks = self.policy.acts and self.ranks.size > 1  # alone, a non-finite loss is known without a mark
         group = self.begin_group(weight=1 / len(batches))
         runner.begin_group(loss_fn)
-        self.boundary.call("buffers", runner.buffers.keep)
+        call("buffers", runner.buffers.keep)
         self.monitor_set.begin_step(self.steps_done)
         try:
             for index, batch in enumerate(batches):
-                rng = self.boundary.call("random state", RngState.capture, runner.device_type)
+                rng = call("random state", RngState.capture, runner.device_type)
                 micro = MicroBatch(index, batch, rng)
                 with runner.unsynced() if index < len(batches) - 1 else nullcontext():
-                    loss = runner.run(micro, group.weight, marks)
+                    loss = runner.run(micro, group.weight, self.boundary if marks else None)
                 if rng is not None:
                     group.micro_batches.append(replace(micro, loss=loss))
         except BaseException:  # of the loss
             self.monitor_set.close()
             raise
         if marks:
-            runner.mark_losses(group.losses)
+            call("loss mark", runner.mark_losses, group.losses)
         self.monitor_set.end_backward()
         outcome = self._settle_and_step(group, runner)
         failure = outcome.failure or self.monitor_set.after_update()
@@ -227,7 +251,7 @@ class Guard:
         self.steps_done += 1
         if failure is not None:
             before = self.recovery.num_rewinds
-            reason = self.recovery.resolve(failure, self.steps_done, lambda: self.redo.repeats(group, runner))
+            reason = recover(failure, self.steps_done, lambda: self.redo.repeats(group, runner))
             rewound = self.recovery.num_rewinds > before
             outcome = replace(outcome, halt=outcome.halt or reason, rewound=rewound)
         return self._end(outcome)
@@ -244,7 +268,15 @@ class Guard:
             folder (`Path`, *optional*):
                 Where bundles of autopsies go from now on; without it none is written.
         """
-        for part in (self.counter, self.norms, self.loss_watch, self.escalation, self.journal, self.settlement):
+        for part in (
+            self.counter,
+            self.norms,
+            self.loss_watch,
+            self.escalation,
+            self.journal,
+            self.settlement,
+            self.spikes,
+        ):
             part.begin_run()
         self.recovery.begin_run()
         self.redo.examiner.begin_run(folder)
@@ -279,15 +311,24 @@ class Guard:
             if failure is not None:
                 return failure
             check = lambda step: None  # noqa: E731  # nothing has changed since
-        if not self.recovery.is_watching and not self.monitor_set.has_bad_start:
-            watch()
-        return self.recovery.begin_step(step, check, is_boundary)
+        recovery = self.recovery
+        begins = not recovery.is_watching and not self.monitor_set.has_bad_start
+        if not begins and not recovery.is_due(step, is_boundary):
+            return None
 
-    def watch_state(self, runner: Runner, scheduler: Any, others: Sequence[StatePart] = ()) -> None:
-        """Begins to take snapshots of a run; `others` are the parts of its state that only its loop knows. Every rank calls it."""
+        def take() -> Failure | None:
+            if begins:
+                watch()
+            return recovery.begin_step(step, check, is_boundary)
+
+        return self.boundary.together("snapshot", take, lambda why: recovery.lose(step))
+
+    def watch_state(self, runner: Runner, scheduler: Any, others: Sequence[StatePart] = (), num_more: int = 0) -> None:
+        """Begins to take snapshots of a run; `others` are the parts of its state that only its loop knows, which need `num_more`
+        bytes. Every rank calls it."""
         if runner.optimizer is not None:
             parts = (*list_parts(runner, runner.optimizer, scheduler), Statistics(self), *others)
-            num_bytes = estimate_bytes(runner, runner.optimizer)
+            num_bytes = estimate_bytes(runner, runner.optimizer) + num_more
             self.recovery.watch(parts, num_bytes, runner.optimizer, scheduler)
 
     def _settle_and_step(self, group: AccumulationGroup, runner: LoopRunner) -> StepOutcome:
@@ -394,10 +435,14 @@ class Guard:
             if self.redo.leaves_out(name):  # its weight is not used either, because that may be what is bad
                 return cut_term(value, self.redo.reduced_parameters)
             drops = on_nonfinite == "drop" and self.policy.acts
-            if not self.replaying:
-                self.group.add_term(Term(name, value.detach().reshape(()), drops, value.requires_grad))
-            value = select_finite(value) if drops and not self.redo.examining else value
+            value = self.boundary.call("terms", self._watch_term, name, value, drops, otherwise=lambda *given: given[1])
         return value if isinstance(weight, float) and weight == 1.0 else weight * value
+
+    def _watch_term(self, name: str, value: Tensor, drops: bool) -> Tensor:
+        """Adds a term to the group; returns what the loss continues with."""
+        if not self.replaying:
+            self.group.add_term(Term(name, value.detach().reshape(()), drops, value.requires_grad))
+        return select_finite(value) if drops and not self.redo.examining else value
 
     # ---- one step ----
 
@@ -431,6 +476,7 @@ class Guard:
             "counter": self.counter.state_dict(),
             "norms": self.norms.state_dict(),
             "losses": self.loss_watch.state_dict(),
+            "spikes": self.spikes.state_dict(),
             "monitors": self.monitor_set.state_dict(),
         }
 
@@ -440,4 +486,6 @@ class Guard:
         self.norms.load_state_dict(state["norms"])
         if "losses" in state:  # a checkpoint of an older version has none
             self.loss_watch.load_state_dict(state["losses"])
+        if "spikes" in state:  # likewise
+            self.spikes.load_state_dict(state["spikes"])
         self.monitor_set.load_state_dict(state.get("monitors", {}))  # a checkpoint of an older version has none

@@ -66,7 +66,8 @@ class Redo:
         return [] if self.runner is None or self.ranks.size == 1 else self.runner.parameters
 
     @contextmanager
-    def _replay(self, runner: Runner) -> Iterator[None]:
+    def replay(self, runner: Runner) -> Iterator[None]:
+        """Marks what runs inside the block as held micro-batches that run again."""
         self.runner = runner
         rebuild_buckets(runner.model)
         try:
@@ -83,20 +84,34 @@ class Redo:
         finally:
             self.examining = False
 
+    def run_forwards(self, group: AccumulationGroup, runner: Runner) -> None:
+        """Runs the forward of every usable micro-batch of a group once more, for hooks that a compiled model ignores, and leaves
+        no trace. On one rank only."""
+        self.boundary.call("extra forward", self._run_forwards, group, runner)
+
+    def _run_forwards(self, group: AccumulationGroup, runner: Runner) -> None:
+        if runner.why_not(group) is not None:
+            return
+        with self.replay(runner), runner.undisturbed():
+            for micro in group.micro_batches:
+                if not micro.must_be_dropped:
+                    runner.look(micro)
+
     # ---- what the step does with it ----
 
     def run(self, reading: StepReading, runner: Runner) -> RedoResult:
         """Finds the bad micro-batches, agrees on what is dropped and runs the good ones as if the others did not exist."""
         group = reading.group
-        with self._replay(runner):
+        with self.replay(runner):
             found = self.find_bad(reading, runner)
             spared = [bad for bad in found if bad.can_be_spared]
             blamed = [bad for bad in found if not bad.can_be_spared]
             reports = self.ranks.gather([bad.micro.index for bad in blamed])
             mine = reports if runner.lockstep else [reports[self.ranks.rank]]
             dropped = {index for report in mine for index in report}
-            blamed = self.examine(reading, runner, blamed, reports)
-            spared = self.examine(reading, runner, spared, reports)
+            others_pass = len(found) < len(group.micro_batches)
+            blamed = self.examine(reading, runner, blamed, reports, others_pass)
+            spared = self.examine(reading, runner, spared, reports, others_pass)
             if runner.lockstep:
                 blamed = self.narrow_blame(blamed, reports)
             removable = {bad.micro.index: bad.removable_terms for bad in spared}
@@ -123,10 +138,11 @@ class Redo:
         why_not = self.ranks.gather(runner.why_not(reading.group))
         if any(why_not) or not any(self.ranks.gather(self.examiner.due)):
             return None, None
-        with self._replay(runner):
+        with self.replay(runner):
             blamed = self.find_bad(reading, runner)
             reports = self.ranks.gather([bad.micro.index for bad in blamed])
-            blamed = self.examine(reading, runner, blamed[:1], reports)
+            others_pass = len(blamed) < len(reading.group.micro_batches)
+            blamed = self.examine(reading, runner, blamed[:1], reports, others_pass)
             if runner.lockstep:
                 blamed = self.narrow_blame(blamed, reports)
         found = next((bad for bad in blamed if bad.verdict is not None), None)
@@ -143,19 +159,25 @@ class Redo:
         if bad is None or self.ranks.size > 1 or runner.why_not(reading.group) is not None:
             return None
         micro = reading.group.micro_batches[bad[0]]
-        with self._replay(runner), self._examine(), runner.undisturbed():
+        with self.replay(runner), self._examine(), runner.undisturbed():
             verdict = self.examiner.examine(runner, micro, reading.group.weight, reading.step)
         return replace(BadMicroBatch.of_run(micro, bad[1], reading.census, reading.step), verdict=verdict)
 
     def repeats(self, group: AccumulationGroup, runner: Runner) -> bool:
         """Returns whether a held group is bad on any rank when it runs again, or cannot run again. Every rank calls it."""
+        return self.boundary.together("redo", lambda: self._repeats(group, runner), lambda why: True)
+
+    def _repeats(self, group: AccumulationGroup, runner: Runner) -> bool:
         if any(self.ranks.gather(runner.why_not(group))):
             return True
         is_bad = False
-        with self._replay(runner), runner.undisturbed():
+        with self.replay(runner), runner.undisturbed():
             for micro in group.micro_batches:
-                loss_dev = runner.probe(micro, group.weight)
-                is_bad |= bool(self.take_census(runner).bad) or not math.isfinite(read_host([loss_dev])[0])
+                is_known = bool(micro.findings_to(BatchAction.DROP))  # whatever the weights are
+                if not is_known or runner.lockstep:
+                    loss_dev = runner.probe(micro, group.weight)
+                    is_known |= bool(self.take_census(runner).bad) or not math.isfinite(read_host([loss_dev])[0])
+                is_bad |= is_known
         return self.ranks.any(is_bad)
 
     # ---- one micro-batch ----
@@ -215,7 +237,12 @@ class Redo:
         return judge([name for name, _ in gradients], bad)
 
     def examine(
-        self, reading: StepReading, runner: Runner, blamed: list[BadMicroBatch], reports: list[list[int]]
+        self,
+        reading: StepReading,
+        runner: Runner,
+        blamed: list[BadMicroBatch],
+        reports: list[list[int]],
+        others_pass: bool,
     ) -> list[BadMicroBatch]:
         """Adds an autopsy to every bad micro-batch that needs one. With sharded parameters all ranks examine only the first,
         and only locate the fault."""
@@ -228,7 +255,9 @@ class Redo:
         try:
             with self._examine():
                 for micro in chosen:
-                    verdicts[micro.index] = self.examiner.examine(runner, micro, group.weight, reading.step)
+                    verdicts[micro.index] = self.examiner.examine(
+                        runner, micro, group.weight, reading.step, others_pass
+                    )
         except KeyboardInterrupt:
             for bad in blamed:
                 self.journal.write(bad.event(Action.SKIPPED, reading))

@@ -20,6 +20,8 @@ from ..ranks import Ranks
 from ..rerun.micro_batch import AccumulationGroup, BatchAction, Finding
 from ..rerun.runner import Runner, same_on_all_ranks
 from ..settings import Policy
+from ..spikes.spike_examination import SpikeReport
+from ..spikes.spike_examiner import SpikeExaminer
 from ..vocabulary import Action, Cause, Signal
 from .bad_gradients import take_census
 from .counters import Counter
@@ -43,6 +45,7 @@ class Settlement:
         norms: SpikeDetector,
         loss_watch: LossWatch,
         redo: Redo,
+        spikes: SpikeExaminer,
         find_accepted: Callable[[], Collection[str]] = tuple,
     ):
         self.policy = policy
@@ -52,6 +55,7 @@ class Settlement:
         self.norms = norms
         self.loss_watch = loss_watch
         self.redo = redo
+        self.spikes = spikes
         self.boundary = journal.boundary
         self.containment = Containment(policy, journal, counter, escalation, redo, find_accepted)
         self.norm_dev: Tensor | None = None  # of the step that is being settled, once it is measured
@@ -144,27 +148,46 @@ class Settlement:
             return self.containment.contain(reading, runner)
         if finite:
             self.counter.count_norm(reading.norm)
+        report = self._examine_spike(reading, runner) if finite else SpikeReport(None)
+        outcome = self._act(reading, runner, report, zero_is_news)
+        if report.has_news:  # no spike of this step is reported, or not yet
+            self.journal.write_once(report.make_event(reading.step))
+        return outcome
+
+    def _act(self, reading: StepReading, runner: Runner, report: SpikeReport, zero_is_news: bool) -> StepOutcome:
+        decision, finite = reading.decision, math.isfinite(reading.norm)
         if finite and decision.action is not StepAction.SKIP and reading.group.failure is None:
-            self.loss_watch.observe(reading.step, runner.mean_loss(reading.losses), reading.norm)
+            self.loss_watch.observe(reading.step, runner.mean_loss(reading.losses), reading.norm, report.explain)
             if self.loss_watch.holds_divergence and (diverged := self.loss_watch.take_divergence()) is not None:
                 return replace(self.containment.skip(reading, runner, None, diverged.reason), failure=diverged)
         if decision.action in (StepAction.CLIP, StepAction.SKIP):
-            return self._contain_spike(reading, runner)
+            return self._contain_spike(reading, runner, report)
         self.containment.count(reading, 0, reading.group.micro_batches)
         if decision.signal is not None:
-            return self._observe(reading, runner)
+            return self._observe(reading, runner, report)
         self.escalation.reset()
         self.norms.add(reading.step, reading.norm)
         self._emit_zero(reading, zero_is_news)
         return StepOutcome(norm=reading.norm_dev)
 
-    def _observe(self, reading: StepReading, runner: Runner) -> StepOutcome:
+    def _examine_spike(self, reading: StepReading, runner: Runner) -> SpikeReport:
+        """Examines a step that is out of line, before its event is written."""
+        losses = [] if self.loss_watch.is_signed else reading.losses
+        is_spike = self.norms.is_spike(reading.norm)
+        if losses and self.journal.ranks.size == 1:  # only this rank knows them
+            is_spike = is_spike or self.loss_watch.spikes.is_spike(runner.mean_loss(losses))
+        group, failure = reading.group, reading.group.failure
+        found = self.spikes.examine(group, runner, reading.step, losses, reading.norm, is_spike)
+        group.failure = failure  # an examination that fails does not change how the group was recorded
+        return SpikeReport(found)
+
+    def _observe(self, reading: StepReading, runner: Runner, report: SpikeReport) -> StepOutcome:
         """Reports what is wrong and lets the step continue: mode `observe`, a non-finite loss of this rank, a spike."""
         norm = reading.norm
         spike = self.norms.add(reading.step, norm)
         if reading.decision.signal is Signal.GRAD_SPIKE:
             if spike is not None:  # else its episode is reported already
-                self.journal.write_once(self._describe_spike(reading, Action.OBSERVED, spike.threshold))
+                self.journal.write_once(report.explain(self._describe_spike(reading, Action.OBSERVED, spike.threshold)))
         elif math.isfinite(norm):
             self._emit_bad_loss(reading, runner)
         else:
@@ -180,12 +203,12 @@ class Settlement:
         keep = self.policy.acts and len(shown) < len(reading.losses)
         return StepOutcome(norm=reading.norm_dev, redone=shown if keep else None)
 
-    def _contain_spike(self, reading: StepReading, runner: Runner) -> StepOutcome:
+    def _contain_spike(self, reading: StepReading, runner: Runner, report: SpikeReport) -> StepOutcome:
         """Clips or skips a finite norm that is above the fixed threshold or that of the statistics, on every rank alike."""
         fixed = self.policy.skip_grad_norm
         threshold = fixed if fixed is not None and reading.norm > fixed else self.norms.threshold()
         clips = reading.decision.action is StepAction.CLIP
-        event = self._describe_spike(reading, Action.CLIPPED if clips else Action.SKIPPED, threshold)
+        event = report.explain(self._describe_spike(reading, Action.CLIPPED if clips else Action.SKIPPED, threshold))
         rewinds = not clips and self.policy.on_spike == "rewind" and threshold != fixed
         if not rewinds:
             self.journal.write_once(event)
@@ -232,8 +255,9 @@ class Settlement:
         """Writes the findings whose events do not depend on what becomes of the step; `Containment` writes the others."""
         actions = {BatchAction.REPAIR: Action.REPAIRED, BatchAction.REMOVED: Action.DROPPED}
         for micro in reading.group.micro_batches:
+            is_dropped = reading.drops(micro)
             for finding in micro.findings:
-                if self._is_due(finding, math.isfinite(reading.norm)):
+                if self._is_due(finding, math.isfinite(reading.norm) and not is_dropped):
                     bad = BadMicroBatch.of_finding(micro, finding, reading.step)
                     self.journal.write(bad.event(actions.get(finding.action, Action.OBSERVED), reading))
 

@@ -12,7 +12,7 @@ from ..rerun.micro_batch import AccumulationGroup, BatchAction, Finding, MicroBa
 from ..rng import RngState
 from ..vocabulary import Action, Cause, Signal
 from .bad_gradients import Census, describe
-from .decision import Decision
+from .decision import Decision, StepAction
 
 MAX_ROWS = 8
 
@@ -96,6 +96,11 @@ class StepReading:
     def suspected(self) -> bool:
         """Whether a loss is not finite and something in its batch may be the cause."""
         return self.bad_loss is not None and self.group.micro_batches[self.bad_loss[0]].suspicion is not None
+
+    def drops(self, micro: MicroBatch) -> bool:
+        """Whether a micro-batch is left out because its own loss is not finite."""
+        is_bad = micro.index < len(self.losses) and not math.isfinite(self.losses[micro.index])
+        return is_bad and self.decision.action is not StepAction.STEP and self.decision.signal is Signal.LOSS_NONFINITE
 
     @property
     def finite_losses(self) -> list[Tensor]:
@@ -247,8 +252,10 @@ class BadMicroBatch:
 
 def explain_event(event: Event, verdict: Verdict) -> Event:
     """Returns the event with what an autopsy found: culprit, cause, remedies, bundle."""
+    clears_data = verdict.blame.scope == "every_sample"
     return replace(
         event,
+        message=event.message + ("; all its samples fail, the data is not the cause" if clears_data else ""),
         values={**event.values, "autopsy": verdict.as_values()},
         culprit=verdict.explain(event.culprit or Culprit()),
         cause=event.cause if event.cause is not None and verdict.origin is None else verdict.cause,

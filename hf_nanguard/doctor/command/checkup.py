@@ -58,6 +58,7 @@ class Checkup:
     stages: list[Stage] = field(default_factory=list)
     precision: list[Source] = field(default_factory=list)
     unjudged: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
 
     @property
     def findings(self) -> list[Finding]:
@@ -78,6 +79,7 @@ class Checkup:
         stage.examination.add(report.examination)
         self.precision = report.precision
         self.unjudged = list(dict.fromkeys([*self.unjudged, *report.unjudged]))
+        self.remarks = list(dict.fromkeys([*self.remarks, *report.remarks]))
 
     def as_dict(self) -> dict[str, Any]:
         """Returns everything as strict JSON values."""
@@ -86,6 +88,7 @@ class Checkup:
             "findings": [found.as_dict() for found in self.findings],
             "precision": [asdict(source) for source in self.precision],
             "unjudged": self.unjudged,
+            "remarks": self.remarks,
             "stages": [{
                 "name": stage.name, "seconds": round(stage.seconds, 3), "problem": stage.problem,
                 "findings": [found.rule for found in stage.examination.findings], "sound": stage.examination.sound,

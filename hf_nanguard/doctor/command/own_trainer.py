@@ -19,6 +19,10 @@ def build_own(target: str) -> Trainer:
     try:
         build = getattr(importlib.import_module(module), name)
         trainer = build()
+    except SystemExit as error:
+        raise ArgumentError(
+            f"--trainer {target} must return a Trainer, but it called sys.exit({error.code!r})."
+        ) from error
     except Exception as error:  # code of the user's
         raise ArgumentError(f"--trainer {target} failed ({format_error(error)}).") from error
     finally:

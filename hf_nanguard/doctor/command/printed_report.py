@@ -1,5 +1,7 @@
 """What `nanguard doctor` prints: findings that can be understood without reading code, then what was found sound."""
 
+from pathlib import Path
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -21,7 +23,12 @@ STYLES = {
     "failed": "bold red",
 }
 INDENT = 9
-ABOUT = {**{rule.name: rule.about for rule in RULES}, **{check.name: check.about for check in DATA_CHECKS}}
+FILE_RULES = {"unknown-arguments": "names in the file", "argument-values": "values in the file"}
+ABOUT = {
+    **FILE_RULES,
+    **{rule.name: rule.about for rule in RULES},
+    **{check.name: check.about for check in DATA_CHECKS},
+}
 
 
 def print_stage(console: Console, stage: Stage) -> None:
@@ -67,6 +74,13 @@ def print_precision(console: Console, sources: list[Source]) -> None:
         console.print(Text.assemble(f"  {source.name:<20} {source.value:<28} ", verdict), soft_wrap=True)
 
 
+def print_quarantined(console: Console, rows: list[int], folder: Path) -> None:
+    """Prints which rows a guarded run in this folder will leave out from now on."""
+    listed = ", ".join(map(str, rows[:20])) + (", ..." if len(rows) > 20 else "")
+    text = f"{len(rows)} new ({listed})" if rows else "nothing new"
+    _print_line(console, f"quarantine of {folder}: {text}")
+
+
 def print_grade(console: Console, found: Verification) -> None:
     """Prints the checks of the measured steps, as a table on a terminal and as lines elsewhere."""
     table = Table("check", "verdict", "measured")
@@ -85,6 +99,8 @@ def print_end(console: Console, checkup: Checkup) -> None:
     console.print()
     for stage in checkup.stages:
         _print_names(console, stage.name, stage.examination)
+    for remark in checkup.remarks:
+        _print_line(console, remark)
     if checkup.unjudged:
         _print_line(console, f"no rule knows these names of the file: {', '.join(checkup.unjudged)}")
     counts = ", ".join(

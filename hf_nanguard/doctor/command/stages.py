@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import cast
 
@@ -14,13 +15,14 @@ from ...hf.compat.trainer_protocol import HostTrainer
 from ..config_check import judge_files
 from ..data.sampled_rows import Report, take_sample
 from ..dataset_check import DATA_CHECKS, SAMPLE, judge_sample
-from ..facts.config_file import ConfigFile
+from ..facts.file_facts import ConfigFile
 from ..facts.trainer_inspection import find_trainer_facts
 from ..laws.prove import LAWS
 from ..rules.rule_set import RULES, TOPICS
 from .checkup import STAGES, Checkup, Stage, run_stage
 from .measured_steps import measure_steps
-from .printed_report import print_grade, print_stage
+from .printed_report import print_grade, print_quarantined, print_stage
+from .quarantined_rows import quarantine_found
 from .shown_rows import print_rows
 from .tried_laws import try_laws
 
@@ -39,6 +41,7 @@ class Options:
     num_shown: int = 0  # rows to print
     num_steps: int = 20
     memory_limit: int | None = None
+    quarantine: Path | None = None  # the output_dir of the run that is to leave out bad rows
 
     def __post_init__(self) -> None:
         _check_names("--only", self.only, STAGES)
@@ -49,6 +52,8 @@ class Options:
         )
         if not self.stages:
             raise ArgumentError("--only and --skip must leave a stage to run, got none.")
+        if self.quarantine is not None and "data" not in self.stages:
+            raise ArgumentError("--quarantine needs the stage data, which --only or --skip leave out.")
 
     @property
     def stages(self) -> tuple[str, ...]:
@@ -62,9 +67,15 @@ def _names() -> list[str]:
 
 
 def _check_names(flag: str, given: Sequence[str], known: Sequence[str]) -> None:
-    wrong = [name for name in given if name not in known]
-    if wrong:
-        raise ArgumentError(f"{flag} must be of {', '.join(known)}, got {wrong[0]!r}.")
+    wrong = next((name for name in given if name not in known), None)
+    if wrong is None:
+        return
+    near = get_close_matches(wrong, known, 1)
+    listed = f"{', '.join(STAGES)}" + (
+        f", {', '.join(TOPICS)}, or the name of a rule, check or law" if len(known) > len(STAGES) else ""
+    )
+    hint = f" Did you mean {near[0]}?" if near else ""
+    raise ArgumentError(f"{flag} must be of {listed}, got {wrong!r}.{hint}")
 
 
 def run_stages(
@@ -94,7 +105,12 @@ def run_stages(
         print_stage(console, stage)
 
     if wants_rules and files:
-        finish(run_stage("rules", lambda stage: checkup.add_config(stage, judge_files(files, options.skip))))
+        finish(
+            run_stage(
+                "rules",
+                lambda stage: checkup.add_config(stage, judge_files(files, options.skip, None, options.memory_limit)),
+            )
+        )
     if not later and files:
         return checkup
     trainer, problem = None, ""
@@ -118,7 +134,7 @@ def _judge_trainer(
     stage: Stage, checkup: Checkup, files: Sequence[ConfigFile], trainer: Trainer, options: Options
 ) -> None:
     """Judges the built trainer; what the files have already said is not repeated."""
-    report = judge_files(files, options.skip, find_trainer_facts(cast(HostTrainer, trainer)))
+    report = judge_files(files, options.skip, find_trainer_facts(cast(HostTrainer, trainer)), options.memory_limit)
     known = {found.rule for found in checkup.findings}
     report.examination.findings = [found for found in report.examination.findings if found.rule not in known]
     checkup.stages = [before for before in checkup.stages if before.examination.findings]
@@ -136,6 +152,10 @@ def _run_later(
         stage.examination = found.examination
         stage.details |= {"num_rows": found.num_rows, "num_checked": found.num_checked, "bad_rows": found.bad_rows}
         print_rows(console, sample, options.num_shown)
+        if options.quarantine is not None:
+            rows = quarantine_found(options.quarantine, trainer.train_dataset, sample, found)
+            stage.details["quarantined"] = rows
+            print_quarantined(console, rows, options.quarantine)
 
     def check_laws(stage: Stage) -> None:
         report = slow_progress(progress, "laws")

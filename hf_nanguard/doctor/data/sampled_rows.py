@@ -4,18 +4,27 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
+from operator import getitem
 from typing import Any
 
-import datasets
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, TensorDataset
 from transformers import PreTrainedTokenizerBase
 
+from ...boundary import attempt
 from ...core.rng import RngState
 from ...hf.compat import trainer as compat
+from ...hf.compat.model_config import find_tokenizer
 from ...hf.compat.own_loss import has_own_batches, is_library_code
-from ...hf.compat.prepared_dataset import PreparedRows, find_prepared_rows, find_training_data
+from ...hf.compat.prepared_dataset import (
+    PreparedRows,
+    find_prepared_rows,
+    find_training_data,
+    is_hf_dataset,
+    is_hf_stream,
+)
 from ...hf.compat.trainer_protocol import HostTrainer
 from ...hf.data.batch_limits import Limits, find_limits
 from ...plain_text import format_error
@@ -24,6 +33,8 @@ from ..rules.run_facts import Facts
 
 # Called with the number of rows done and of all.
 Report = Callable[[int, int], None]
+CONVERSATIONS = ("messages", "prompt", "completion", "conversations", "chosen", "rejected")
+TEXTS = (*CONVERSATIONS, "input_ids", "prompt_ids", "chosen_ids", "rejected_ids")
 
 
 @dataclass(frozen=True)
@@ -39,12 +50,15 @@ class SampledRow:
             What the collator made of it alone; `None` if it failed or makes something else.
         error (`str`, *optional*):
             Why dataset or collator failed.
+        source (`Mapping`, *optional*):
+            Texts and tokens of the row, with columns that the model does not take, such as its messages.
     """
 
     number: int
     example: Any
     batch: Mapping[str, Any] | None = None
     error: str | None = None
+    source: Mapping[str, Any] = field(default_factory=dict)
 
     def field(self, name: str) -> Tensor | None:
         """Returns a tensor of the batch."""
@@ -85,14 +99,15 @@ def take_sample(trainer: HostTrainer, num_rows: int | None, report: Report | Non
     facts, model = find_trainer_facts(trainer), trainer.accelerator.unwrap_model(trainer.model)
     prepared = find_prepared_rows(trainer)
     processor: Any = trainer.processing_class
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = find_tokenizer(processor)
     tokenizer = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else None
     own_loss = has_own_batches(trainer)
     with unchanged_randomness(trainer):
         dataset, collator = find_training_data(trainer)
         collator = copy.deepcopy(collator)
         total, numbers = _choose_rows(dataset, num_rows)
-        rows = list(_collate(_read(dataset, numbers), collator, prepared, len(numbers), report))
+        whole = _find_texts(trainer.train_dataset)
+        rows = list(_collate(_read(dataset, numbers), collator, prepared, len(numbers), report, whole))
         together = [row.example for row in rows[: trainer.args.per_device_train_batch_size] if row.error is None]
         batch_error = _try(collator, together)[1] if len(together) > 1 else None
     return Sample(
@@ -121,21 +136,29 @@ def is_repeatable(trainer: HostTrainer) -> bool:
     )
 
 
-def _is_plain(dataset: object) -> bool:
+def _is_plain(dataset: Any) -> bool:
     if isinstance(dataset, Subset):
         return _is_plain(dataset.dataset)
-    if isinstance(dataset, datasets.Dataset):
+    if is_hf_dataset(dataset):
         return dataset.format["type"] != "custom"  # set_transform calls code of the user's
     return type(dataset) in (list, TensorDataset)
 
 
 def _choose_rows(dataset: Any, num_rows: int | None) -> tuple[int | None, Sequence[int]]:
     """Returns the size of the dataset and the rows to read, evenly spread; of a stream the first ones."""
-    if isinstance(dataset, IterableDataset | datasets.IterableDataset) or not hasattr(dataset, "__len__"):
+    if isinstance(dataset, IterableDataset) or is_hf_stream(dataset) or not hasattr(dataset, "__len__"):
         return None, range(num_rows or 2**62)
     total = len(dataset)
     count = total if num_rows is None else min(num_rows, total)
     return total, [index * total // count for index in range(count)]
+
+
+def _find_texts(dataset: Any) -> Any:
+    """Returns the columns with the texts and tokens of rows, which the dataloader may leave out; not those with images."""
+    if not is_hf_dataset(dataset) or dataset.format["type"] == "custom":
+        return None
+    columns = [name for name in TEXTS if name in dataset.column_names]
+    return dataset.select_columns(columns) if columns else None
 
 
 def _read(dataset: Any, numbers: Sequence[int]) -> Iterator[tuple[int, Any, str | None]]:
@@ -144,10 +167,8 @@ def _read(dataset: Any, numbers: Sequence[int]) -> Iterator[tuple[int, Any, str 
         yield from ((number, example, None) for number, example in enumerate(islice(iter(dataset), len(numbers))))
         return
     for number in numbers:
-        try:
-            yield number, dataset[number], None
-        except Exception as error:  # a dataset may be code of the user's
-            yield number, None, format_error(error)
+        example, problem = _try(partial(getitem, dataset), number)
+        yield number, example, problem
 
 
 def _collate(
@@ -156,20 +177,22 @@ def _collate(
     prepared: PreparedRows,
     total: int,
     report: Report | None,
+    whole: Any,
 ) -> Iterator[SampledRow]:
     for done, (number, example, problem) in enumerate(rows, 1):
         batch, error = (None, problem) if problem is not None else _try(collator, [example])
         [named] = prepared.name([number]) or [number]
-        yield SampledRow(named, example, batch if isinstance(batch, Mapping) else None, error)
+        source = example if isinstance(example, Mapping) else {}
+        if whole is not None and problem is None:
+            source = whole[number]
+        yield SampledRow(named, example, batch if isinstance(batch, Mapping) else None, error, source)
         if report is not None:
             report(done, total)
 
 
-def _try(collator: Callable, examples: list[Any]) -> tuple[Any, str | None]:
-    try:
-        return collator(copy.deepcopy(examples)), None  # a collator may change what it is given
-    except Exception as error:  # a collator may be code of the user's
-        return None, format_error(error)
+def _try(function: Callable, argument: Any) -> tuple[Any, str | None]:
+    """Returns what a function of the user's returns for a copy of an argument, which it may change, and why it could not."""
+    return attempt(lambda: (function(copy.deepcopy(argument)), None), lambda error: (None, format_error(error)))
 
 
 def find_stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:

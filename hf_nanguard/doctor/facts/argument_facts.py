@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,7 @@ def find_argument_facts(values: Mapping[str, Any], task: str) -> Facts:
         accumulation_steps=accumulation,
         world_size=int(os.environ["WORLD_SIZE"]) if os.environ.get("WORLD_SIZE", "").isdigit() else None,
         max_grad_norm=(read_number(values, "max_grad_norm") or 0.0) if "max_grad_norm" in values else None,
+        gradient_checkpointing=read_flag(values, "gradient_checkpointing"),
         assistant_only_loss=read_flag(values, "assistant_only_loss"),
         **{name: read_number(values, name) for name in (
             "learning_rate", "warmup_steps", "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "temperature",
@@ -97,7 +99,7 @@ def find_argument_facts(values: Mapping[str, Any], task: str) -> Facts:
 
 def _plain(value: object) -> str | None:
     """Returns the value of an enum member, or a text as it is."""
-    return None if value is None else str(getattr(value, "value", value))
+    return None if value is None else str(value.value if isinstance(value, Enum) else value)
 
 
 def find_deepspeed_precision(config: object) -> str | None:

@@ -9,16 +9,13 @@ from transformers import TrainingArguments
 
 from ...core.settings import PREFIX, SETTINGS
 
-TASKS = ("sft", "dpo", "kto", "reward", "grpo", "rloo", "trainer")
-# Fields that occur in one kind of training only, by which a file without a name of its own is recognised. The first match wins.
-MARKS = {
-    "grpo": ("reward_funcs", "reward_weights", "scale_rewards", "num_generations", "max_completion_length", "epsilon_high"),
-    "dpo": ("precompute_ref_log_probs", "ld_alpha", "f_divergence_type", "beta"),
-    "kto": ("desirable_weight", "undesirable_weight"),
-    "reward": ("center_rewards_coefficient",),
-    "sft": ("packing", "dataset_text_field", "assistant_only_loss", "completion_only_loss", "max_length", "dataset_name",
-            "model_name_or_path", "use_peft", "lora_r", "lora_alpha", "load_in_4bit", "load_in_8bit"),
-}  # fmt: skip
+TASKS = ("sft", "dpo", "kto", "grpo", "rloo", "reward", "trainer")
+"""Kinds of training. Of several that have the same arguments, the first is taken."""
+SCRIPT_NAMES = {
+    "reward_funcs": ("grpo", "rloo"),
+    "reward_model_name_or_path": ("grpo", "rloo"),
+    "reward_model_path": ("rloo",),
+}
 OWN = ("preset", "compare", "json", "config", "env", "datasets", "streaming", "test_split_size")
 # Arguments of our recipes on the plain Trainer, with the training argument that each stands for, if any.
 RECIPE_NAMES = {
@@ -33,12 +30,23 @@ RENAMED = {
 }  # fmt: skip
 
 
-def find_task(names: Iterable[str]) -> str:
-    """Returns the kind of training whose arguments have these names: `sft` if any could, `trainer` for the plain Trainer."""
-    given = set(names)
+def find_tasks(names: Iterable[str]) -> tuple[str, ...]:
+    """Returns the kinds of training whose arguments have most of these names, the likeliest first; `trainer` alone for the plain
+    Trainer."""
+    given = {RENAMED.get(name, name) for name in names}
     if given.intersection(RECIPE_NAMES) - {"temperature"}:
-        return "trainer"
-    return next((task for task, marks in MARKS.items() if given.intersection(marks)), "trainer")
+        return ("trainer",)
+    scores = {task: sum(name in _own_names(task) for name in given) for task in TASKS}
+    best = max(scores.values())
+    return tuple(task for task in TASKS if scores[task] == best) if best else ("trainer",)
+
+
+def _own_names(task: str) -> set[str]:
+    """Returns the arguments of a kind of training that the plain Trainer does not have."""
+    if task == "trainer":
+        return set()
+    script = {name for name, tasks in SCRIPT_NAMES.items() if task in tasks}
+    return script.union(read_defaults(task)).difference(read_defaults("trainer"))
 
 
 def find_config_class(task: str) -> type[TrainingArguments]:
@@ -55,17 +63,30 @@ def find_config_class(task: str) -> type[TrainingArguments]:
 
 def read_defaults(task: str) -> dict[str, Any]:
     """Returns the arguments of a kind of training with their defaults, those of TRL's scripts about the model included."""
-    classes: list[type] = [find_config_class(task)]
-    if task != "trainer":
-        import trl
+    return {
+        f.name: None if f.default is MISSING else f.default for cls in find_argument_classes(task) for f in fields(cls)
+    }
 
-        classes += [trl.ModelConfig, trl.ScriptArguments]
-    return {f.name: None if f.default is MISSING else f.default for cls in classes for f in fields(cls)}
+
+def find_argument_classes(task: str) -> list[type]:
+    """Returns the classes of the arguments of a kind of training, those of TRL's scripts about the model included."""
+    if task == "trainer":
+        return [TrainingArguments]
+    import trl
+
+    return [find_config_class(task), trl.ModelConfig, trl.ScriptArguments]
 
 
 def find_unknown(values: Mapping[str, object], defaults: Mapping[str, object]) -> dict[str, str]:
     """Returns the names that no argument has, each with the argument that was probably meant, or nothing."""
-    script = ("reward_funcs", "reward_model_name_or_path", "reward_model_path", "model_name_or_path", "dataset_name")
-    known = {*defaults, *OWN, *script, *RECIPE_NAMES, *(f"{PREFIX}{name}" for name in SETTINGS)}
+    known = {
+        *defaults,
+        *OWN,
+        *SCRIPT_NAMES,
+        "model_name_or_path",
+        "dataset_name",
+        *RECIPE_NAMES,
+        *(f"{PREFIX}{name}" for name in SETTINGS),
+    }
     unknown = [name for name in values if name not in known]
     return {name: RENAMED.get(name) or "".join(get_close_matches(name, known, 1)) for name in unknown}

@@ -39,8 +39,17 @@ def read_model_config(config: Mapping[str, Any], folder: Path) -> Facts:
         checkpoint_dtype=dtype,
         max_positions=positions if isinstance(positions, int) and positions > 0 else None,
         embedding_rows=text.get("vocab_size") if isinstance(text.get("vocab_size"), int) else None,
+        hidden_size=_read_size(text, "hidden_size", "n_embd", "d_model"),
+        intermediate_size=_read_size(text, "intermediate_size", "n_inner", "d_ff"),
+        num_layers=_read_size(text, "num_hidden_layers", "n_layer", "num_layers"),
         parameters=count_parameters(folder, dtype),
     )
+
+
+def _read_size(config: Mapping[str, Any], *names: str) -> int | None:
+    """Returns a size under one of the names that configs have for it."""
+    found = next((config[name] for name in names if isinstance(config.get(name), int)), None)
+    return found if found and found > 0 else None
 
 
 def count_parameters(folder: Path, dtype: str | None) -> int | None:

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Mapping
 from dataclasses import fields
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers import DataCollatorForLanguageModeling, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ...hf.compat.model_config import find_adapters, find_config, find_tokenizer, without_adapter
 from ...hf.compat.trainer_protocol import HostTrainer
+from ..rules.memory_estimate import find_activation_bytes, find_optimizer_bytes
 from ..rules.run_facts import Facts
 from .argument_facts import find_argument_facts, find_deepspeed_precision
 from .device_facts import find_device_facts
+from .file_facts import find_scale
 
 # By the name of the class or of one of its bases, which may be guarded or the user's own.
 TASK_NAMES = {
@@ -21,7 +25,6 @@ TASK_NAMES = {
     "RLOOTrainer": "rloo", "OnlineDPOTrainer": "online_dpo", "ORPOTrainer": "orpo", "CPOTrainer": "cpo",
     "DistillationTrainer": "distill", "GKDTrainer": "distill",
 }  # fmt: skip
-STATES = {"adam": 2, "lion": 1, "sgd": 0, "adafactor": 0}  # moments that an optimizer keeps of each weight
 
 
 def find_trainer_facts(trainer: HostTrainer) -> Facts:
@@ -55,9 +58,9 @@ def _is_sharded(trainer: HostTrainer) -> bool:
 
 def find_model_facts(model: nn.Module) -> Facts:
     """Returns what a model, with or without a PEFT adapter, says about itself."""
-    adapters: Mapping[str, Any] = model.peft_config if hasattr(model, "get_base_model") else {}  # type: ignore[assignment]
-    base = model.get_base_model() if adapters else model  # type: ignore[operator]
-    config = getattr(base, "config", None)
+    adapters = find_adapters(model)
+    base = without_adapter(model) if adapters else model
+    config = find_config(base)
     text = config.get_text_config() if isinstance(config, PreTrainedConfig) else config
     parameters = list(model.parameters())
     trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -68,20 +71,36 @@ def find_model_facts(model: nn.Module) -> Facts:
         model_name=getattr(config, "name_or_path", None) or type(base).__name__,
         model_type=getattr(config, "model_type", None),
         is_pretrained=bool(getattr(config, "name_or_path", "")) if isinstance(base, PreTrainedModel) else False,
-        adapter="none" if first is None else str(getattr(first.peft_type, "value", first.peft_type)).lower(),
+        adapter="none" if first is None else _plain(first.peft_type).lower(),
         adapter_targets=tuple(sorted(modules)) if adapters else None,
+        adapter_scale=_find_scale(first),
         has_output_head_adapter="lm_head" in modules if adapters else False,
         parameters=sum(map(_count, parameters)),
         trainable=sum(map(_count, trained)),
         model_dtype=_largest_dtype(trained),
         checkpoint_dtype=None,
         max_positions=_positive(getattr(text, "max_position_embeddings", None)),
+        hidden_size=_positive(getattr(text, "hidden_size", None)),
+        intermediate_size=_positive(getattr(text, "intermediate_size", None)),
+        num_layers=_positive(getattr(text, "num_hidden_layers", None)),
+        is_causal="CausalLM" in type(base).__name__,
         embedding_rows=_rows(base, "get_input_embeddings"),
         head_rows=_rows(base, "get_output_embeddings"),
         weight_bytes=sum(parameter.nbytes for parameter in parameters),
         trainable_bytes=sum(parameter.nbytes for parameter in trained),
         **quantization,
     )
+
+
+def _find_scale(config: Any) -> float | None:
+    """Returns the scale of a LoRA; ranks and alphas that differ by module are left alone."""
+    if (
+        getattr(config, "r", None) is None
+        or getattr(config, "rank_pattern", None)
+        or getattr(config, "alpha_pattern", None)
+    ):
+        return None
+    return find_scale(config.r, getattr(config, "lora_alpha", None), getattr(config, "use_rslora", False))
 
 
 def _count(parameter: nn.Parameter) -> int:
@@ -135,7 +154,7 @@ def _find_quantization(config: object) -> dict[str, Any]:
 
 def find_tokenizer_facts(processor: Any, collator: object) -> Facts:
     """Returns what the tokenizer says, and whether the collator masks its pad token."""
-    tokenizer = getattr(processor, "tokenizer", processor)
+    tokenizer = find_tokenizer(processor)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         return Facts()
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None
@@ -151,9 +170,7 @@ def find_tokenizer_facts(processor: Any, collator: object) -> Facts:
 
 def find_resource_facts(facts: Facts, args: Any, is_sharded: bool) -> Facts:
     """Returns the memory and disk that a run needs, and what is there. The weights of a sharded model are not all here."""
-    name = facts.optimizer or ""
-    moments = next((count for kind, count in STATES.items() if kind in name), None)
-    state = None if moments is None else int(moments * facts.trainable_bytes / (4 if "8bit" in name else 1))
+    state = find_optimizer_bytes(facts.optimizer, facts.trainable_bytes)
     saves = _plain(args.save_strategy) != "no"
     checkpoint = None
     if saves and state is not None:
@@ -162,8 +179,10 @@ def find_resource_facts(facts: Facts, args: Any, is_sharded: bool) -> Facts:
     free = _free_disk(args.output_dir) if saves else None
     limit = args.save_total_limit
     return Facts.of(
+        is_sharded=is_sharded,
         optimizer_bytes=None if is_sharded else state,
-        device_memory=None if is_sharded or facts.device_memory is None else facts.device_memory,
+        activation_bytes=find_activation_bytes(facts),
+        snapshot_bytes=facts.trainable_bytes + (state or 0) if getattr(args, "nanguard_snapshot_steps", None) else None,
         checkpoint_bytes=checkpoint,
         num_checkpoints=_count_checkpoints(args, limit) if saves else None,
         disk_free=free,
@@ -171,7 +190,7 @@ def find_resource_facts(facts: Facts, args: Any, is_sharded: bool) -> Facts:
 
 
 def _plain(value: object) -> str:
-    return str(getattr(value, "value", value))
+    return str(value.value if isinstance(value, Enum) else value)
 
 
 def _count_checkpoints(args: Any, limit: int | None) -> int:

@@ -1,5 +1,7 @@
 """One batch of four equals four accumulated batches of one, in loss and gradients."""
 
+from typing import Any
+
 from torch import Tensor
 
 from ..trial.law_result import ERROR, NOTE, WARNING, Law, LawResult, NotApplicable, broken, held
@@ -8,14 +10,14 @@ from ..trial.trial_bench import Run, TrialBench, compare
 
 def check_accumulation(bench: TrialBench) -> LawResult:
     """Runs four rows as one batch and as an accumulation group of four, each through the trainer's own steps."""
-    if len({len(bench.collate(rows)) for rows in (bench.rows[:1], bench.rows)}) > 1:
+    if not bench.is_online and len({len(bench.collate(rows)) for rows in (bench.rows[:1], bench.rows)}) > 1:
         raise NotApplicable("its batches of one have other fields than its batches of four")
     bench.need_steady()
-    singles = [bench.collate([row]) for row in bench.rows]
-    whole, parts = bench.usual, bench.run(singles)
+    singles = _split_completions(bench) if bench.is_online else [bench.collate([row]) for row in bench.rows]
+    whole, parts = bench.usual, _run_singles(bench, singles)
     if not whole.norm:
         raise NotApplicable("the gradient of its batch is zero")
-    off, worst, name = compare(whole, parts)
+    off, worst, name = compare(_without_loss(bench, whole), _without_loss(bench, parts))
     bound = bench.allow()
     ratio = parts.norm / whole.norm
     values = {"difference": off, "bound": bound, "ratio": ratio, "loss": whole.loss, "accumulated_loss": parts.loss,
@@ -25,13 +27,45 @@ def check_accumulation(bench: TrialBench) -> LawResult:
     return _describe(bench, whole, parts, singles, values)
 
 
+def _run_singles(bench: TrialBench, singles: list[Any]) -> Run:
+    args: Any = bench.trainer.args
+    steps = getattr(args, "steps_per_generation", None) if bench.is_online else None
+    if steps is None:
+        return bench.run(singles)
+    args.steps_per_generation = steps * len(singles)  # the same completions in as many more micro-batches
+    try:
+        return bench.run(singles)
+    finally:
+        args.steps_per_generation = steps
+
+
+def _split_completions(bench: TrialBench) -> list[dict[str, Any]]:
+    """Returns a batch of sampled completions as batches of one; what is not of single completions stays as it is."""
+    batch: dict[str, Any] = bench.batch
+    size = len(batch["completion_ids"])
+    if size < 2:
+        raise NotApplicable("its micro-batches have one completion")
+    if any(name.startswith(("pixel", "image")) for name in batch):
+        raise NotApplicable("the images of its prompts cannot be divided")
+
+    def take(value: Any, at: int) -> Any:
+        is_divided = isinstance(value, Tensor | list) and getattr(value, "ndim", 1) > 0 and len(value) == size
+        return value[at : at + 1] if is_divided else value
+
+    return [{name: take(value, at) for name, value in batch.items()} for at in range(size)]
+
+
 def _describe(bench: TrialBench, whole: Run, parts: Run, singles: list, values: dict) -> LawResult:
     ratio, off = values["ratio"], values["difference"]
     message = (
-        f"Four accumulated batches of one give a gradient {ratio:.2f} times that of one batch of four, and the loss "
+        f"{len(singles)} accumulated batches of one give a gradient {ratio:.2f} times that of one batch of {len(singles)}, and the loss "
         f"{parts.loss:.4g} instead of {whole.loss:.4g} (difference {off:.1e}, rounding explains {values['bound']:.0e}), most in "
         f"{values['parameter']}"
     )
+    if bench.is_online and getattr(bench.trainer, "loss_type", None) == "bnpo":
+        return broken(
+            NOTE, f"{message}. loss_type='bnpo' averages over the tokens of each micro-batch by design.", **values
+        )
     if _has_batch_statistics(bench):
         return broken(NOTE, f"{message}. Batch normalisation uses statistics of the batch.", **values)
     if bench.trainer.args.gradient_accumulation_steps == 1:
@@ -47,6 +81,11 @@ def _describe(bench: TrialBench, whole: Run, parts: Run, singles: list, values: 
         "(loss_is_scaled_for_ga of the trainer says which).",
         **values,
     )
+
+
+def _without_loss(bench: TrialBench, run: Run) -> Run:
+    """Returns a run whose loss is not compared, as advantages of both signs make it a difference of equal terms."""
+    return Run(0.0, run.gradients) if bench.is_online else run
 
 
 def _average(runs: list[Run]) -> Run:

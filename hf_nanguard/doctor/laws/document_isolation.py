@@ -1,4 +1,4 @@
-"""Documents that share a row do not see each other: changing one does not move the logits of the others."""
+"""Tokens see only what they may: nothing of other documents of the same row, and nothing that comes after them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,11 +13,14 @@ from ..trial.trial_bench import Inputs, TrialBench
 from ..trial.trial_rows import IDS, MAX_DOCUMENTS, Row, change_document, find_documents
 
 ROUNDING = 64  # equal shapes and masked entries of exactly 0: hardly more than the rounding of a sum
+GENERATORS = ("CausalLM", "LMHead", "ConditionalGeneration")  # parts of the names of models that predict the next token
 Document = tuple[int, tuple[int, int]]  # row, begin and end
 
 
 def check_isolation(bench: TrialBench) -> LawResult:
     """Changes the first and the last document of a batch, one at a time, and compares the outputs of all others."""
+    if bench.is_online:
+        raise NotApplicable("each of its completions has a row of its own")
     rows, documents = _choose_documents(bench)
     bench.need_steady()
     inputs, owners = _find_owners(bench, rows, documents)
@@ -133,6 +136,54 @@ def _check_first_targets(inputs: Inputs, documents: list[Document]) -> LawResult
     )  # fmt: skip
 
 
+def check_causality(bench: TrialBench) -> LawResult:
+    """Changes the last token of every row and compares the outputs of all tokens before it."""
+    inputs = bench.find_inputs()
+    ids, mask = inputs.get(IDS), inputs.get("attention_mask")
+    base: Any = bench.bare.get_base_model() if hasattr(bench.bare, "get_base_model") else bench.bare
+    names = [cls.__name__ for cls in type(base).__mro__]
+    is_generator = bench.is_causal and any(part in name for part in GENERATORS for name in names)
+    if not is_generator or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] < 3:
+        raise NotApplicable("its model does not predict the next token of its inputs")
+    if getattr(getattr(bench.bare, "config", None), "use_bidirectional_attention", False):
+        raise NotApplicable("its config asks for attention in both directions")
+    bench.need_steady()
+    is_real = (
+        mask.bool() if isinstance(mask, Tensor) and mask.shape == ids.shape else torch.ones_like(ids, dtype=torch.bool)
+    )
+    order = torch.arange(ids.shape[1], device=ids.device)
+    last = torch.where(is_real, order, -1).amax(1)  # the last real token of each row
+    plain = sorted({int(token) for token in ids[is_real].flatten()} - find_special_tokens(bench.trainer))
+    if len(plain) < 2:
+        raise NotApplicable("its rows have too few different tokens to change one")
+    changed = ids.clone()
+    for row, at in enumerate(last.tolist()):
+        if at >= 0:
+            changed[row, at] = next(token for token in plain if token != int(ids[row, at]))
+    places = is_real & (order < last.unsqueeze(1))
+    others, bound = {**inputs, IDS: changed}, ROUNDING * bench.eps + 10 * bench.noise
+    before, after = bench.forward(inputs), bench.forward(others)
+    if before.shape[:2] != ids.shape:
+        raise NotApplicable("its outputs cannot be matched with tokens")
+    move = measure_move(before, after, places)
+    if move <= bound:
+        return held(
+            f"changing the last token of a row moves those before it by {move:.1e} of the logits' spread",
+            move=move,
+            bound=bound,
+        )
+    off = (before - after).abs().amax(-1).masked_fill(~places, 0)
+    row, token = divmod(int(off.argmax()), off.shape[1])
+    module = find_moved(bench, inputs, others, places, bound)
+    return broken(
+        ERROR, f"Changing the last token of a row moves the logits of tokens before it by {move:.1e} of their spread (rounding "
+        f"explains {bound:.0e}), most at token {token} of row {row}"
+        + (f"; the first module that lets it through is {module}" if module else "") + ". The model sees what it is asked to predict.",
+        move=move, bound=bound, row=row, token=token, module=module,
+    )  # fmt: skip
+
+
 LAWS = (
+    Law("causality", "no token sees those after it", check_causality),
     Law("isolation", "documents that share a row do not see each other", check_isolation),
 )  # fmt: skip

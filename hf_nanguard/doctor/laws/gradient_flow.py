@@ -93,7 +93,9 @@ def _take_steps(bench: TrialBench) -> set[str]:
     if optimizer is None:
         raise NotApplicable("the trainer has no optimizer")
     for group in bare_optimizer(optimizer).param_groups:
-        if not group["lr"]:  # the first step of a warm-up
+        if (
+            not group["lr"] and group.get("initial_lr") != 0
+        ):  # the first step of a warm-up, not a group that never learns
             group["lr"] = bench.trainer.args.learning_rate or 1e-4
     reached: set[str] = set()
     for step in range(STEPS):

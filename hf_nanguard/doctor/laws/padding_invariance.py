@@ -2,17 +2,23 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from ...hf.compat.online_trainer import policy_logps
 from ..trial.law_result import ERROR, NOTE, Law, LawResult, NotApplicable, broken, held
 from ..trial.moved_output import measure_spread
+from ..trial.special_tokens import find_padding
 from ..trial.trial_bench import Inputs, TrialBench
 from ..trial.trial_rows import IDS
 
 MASK = "attention_mask"
+EXTRA = 3  # tokens of padding that are added
 
 
 def check_padding(bench: TrialBench) -> LawResult:
     """Compares the outputs of the shortest row alone with those it has beside the longest, where it is padded."""
+    if bench.is_online:
+        return _check_completions(bench)
     short, long = bench.rows[0], bench.rows[-1]
     alone, padded = bench.find_inputs(bench.collate([short])), bench.find_inputs(bench.collate([short, long]))
     pair = _find_padded(alone, padded)
@@ -41,6 +47,34 @@ def check_padding(bench: TrialBench) -> LawResult:
     if is_left and first_only:
         return broken(NOTE, f"{message}, which has nothing before it to attend to.", move=worst, bound=bound)
     return broken(ERROR, f"{message}. Real tokens see padding.", move=worst, bound=bound, token=int(move.argmax()))
+
+
+def _check_completions(bench: TrialBench) -> LawResult:
+    """Compares the log-probabilities of sampled tokens with those they have with more padding around prompt and completion."""
+    bench.need_steady()
+    batch, bound = bench.sampled.batch, bench.allow()
+    pad = find_padding(bench.trainer)
+    sizes = {"prompt": (EXTRA, 0), "completion": (0, EXTRA)}
+    padded = dict(batch)
+    for part, size in sizes.items():
+        if batch[f"{part}_ids"].ndim != 2 or pad is None:
+            raise NotApplicable("its completions cannot be padded")
+        padded[f"{part}_ids"] = functional.pad(batch[f"{part}_ids"], size, value=pad)
+        padded[f"{part}_mask"] = functional.pad(batch[f"{part}_mask"], size, value=0)
+    with bench.steady():
+        bench.model.train()
+        before, after = (policy_logps(bench.trainer, bench.model, each) for each in (batch, padded))
+    mask = batch["completion_mask"].bool()
+    off = (before - after[:, : before.shape[1]]).abs()[mask]
+    worst = float(off.max()) if off.numel() and bool(torch.isfinite(off).all()) else float("inf")
+    if worst <= bound:
+        return held(
+            f"log-probabilities of {int(mask.sum())} sampled tokens move by {worst:.1e} with more padding",
+            move=worst,
+            bound=bound,
+        )
+    return broken(ERROR, f"Log-probabilities of sampled tokens move by up to {worst:.1e} (rounding explains {bound:.0e}) if prompt and "
+                  "completion have more padding. Real tokens see padding.", move=worst, bound=bound)  # fmt: skip
 
 
 def _find_padded(alone: Inputs, padded: Inputs) -> tuple[int, int] | None:

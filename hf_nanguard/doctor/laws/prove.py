@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from transformers import Trainer
 
+from ...boundary import attempt
 from ...errors import ArgumentError
 from ...plain_text import format_error
 from ..trial.borrowed_trainer import borrowed, calm, prepare
@@ -14,6 +15,7 @@ from ..trial.trial_bench import TrialBench
 from . import (
     accumulated_batches,
     document_isolation,
+    epoch_rows,
     gradient_flow,
     padding_invariance,
     resumed_step,
@@ -36,6 +38,7 @@ LAWS: tuple[Law, ...] = (
     *saved_weights.LAWS,
     *training_precision.LAWS,
     *resumed_step.LAWS,
+    *epoch_rows.LAWS,
     *sampled_policy.LAWS,
 )
 
@@ -107,23 +110,21 @@ def choose_laws(only: Collection[str] | None, skip: Collection[str]) -> list[Law
     return [law for law in LAWS if (only is None or law.name in only) and law.name not in skip]
 
 
+def _explain(error: Exception) -> str:
+    return str(error) if isinstance(error, NotApplicable) else f"it raised {format_error(error)}"
+
+
 def _prepare(trainer: Trainer) -> str | None:
     """Prepares the trainer; returns why it could not."""
-    try:
-        prepare(trainer)
-    except Exception as error:  # the user's code may raise anything, as it would in a run
-        return f"train() fails before its first step: {format_error(error)}"
-    return None
+    return attempt(
+        lambda: prepare(trainer), lambda error: f"train() fails before its first step: {format_error(error)}"
+    )
 
 
 def _try(law: Law, bench: TrialBench) -> LawResult:
     start = time.perf_counter()
-    try:
-        result = law.check(bench)
-    except NotApplicable as reason:
-        result = _could_not(law, str(reason))
-    except Exception as error:  # the user's and the hosts' code may raise anything; the other laws are still tried
-        result = _could_not(law, f"it raised {format_error(error)}")
+    # The other laws are still tried.
+    result = attempt(lambda: law.check(bench), lambda error: _could_not(law, _explain(error)))
     return replace(result, name=law.name, seconds=time.perf_counter() - start)
 
 

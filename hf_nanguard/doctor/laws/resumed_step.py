@@ -1,5 +1,6 @@
 """A step, a save, a resume and a step end where two steps end: same weights, same data."""
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ class _Rows(Dataset):
         return len(self.rows)
 
     def __getitem__(self, index: int) -> Any:
-        return self.rows[index]
+        return copy.deepcopy(self.rows[index])  # a collator may change what it is given
 
 
 def check_resume(bench: TrialBench) -> LawResult:
@@ -42,7 +43,7 @@ def check_resume(bench: TrialBench) -> LawResult:
     if trainer.args.save_only_model:
         raise NotApplicable("save_only_model is set, so a run cannot be resumed")
     severity = NOTE if trainer.args.save_strategy == SaveStrategy.NO else ERROR  # this run cannot be resumed
-    rows, collate = _Rows([*bench.rows][:ROWS]), bench.loader.collate_fn
+    rows, collate = _Rows(bench.rows[:ROWS]), bench.loader.collate_fn
     start = {name: p.detach().clone() for name, p in bench.trainable().items()}
     folder = trainer.args.output_dir  # of the whole proof
     with borrowed(trainer):

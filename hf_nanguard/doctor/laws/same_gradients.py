@@ -1,14 +1,21 @@
-"""Another way of computing the same gives the same loss and gradients: checkpointing, attention kernels, fused heads."""
+"""Another way of computing the same gives the same loss and gradients: checkpointing, attention kernels, fused heads, and the model's
+code as it is installed in place of what was patched into it."""
 
 from typing import Any
 
 import torch
 from torch.nn import functional
+from transformers import PreTrainedModel
 
-from ...hf.compat.model_config import ATTENTION, find_implementation
+from ...hf.compat.model_config import ATTENTION, find_config, find_implementation, without_adapter
 from ..rules.finding import Severity
-from ..trial.law_result import ERROR, NOTE, Law, LawResult, NotApplicable, broken, held
-from ..trial.trial_bench import Run, TrialBench, compare
+from ..trial.borrowed_trainer import list_parts
+from ..trial.installed_model import build_again
+from ..trial.law_result import ERROR, NOTE, WARNING, Law, LawResult, NotApplicable, broken, held
+from ..trial.quiet_forward import without_randomness
+from ..trial.trial_bench import FUSED, Run, TrialBench, compare, find_output
+
+MAX_COPIED = 2e9  # parameters of a model that is built a second time
 
 
 def check_checkpointing(bench: TrialBench) -> LawResult:
@@ -43,9 +50,8 @@ def _is_frozen_at_inputs(bench: TrialBench) -> bool:
 def check_attention(bench: TrialBench) -> LawResult:
     """Runs a batch with the attention implementation of the run and with the eager one."""
     bench.need_steady()
-    model: Any = bench.trainer.accelerator.unwrap_model(bench.model)
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    now = find_implementation(getattr(model, "config", None), ATTENTION) or {}
+    model = without_adapter(bench.trainer.accelerator.unwrap_model(bench.model))
+    now = find_implementation(find_config(model), ATTENTION) or {}
     if not now or not hasattr(model, "set_attn_implementation"):
         raise NotApplicable("its model has no choice of attention implementations")
     is_eager = set(now.values()) == {"eager"}
@@ -83,6 +89,42 @@ def check_fused_loss(bench: TrialBench) -> LawResult:
     return _judge(bench, reference, fused, "with the fused head instead of the logits", ERROR)
 
 
+def check_installed_code(bench: TrialBench) -> LawResult:
+    """Compares the model with its own weights in a model made of the unchanged file of transformers.
+
+    Kernels of Liger, Unsloth or one's own are patched into modules and classes and cannot be taken off. The file that defines the model
+    is read a second time under another name, where nothing is patched. The copy shares the weights.
+    """
+    model: Any = bench.bare
+    if hasattr(model, "get_base_model"):
+        raise NotApplicable("its model has an adapter, which is no part of the installed code")
+    if not isinstance(model, PreTrainedModel) or not type(model).__module__.startswith("transformers.models."):
+        raise NotApplicable("its model is not defined by transformers")
+    if getattr(model, "hf_quantizer", None) is not None or sum(p.numel() for p in model.parameters()) > MAX_COPIED:
+        raise NotApplicable("its model is quantized or too large to be built again")
+    bench.need_steady()
+    inputs = {name: value for name, value in bench.find_inputs().items() if name not in FUSED}
+    other = build_again(model)
+    found = []
+    for each in (other, model):
+        with bench.steady(), without_randomness(list_parts(other)), bench.trainer.accelerator.autocast():
+            found.append(_run_model(each.train(), inputs))
+    severity = ERROR if bench.trainer.args.use_liger_kernel else WARNING
+    return _judge(
+        bench, found[0], found[1], f"of the code that runs instead of the installed {type(model).__name__}", severity
+    )
+
+
+def _run_model(model: Any, inputs: Any) -> Run:
+    """Returns the model's own loss with its gradients; where the inputs have no labels, the mean of the squared outputs."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    output = model(**inputs)
+    loss = getattr(output, "loss", None)
+    loss = find_output(output, detached=False).float().square().mean() if loss is None else loss
+    gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    return Run(float(loss.detach()), {n: g for n, g in zip(parameters, gradients, strict=True) if g is not None})
+
+
 def _temperature(bench: TrialBench) -> float:
     return float(getattr(bench.trainer, "temperature", 1.0)) if bench.is_online else 1.0
 
@@ -115,5 +157,6 @@ def _judge(bench: TrialBench, reference: Run, run: Run, what: str, severity: Sev
 LAWS = (
     Law("checkpointing", "gradient checkpointing changes neither loss nor gradients", check_checkpointing),
     Law("attention", "the attention implementation agrees with eager attention, gradients included", check_attention),
+    Law("installed_code", "what was patched into the model computes what the installed code does", check_installed_code),
     Law("fused_loss", "a fused loss agrees with the cross-entropy of the logits, gradients included", check_fused_loss),
 )  # fmt: skip

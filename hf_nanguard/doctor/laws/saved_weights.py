@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ...core.torch_private import plain_name
+from ...hf.compat.model_config import find_config, without_adapter
 from ..trial.borrowed_trainer import borrowed
 from ..trial.law_result import ERROR, NOTE, WARNING, Law, LawResult, NotApplicable, broken, held
 from ..trial.moved_output import measure_move
@@ -82,8 +83,7 @@ def _merge_and_load(bench: TrialBench, model: Any) -> LawResult:
 
 def check_checkpoint(bench: TrialBench) -> LawResult:
     """Compares the weights that are about to be trained with those of the checkpoint they were loaded from."""
-    model: Any = bench.bare
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    model: Any = without_adapter(bench.bare)
     if bench.has_trained:
         raise NotApplicable("the trainer has trained already")
     path = Path(str(getattr(model, "name_or_path", "") or ""))
@@ -127,7 +127,7 @@ def _disturb(bench: TrialBench) -> None:
 
 
 def _check_tied(model: Any) -> LawResult | None:
-    config = getattr(model, "config", None)
+    config = find_config(model)
     if not getattr(config, "tie_word_embeddings", False) or not hasattr(model, "get_output_embeddings"):
         return None
     modules = model.get_output_embeddings(), model.get_input_embeddings()

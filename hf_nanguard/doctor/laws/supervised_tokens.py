@@ -33,6 +33,8 @@ class Targets:
 
 def check_next_token(bench: TrialBench) -> LawResult:
     """Each position must be asked for the token after it, and none for padding."""
+    if bench.is_online:
+        raise NotApplicable("its loss takes the tokens that were sampled, which the law sampler compares")
     found = _find_targets(bench, bench.batch)
     asked, follows = found.asked, found.ids.roll(-1, 1)
     follows[:, -1] = MASKED
@@ -68,6 +70,8 @@ def check_stop_token(bench: TrialBench) -> LawResult:
     stops = find_stop_tokens(bench.trainer)
     if not stops:
         raise NotApplicable("neither tokenizer nor model say which token ends a text")
+    if bench.is_online:
+        return _check_completions(bench, stops)
     seen = learned = ends = rows = 0
     example = None
     for found, size in _read_batches(bench):
@@ -94,6 +98,28 @@ def check_stop_token(bench: TrialBench) -> LawResult:
     return held(f"{learned} of {seen} stop tokens are supervised", **values)
 
 
+def _check_completions(bench: TrialBench, stops: set[int]) -> LawResult:
+    """The stop token of a sampled completion must be in the loss, and nothing after it."""
+    batch = bench.sampled.batch
+    ids, mask = batch["completion_ids"], batch["completion_mask"].bool()
+    is_stop = torch.isin(ids, torch.tensor(sorted(stops), device=ids.device))
+    ended = is_stop.any(1)
+    if not bool(ended.any()):
+        raise NotApplicable(f"none of {len(ids)} completions ended by itself within {ids.shape[1]} tokens")
+    first = is_stop.int().argmax(1)
+    learned = int(mask[ended, first[ended]].sum())
+    after = int((mask & (torch.arange(ids.shape[1], device=ids.device) > first.unsqueeze(1)))[ended].sum())
+    values = {"stop_tokens": int(ended.sum()), "supervised": learned, "after": after}
+    if learned < int(ended.sum()):
+        return broken(ERROR, f"The loss leaves out the stop token of {int(ended.sum()) - learned} of {int(ended.sum())} completions that "
+                      "ended by themselves, so the policy does not learn to stop.", **values)  # fmt: skip
+    if after:
+        return broken(
+            ERROR, f"The loss takes {after} tokens behind the stop token of completions, which are padding.", **values
+        )
+    return held(f"{learned} of {int(ended.sum())} stop tokens are in the loss, nothing behind them", **values)
+
+
 def _judge_absent(bench: TrialBench, stops: set[int], values: dict[str, Any]) -> LawResult:
     """No row has a stop token: meant in pretraining on pieces of text, a fault where answers are learned."""
     learns_answers = any(any(_content_mask(row, name) for name in CONTENT) for row in bench.all_rows[:CHUNK])
@@ -114,6 +140,8 @@ def _content_mask(row: Any, name: str) -> bool:
 
 def check_prompt_tokens(bench: TrialBench) -> LawResult:
     """Tokens that a row marks as prompt must not be targets."""
+    if bench.is_online:
+        raise NotApplicable("its loss takes completions only: a prompt is not part of its targets")
     args: Any = bench.trainer.args
     wanted = bool(getattr(args, "completion_only_loss", False) or getattr(args, "assistant_only_loss", False))
     rows = _read_rows(bench)[: 2 * CHUNK]

@@ -1,4 +1,5 @@
-"""Training and evaluation see the same model: forwards agree at dropout 0, and a frozen reference draws nothing."""
+"""Training and evaluation see the same model: forwards agree at dropout 0, dropout is on in training only, and a frozen reference
+draws nothing."""
 
 from typing import Any
 
@@ -6,9 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from ..trial.borrowed_trainer import find_models
-from ..trial.law_result import ERROR, Law, LawResult, NotApplicable, broken, held
+from ..trial.law_result import ERROR, NOTE, WARNING, Law, LawResult, NotApplicable, broken, held
 from ..trial.moved_output import measure_move
+from ..trial.quiet_forward import has_rate
 from ..trial.trial_bench import TrialBench, find_output
+
+REFERENCES = ("ref_model", "teacher_model")
 
 
 def check_modes(bench: TrialBench) -> LawResult:
@@ -16,6 +20,10 @@ def check_modes(bench: TrialBench) -> LawResult:
     if any("batchnorm" in type(module).__name__.lower() for module in bench.bare.modules()):
         raise NotApplicable("batch normalisation uses other statistics in training by design")
     inputs = bench.find_inputs()
+    drawn = _measure_evaluation_noise(bench, inputs)
+    if drawn > bench.tolerance:
+        return broken(ERROR, f"Two forwards of the same batch in evaluation mode differ by {drawn:.1e} of the outputs' spread: "
+                      "something random, such as dropout, stays on.", move=drawn, bound=bench.tolerance)  # fmt: skip
     training = [_forward_seeded(bench, inputs, seed) for seed in (0, 1)]
     evaluation = bench.forward(inputs)
     if training[0].shape != evaluation.shape:
@@ -35,6 +43,53 @@ def check_modes(bench: TrialBench) -> LawResult:
                   f"spread (rounding explains {bound:.0e}).", move=move, bound=bound)  # fmt: skip
 
 
+def _measure_evaluation_noise(bench: TrialBench, inputs: dict[str, Any]) -> float:
+    """Returns how far two forwards in evaluation mode differ, with all rates of dropout as they are."""
+    outputs = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        bench.model.eval()
+        with torch.no_grad(), bench.trainer.compute_loss_context_manager():
+            outputs.append(find_output(bench.model(**bench.without_loss(inputs))))
+    places = torch.ones(outputs[0].shape[:-1], dtype=torch.bool, device=outputs[0].device)
+    return measure_move(outputs[0], outputs[1], places) if outputs[0].shape == outputs[1].shape else 0.0
+
+
+def check_dropout(bench: TrialBench) -> LawResult:
+    """Asks in which mode the modules with a rate of dropout are while the trainer takes a step."""
+    names = {module: name for name, module in bench.bare.named_modules() if has_rate(module)}
+    if not names:
+        raise NotApplicable("no module of its model has dropout")
+    modes: dict[str, bool] = {}
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        modes[names[module]] = modes.get(names[module], False) or module.training
+
+    handles = [module.register_forward_hook(note) for module in names]
+    try:
+        bench.run(steady=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    off = [name for name, is_training in modes.items() if not is_training]
+    if not modes:
+        raise NotApplicable("a training step calls no module with dropout")
+    if not off:
+        return held(f"dropout is on in all {len(modes)} modules that have it", modules=len(modes))
+    frozen = {name for name, module in bench.bare.named_modules() if name in off and not _is_trained(bench, name)}
+    severity = NOTE if frozen.issuperset(off) else ERROR if len(off) == len(modes) else WARNING
+    return broken(
+        severity, f"{len(off)} of {len(modes)} modules with dropout are in evaluation mode in a training step, first {off[0]}: their "
+        "dropout has no effect.", modules=off[:20], count=len(off),
+    )  # fmt: skip
+
+
+def _is_trained(bench: TrialBench, name: str) -> bool:
+    """Whether a weight beside or below a module is trained."""
+    owner = name.rpartition(".")[0]
+    return any(each.startswith(f"{owner}." if owner else "") for each in bench.trainable())
+
+
 def _forward_seeded(bench: TrialBench, inputs: dict[str, Any], seed: int) -> Tensor:
     torch.manual_seed(seed)
     return bench.forward(inputs, training=True)
@@ -48,6 +103,17 @@ def check_references(bench: TrialBench) -> LawResult:
         for name, model in find_models(bench.trainer).items()
         if name != "model" and not any(id(parameter) in own for parameter in model.parameters())
     }
+    trained = {id(parameter) for parameter in bench.bare.parameters() if parameter.requires_grad}
+    for name in REFERENCES:
+        reference = getattr(bench.trainer, name, None)
+        shared = (
+            sum(id(parameter) in trained for parameter in reference.parameters())
+            if isinstance(reference, nn.Module)
+            else 0
+        )
+        if shared:
+            return broken(ERROR, f"{name} shares {shared} trained parameters with the model, so it moves along with it and every "
+                          "difference between the two is 0. Give it a copy.", model=name, count=shared)  # fmt: skip
     if not models:
         raise NotApplicable("the trainer has no model beside the trained one")
     first, second = ({name: _outputs(bench, model, seed) for name, model in models.items()} for seed in (0, 1))
@@ -80,5 +146,6 @@ def _outputs(bench: TrialBench, model: nn.Module, seed: int) -> list[Tensor]:
 
 LAWS = (
     Law("train_and_eval", "outputs in training and in evaluation agree at dropout 0", check_modes),
+    Law("dropout", "dropout is on in training steps", check_dropout),
     Law("frozen_models", "a frozen reference or teacher gives the same outputs twice", check_references),
 )  # fmt: skip

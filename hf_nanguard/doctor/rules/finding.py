@@ -130,9 +130,9 @@ class Examination:
     unchecked: list[str] = field(default_factory=list)
 
     def add(self, other: "Examination") -> None:
-        """Takes over the result of another examination; the same rule is reported once."""
-        known = {found.rule for found in self.findings}
-        self.findings += [found for found in other.findings if found.rule not in known]
+        """Takes over the result of another examination; the same is reported once."""
+        known = {(found.rule, found.what) for found in self.findings}
+        self.findings += [found for found in other.findings if (found.rule, found.what) not in known]
         found = {found.rule for found in self.findings}
         self.sound = [name for name in dict.fromkeys([*self.sound, *other.sound]) if name not in found]
         done = {*found, *self.sound}
@@ -147,3 +147,19 @@ class Examination:
     def problems(self) -> list[Finding]:
         """The findings above a note."""
         return [found for found in self.findings if found.severity.is_problem]
+
+
+class Examined:
+    """What has an examination: the findings of it, and whether there is nothing above a note."""
+
+    examination: Examination
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All findings, the worst first."""
+        return self.examination.ranked
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether there is nothing above a note."""
+        return not self.examination.problems

@@ -16,6 +16,7 @@ LEARNED_POSITIONS = (
     "biogpt",
     "xglm",
 )
+HIGHEST_SCALE = 64  # a rank of 1 with the usual alpha of 32 is in use
 FUSED_HEAD = ("sft", "dpo", "kto", "grpo", "rloo")  # TRL's trainers that use the weight of the head without calling it
 
 
@@ -39,6 +40,25 @@ def check_head_adapter(facts: Facts) -> Finding | None:
         why,
         "Remove lm_head from target_modules, or train it whole with modules_to_save.",
     )
+
+
+def check_adapter_scale(facts: Facts) -> Finding | None:
+    """The output of an adapter must count, and not drown the model's own."""
+    scale = facts.adapter_scale
+    if 0 < scale <= HIGHEST_SCALE:
+        return None
+    what = (
+        f"The output of the adapter is multiplied by {scale:.4g} (lora_alpha / lora_r, or / sqrt(lora_r) with rslora)."
+    )
+    if scale <= 0:
+        why = (
+            "It then adds nothing and gets no gradient."
+            if scale == 0
+            else "The sign of everything it learns is turned around."
+        )
+        return error(what, why, "Set lora_alpha to lora_r or twice of it.")
+    why = f"Usual are 1 to 4. A step of the adapter changes the model {scale / 2:.0f} times as much as with twice the rank."
+    return warning(what, why, "Set lora_alpha to lora_r or twice of it, or lower learning_rate by as much.")
 
 
 def check_label_names(facts: Facts) -> Finding | None:
@@ -109,6 +129,8 @@ def check_generation_marks(facts: Facts) -> Finding | None:
 MODEL_RULES = (
     Rule("nothing-trainable", "hyperparameters", "trainable parameters", ("trainable",), check_trainable),
     Rule("head-adapter", "hyperparameters", "adapter on the head", ("has_output_head_adapter", "task"), check_head_adapter),
+    Rule("adapter-scale", "hyperparameters", "scale of the adapter", ("adapter_scale",), check_adapter_scale,
+         "https://arxiv.org/abs/2312.03732"),
     Rule("label-names", "hyperparameters", "label names of a PEFT model", ("label_names", "adapter", "task"), check_label_names),
     Rule("pad-is-eos", "hyperparameters", "pad token and stop token", ("masks_pads", "eos_id"), check_pad_is_eos,
          "https://github.com/huggingface/trl/issues/1623"),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from .run_facts import Facts
 
 ALIGNED = "aligned"
+UNJUDGED = "not judged"
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "no"}
 
 
@@ -20,7 +21,7 @@ class Source:
     @property
     def is_aligned(self) -> bool:
         """Whether it agrees with the others."""
-        return self.verdict == ALIGNED
+        return self.verdict in (ALIGNED, UNJUDGED)
 
 
 def find_sources(facts: Facts) -> list[Source]:
@@ -47,7 +48,7 @@ def _find_sources(facts: Facts, run: str) -> Iterator[Source]:
         )
         yield Source("quantization", value, _judge_compute(facts, run))
     if facts.device_type is None:
-        yield Source("device", "unknown (none here)")
+        yield Source("device", "none here", UNJUDGED)
     elif facts.bf16_support is not None:
         bad = run == "bf16" and facts.bf16_support != "native"
         yield Source(f"device ({facts.device_type})", f"bfloat16 {facts.bf16_support}",

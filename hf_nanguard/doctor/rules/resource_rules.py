@@ -7,22 +7,26 @@ GIB = 2**30
 
 
 def check_memory(facts: Facts) -> Finding | None:
-    """Weights, gradients, optimizer state, activations and snapshots must fit on the device."""
+    """Weights, gradients, optimizer state and activations must fit on the device, and snapshots too if that is the CPU."""
+    if facts.is_sharded:
+        return None
     parts = {
         "weights": facts.weight_bytes,
         "gradients": facts.trainable_bytes,
         "optimizer state": facts.optimizer_bytes or 0,
         "activations at least": facts.activation_bytes or 0,
-        "snapshots of the guard": facts.snapshot_bytes or 0,
+        "snapshots of the guard": (facts.snapshot_bytes or 0) if facts.device_type == "cpu" else 0,
     }
     total = sum(parts.values())
     if total <= 0.95 * facts.device_memory:
         return None
     shown = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
-    what = f"The run needs about {total / GIB:.1f} GiB, and the {facts.device_type or 'device'} has {facts.device_memory / GIB:.1f} GiB."
+    what = f"The run needs at least {total / GIB:.1f} GiB, and the {facts.device_type or 'device'} has {facts.device_memory / GIB:.1f} GiB."
     change = "Train an adapter (use_peft: true), use an 8-bit optimizer, smaller batches with gradient_checkpointing, or shard the model."
     fixed = facts.weight_bytes + facts.trainable_bytes + (facts.optimizer_bytes or 0)
-    return (error if fixed > facts.device_memory else warning)(what, f"In GiB: {shown}.", change)
+    return (error if fixed > facts.device_memory else warning)(
+        what, f"In GiB: {shown}. Buffers, generation and fragments come on top.", change
+    )
 
 
 def check_disk(facts: Facts) -> Finding | None:

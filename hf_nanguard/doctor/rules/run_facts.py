@@ -21,6 +21,7 @@ class Facts:
     adapter: str = unknown()  # "none", or the kind of PEFT adapter in lower case: "lora"
     adapter_targets: tuple[str, ...] = unknown()  # modules that get an adapter
     has_output_head_adapter: bool = unknown()  # whether the head, which TRL uses without calling it, is among them
+    adapter_scale: float = unknown()  # by which the output of a LoRA is multiplied: alpha / rank, or alpha / sqrt(rank)
     parameters: int = unknown()
     trainable: int = unknown()  # of them
 
@@ -52,6 +53,7 @@ class Facts:
     batch_size: int = unknown()  # per device
     accumulation_steps: int = unknown()
     world_size: int = unknown()
+    is_sharded: bool = unknown()  # whether weights, gradients or optimizer state are spread over devices
     label_names: tuple[str, ...] = unknown()  # that the Trainer knows; empty if it knows none
     resumed_rate: float = unknown()  # the highest learning rate that the checkpoint to resume from has logged
     resumed_step: int = unknown()
@@ -78,12 +80,17 @@ class Facts:
     assistant_only_loss: bool = unknown()
 
     # ---- resources ----
+    hidden_size: int = unknown()  # of the model's layers
+    intermediate_size: int = unknown()
+    num_layers: int = unknown()
+    is_causal: bool = unknown()  # whether the model predicts the next token
+    gradient_checkpointing: bool = unknown()
     weight_bytes: int = unknown()
     trainable_bytes: int = unknown()
     optimizer_bytes: int = unknown()  # of its state, at its largest
     activation_bytes: int = unknown()  # a lower bound
-    snapshot_bytes: int = unknown()  # what the guard keeps to rewind
-    device_memory: int = unknown()  # free before the run plus what the weights take
+    snapshot_bytes: int = unknown()  # what the guard keeps in main memory to rewind, if that was asked for
+    device_memory: int = unknown()  # all of it
     checkpoint_bytes: int = unknown()
     num_checkpoints: int = unknown()  # that will be on disk at the same time
     disk_free: int = unknown()

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, Trainer, TrainerCallback
 from transformers.utils import logging as host_log
 
+from ...boundary import attempt
 from ...core.rerun.kept_attributes import untouched
 from ...core.rng import RngState
 from ...hf.compat.accelerate import bare_optimizer
@@ -124,10 +125,9 @@ class _StopAtBegin(TrainerCallback):
 def _copy_collator(trainer: Trainer) -> Any:
     """Returns a copy of the collator, which may count or draw; what is not its own is shared."""
     shared = [trainer, trainer.model, trainer.processing_class, *find_models(trainer).values()]
-    try:
-        return copy.deepcopy(trainer.data_collator, {id(each): each for each in shared if each is not None})
-    except Exception:  # the user's class may refuse a copy in any way; its attributes are put back all the same
-        return trainer.data_collator
+    known = {id(each): each for each in shared if each is not None}
+    # The user's class may refuse a copy in any way; its attributes are put back all the same.
+    return attempt(lambda: copy.deepcopy(trainer.data_collator, known), lambda error: trainer.data_collator)
 
 
 def calm(trainer: Any) -> None:

@@ -16,6 +16,11 @@ def _is_rate(owner: Any, name: str) -> bool:
     return any(part in name.lower() for part in RANDOM) or (name == "p" and isinstance(owner, DROPOUTS))
 
 
+def has_rate(module: nn.Module) -> bool:
+    """Returns whether a module has a rate of dropout that is not 0."""
+    return any(type(value) is float and value > 0 and _is_rate(module, name) for name, value in vars(module).items())
+
+
 @contextmanager
 def without_randomness(owners: list[Any]) -> Iterator[None]:
     """Sets these rates to 0 in modules, configs and other objects inside the block."""

@@ -2,16 +2,17 @@
 
 from typing import Any
 
+from ...hf.compat.model_config import find_config, find_tokenizer
+
 
 def _tokenizer(trainer: Any) -> Any:
-    processing = trainer.processing_class
-    return getattr(processing, "tokenizer", processing)
+    return find_tokenizer(trainer.processing_class)
 
 
 def find_stop_tokens(trainer: Any) -> set[int]:
     """Returns the tokens that end a generation, by the tokenizer and by the model's configs."""
     model = trainer.model
-    owners = [_tokenizer(trainer), getattr(model, "generation_config", None), getattr(model, "config", None)]
+    owners = [_tokenizer(trainer), getattr(model, "generation_config", None), find_config(model)]
     found = [getattr(owner, "eos_token_id", None) for owner in owners]
     return {
         int(token) for value in found if value is not None for token in (value if isinstance(value, list) else [value])
@@ -21,7 +22,7 @@ def find_stop_tokens(trainer: Any) -> set[int]:
 def find_special_tokens(trainer: Any) -> set[int]:
     """Returns the stop tokens, the padding and all special tokens of the tokenizer."""
     tokenizer = _tokenizer(trainer)
-    named = [getattr(owner, name, None) for owner in (tokenizer, trainer.model.config if hasattr(trainer.model, "config") else None)
+    named = [getattr(owner, name, None) for owner in (tokenizer, find_config(trainer.model))
              for name in ("pad_token_id", "bos_token_id")]  # fmt: skip
     found = {int(token) for token in named if isinstance(token, int)}
     return found | find_stop_tokens(trainer) | set(getattr(tokenizer, "all_special_ids", ()))

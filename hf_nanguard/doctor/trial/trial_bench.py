@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ...core.rerun.kept_attributes import untouched
 from ...hf.compat.accelerate import replaced_method
+from ...hf.compat.model_config import find_config, without_adapter
 from ...hf.compat.online_trainer import is_online
 from ...hf.compat.trainer import prepare_inputs, set_accumulation_steps
 from .borrowed_trainer import find_models, list_parts
@@ -204,6 +205,7 @@ class TrialBench:
     def find_inputs(self, batch: Batch | None = None) -> Inputs:
         """Returns the keyword arguments of the first call of the model in the trainer's loss."""
         calls: list[Inputs] = []
+        batch = self.batch if batch is None else batch  # made before the hook, since sampling calls the model too
 
         def note(module: nn.Module, args: tuple, kwargs: Inputs) -> None:
             if not args:
@@ -230,13 +232,13 @@ class TrialBench:
     @cached_property
     def is_causal(self) -> bool:
         """Whether the model predicts the next token of its inputs."""
-        name = type(self.bare.get_base_model() if hasattr(self.bare, "get_base_model") else self.bare).__name__
+        name = type(without_adapter(self.bare)).__name__
         others = ("MaskedLM", "Classification", "QuestionAnswering", "MultipleChoice")
         return not self.is_seq2seq and not any(other in name for other in others)
 
     @property
     def is_seq2seq(self) -> bool:
-        return bool(getattr(getattr(self.bare, "config", None), "is_encoder_decoder", False))
+        return bool(getattr(find_config(self.bare), "is_encoder_decoder", False))
 
     # ---- bounds ----
 
@@ -270,15 +272,15 @@ class TrialBench:
         return factor * self.tolerance + 10 * min(self.noise, self.tolerance)
 
 
-def find_output(output: Any) -> Tensor:
-    """Returns logits or the first float tensor of a model's output."""
+def find_output(output: Any, detached: bool = True) -> Tensor:
+    """Returns logits or the first float tensor of a model's output, with its graph unless it is to be `detached`."""
     named = output if isinstance(output, Mapping) else {}
     values = [named[name] for name in ("logits", "log_probs", "last_hidden_state") if named.get(name) is not None]
     values += list(named.values()) if named else [output] if isinstance(output, Tensor) else list(output)
     found = next((v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.ndim > 0), None)
     if found is None:
         raise NotApplicable("its model returns no logits")
-    return found.detach()
+    return found.detach() if detached else found
 
 
 def compare(one: Run, other: Run) -> tuple[float, float, str]:

@@ -7,12 +7,13 @@ documents keeps its first documents, each shortened.
 import copy
 from collections.abc import Mapping, Sequence
 from itertools import islice, pairwise
-from typing import Any
+from typing import Any, NoReturn
 
-import datasets
 import torch
 from torch.utils.data import IterableDataset
 
+from ...boundary import attempt
+from ...hf.compat.prepared_dataset import is_hf_stream
 from .law_result import NotApplicable
 
 NUM_READ = 64  # rows of the dataset that are looked at
@@ -27,16 +28,17 @@ def read_rows(dataset: Any) -> list[Any]:
     """Returns the first rows of a dataset; a stream is read through a copy of it."""
     if dataset is None:
         raise NotApplicable("the trainer has no training dataset")
-    if isinstance(dataset, datasets.IterableDataset | IterableDataset):
-        try:
-            rows = list(islice(iter(copy.deepcopy(dataset)), NUM_READ))
-        except Exception as error:  # the user's stream may refuse a copy in any way
-            raise NotApplicable(f"its stream of training data cannot be copied ({type(error).__name__})") from error
+    if isinstance(dataset, IterableDataset) or is_hf_stream(dataset):
+        rows = attempt(lambda: list(islice(iter(copy.deepcopy(dataset)), NUM_READ)), _refuse_stream)
     else:
         rows = [dataset[i] for i in range(min(len(dataset), NUM_READ))]
     if not rows:
         raise NotApplicable("the training dataset is empty")
     return rows
+
+
+def _refuse_stream(error: Exception) -> NoReturn:
+    raise NotApplicable(f"its stream of training data cannot be copied ({type(error).__name__})") from error
 
 
 def find_documents(row: Any) -> list[tuple[int, int]]:

@@ -68,7 +68,8 @@ class ScenarioRunner:
         trainer = build(self.folder / folder)
         trainer.add_callback(reporter)
         trainer.remove_callback(PrinterCallback)
-        outcome = watch_run(name, trainer, measure)
+        with watch_run(name, trainer, measure) as outcome:
+            trainer.train()
         if outcome.error is not None:
             report(outcome.steps, outcome.end, True)
         lost = {"steps lost": f"{reporter.num_lost} of {outcome.steps}"} if reporter.num_lost else {}

@@ -1,19 +1,17 @@
 """The model and data that the user named, loaded as TRL's scripts do. Errors are one sentence."""
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import torch
 from datasets import Dataset, IterableDataset, load_dataset
 from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
-from trl import ModelConfig, get_dataset, get_peft_config, get_quantization_config
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
+from trl import DatasetMixtureConfig, ModelConfig, ScriptArguments, get_dataset
 
 from ...errors import ArgumentError
 from ...plain_text import first_line
 from ..compare import Options
-from ..tasks import sums
-from .recipe_parser import RecipeArguments
 from .safe_weights import require_safetensors
 
 Rows: TypeAlias = Dataset | IterableDataset
@@ -22,61 +20,55 @@ Rows: TypeAlias = Dataset | IterableDataset
 UNREADABLE = (DatasetNotFoundError, DatasetGenerationError, LookupError, OSError, StopIteration, ValueError)
 
 
-def load_model(arguments: RecipeArguments, build_model: Callable[[int], PreTrainedModel]) -> Options:
-    """Returns the arguments of a trainer's constructor about its model, as TRL's scripts pass them.
+def find_model_options(model_args: ModelConfig, args: Any, allow_pickle: bool) -> Options:
+    """Returns `model_init_kwargs` of TRL's trainers, as its scripts set them, with safetensors only unless pickles are allowed.
 
-    The built-in model is given as a function that builds it. A tokenizer is part of them if the data is built in.
+    What the user gave there takes precedence over the flags. A model that does not exist is reported now.
     """
-    options, args = arguments.model, arguments.training
-    source = {"revision": options.model_revision, "trust_remote_code": args.trust_remote_code}
+    name = str(model_args.model_name_or_path)
+    source = _find_source(model_args, args)
+    _load(AutoConfig, name, source, "be a folder with a model or the name of one on the hub")
+    flags = {"attn_implementation": model_args.attn_implementation, "dtype": model_args.dtype}
+    safe = require_safetensors(name, "--model_name_or_path", allow_pickle)
+    return {**source, **flags, **safe, **(args.model_init_kwargs or {})}
 
-    def load(auto_class: type[AutoConfig] | type[AutoTokenizer], must: str):
-        name = str(options.model_name_or_path)
-        try:
-            return auto_class.from_pretrained(name, **source)
-        except (OSError, ValueError) as error:
-            raise ArgumentError(f"--model_name_or_path must {must}, got {name!r} ({first_line(error)}).") from error
 
-    parts: Options = {"model": options.model_name_or_path}
-    if arguments.embedded_model:
-        parts = {
-            "model": lambda: fit_model(build_model(args.seed), options),
-            "processing_class": sums.build_tokenizer(),
-        }
-    else:
-        load(AutoConfig, "be a folder with a model or the name of one on the hub")
-        # TRL's trainers read these; what the user gave there takes precedence over the flags.
-        flags = {"attn_implementation": options.attn_implementation, "dtype": options.dtype}
-        allow = arguments.flags.allow_pickle
-        safe = require_safetensors(str(options.model_name_or_path), "--model_name_or_path", allow)
-        args.model_init_kwargs = {**source, **flags, **safe, **(args.model_init_kwargs or {})}
-        if arguments.embedded_data:
-            parts["processing_class"] = load(AutoTokenizer, "come with a tokenizer")
+def load_tokenizer(model_args: ModelConfig, args: Any) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of the user's model."""
+    source = _find_source(model_args, args)
+    return _load(AutoTokenizer, str(model_args.model_name_or_path), source, "come with a tokenizer")
+
+
+def _find_source(model_args: ModelConfig, args: Any) -> Options:
+    return {"revision": model_args.model_revision, "trust_remote_code": args.trust_remote_code}
+
+
+def _load(auto_class: type[AutoConfig] | type[AutoTokenizer], name: str, source: Options, must: str) -> Any:
     try:
-        peft = get_peft_config(options)
-        return {**parts, "peft_config": peft, "quantization_config": get_quantization_config(options)}
-    except ValueError as error:  # peft is not installed
-        raise ArgumentError(f"--use_peft cannot work: {first_line(error)}") from error
+        return auto_class.from_pretrained(name, **source)
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"--model_name_or_path must {must}, got {name!r} ({first_line(error)}).") from error
 
 
-def fit_model(model: PreTrainedModel, options: ModelConfig) -> PreTrainedModel:
+def fit_model(model: PreTrainedModel, model_args: ModelConfig) -> PreTrainedModel:
     """Returns the built-in model with the attention and the dtype of the flags."""
-    if options.attn_implementation is not None:
-        model.set_attn_implementation(options.attn_implementation)
-    return model if options.dtype in (None, "auto") else model.to(getattr(torch, options.dtype))
+    if model_args.attn_implementation is not None:
+        model.set_attn_implementation(model_args.attn_implementation)
+    return model if model_args.dtype in (None, "auto") else model.to(getattr(torch, model_args.dtype))
 
 
-def load_data(arguments: RecipeArguments, forms: Sequence[Sequence[str]]) -> Options:
-    """Returns the training data, and the evaluation data if the training arguments evaluate, as arguments of a trainer.
+def load_rows(
+    script: ScriptArguments, mixture: DatasetMixtureConfig, args: TrainingArguments, forms: Sequence[Sequence[str]]
+) -> Options:
+    """Returns `train_dataset`, and `eval_dataset` if the training arguments evaluate.
 
     Each must have all columns of one of `forms`.
     """
-    script, name, flag = arguments.script, arguments.script.dataset_name, "--dataset_name"
+    name, flag = script.dataset_name, "--dataset_name"
     try:
-        if arguments.mixture.datasets:
-            flag = "datasets"
-            name = ", ".join(str(part.path) for part in arguments.mixture.datasets)
-            splits = get_dataset(arguments.mixture)
+        if mixture.datasets:
+            flag, name = "datasets", ", ".join(str(part.path) for part in mixture.datasets)
+            splits = get_dataset(mixture)
         else:
             splits = load_dataset(name, name=script.dataset_config, streaming=script.dataset_streaming)
     except UNREADABLE as error:
@@ -85,18 +77,16 @@ def load_data(arguments: RecipeArguments, forms: Sequence[Sequence[str]]) -> Opt
             f"({first_line(error)})."
         ) from error
 
-    def pick(which: str) -> Rows:
-        split = getattr(script, f"dataset_{which}_split")
+    def pick(which: str, split: str) -> Rows:
         if split not in splits:
             known = ", ".join(splits)
             raise ArgumentError(f"--dataset_{which}_split must be one of {known} in dataset {name!r}, got {split!r}.")
+        check_columns(splits[split], forms, name)
         return splits[split]
 
-    picked = {"train_dataset": pick("train")}
-    if arguments.training.eval_strategy != "no":
-        picked["eval_dataset"] = pick("test")
-    for rows in picked.values():
-        check_columns(rows, forms, name)
+    picked = {"train_dataset": pick("train", script.dataset_train_split)}
+    if args.eval_strategy != "no":
+        picked["eval_dataset"] = pick("test", script.dataset_test_split)
     return picked
 
 

@@ -5,13 +5,15 @@ can be checked.
 """
 
 import random
+import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from datasets import Dataset
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast, Trainer
 
 from ...errors import ArgumentError
 from .small_llama import build_llama, train_briefly
@@ -28,6 +30,7 @@ CHAT_TEMPLATE = (
 )
 FORMS = ("plain", "conversational")
 NEAR = 0.5
+NUM_ASKED = 200
 
 Text = str | list[dict[str, str]]  # plain, or messages of a conversation
 
@@ -141,3 +144,29 @@ def measure_accuracy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
     """Returns the share of questions that a model answers correctly."""
     answers = ask(model, tokenizer, rows)
     return sum(answer == right for answer, right in zip(answers, rows["answer"], strict=True)) / len(answers)
+
+
+def measure(trainer: Trainer) -> dict[str, float | str]:
+    """Returns the share of new sums that a trainer's model answers correctly, and the share answered by a number at all."""
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return {"accuracy": "not measured because the model is sharded"}
+    model, tokenizer = trainer.accelerator.unwrap_model(trainer.model), trainer.processing_class
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    rows = build_prompts(NUM_ASKED, trainer.args.seed + 1, form=find_form(tokenizer))
+    answers = ask(model, tokenizer, rows)
+    num_right = sum(answer == right for answer, right in zip(answers, rows["answer"], strict=True))
+    num_numbers = sum(answer.isdecimal() for answer in answers)
+    return {"accuracy": num_right / NUM_ASKED, "answer rate": num_numbers / NUM_ASKED}
+
+
+def build_reward(tokenizer: PreTrainedTokenizerBase) -> Callable[..., list[float]]:
+    """Returns the reward for a model that may answer in a sentence: its last number counts."""
+
+    def reward_last_number(
+        completions: list, completion_ids: list[list[int]], answer: list[str], **kwargs: object
+    ) -> list[float]:
+        ended = [tokenizer.eos_token_id in ids for ids in completion_ids]
+        numbers = [(re.findall(r"\d+", read_answer(said)) or [""])[-1] for said in completions]
+        return [grade(*graded) for graded in zip(numbers, answer, ended, strict=True)]
+
+    return reward_last_number

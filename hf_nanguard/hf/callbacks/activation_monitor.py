@@ -8,6 +8,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...core.monitors.activations import ActivationMonitor
 from ...core.monitors.base import load_whole
+from ...core.torch_private import has_compiled_part
 from ...errors import ArgumentError
 from ...report.state_file import read_state, report_unusable, write_state
 from ..monitors.attention_probe import find_head
@@ -23,7 +24,7 @@ class ActivationMonitorCallback(HarmlessCallback):
     It checks the first step, then every `check_every_n_steps`, and more often while a module may be in danger. Other steps cost
     nothing. It never changes a run. If a module is about to overflow (`activation_headroom`) or did (`activation_nonfinite`),
     it writes an event to `<output_dir>/nanguard/events.jsonl` and, the first time, a line to the log. It does not work under
-    `torch.compile`, which ignores hooks, and says so.
+    `torch.compile`, which ignores hooks, and says so; [`NanGuardCallback`] measures the same there.
 
     Args:
         check_every_n_steps (`int`, *optional*, defaults to `50`):
@@ -83,7 +84,7 @@ class ActivationMonitorCallback(HarmlessCallback):
             early=(1,),
             patterns=self.modules,
             head=find_head(model),
-            compiled=args.torch_compile,
+            compiled=args.torch_compile or has_compiled_part(model),
         )
         if state.global_step:
             _load_state(self.monitor, args, state)

@@ -14,8 +14,8 @@ from ...core.state_tensors import is_plain
 from ..compat.accelerate import replaced_method
 from ..compat.trainer import checkpoint_folder, find_trainer
 from ..compat.trainer_protocol import HostTrainer
+from ..custody.checkpoint_rotation import SavedCheckpoints
 from ..custody.resume_choice import choose_resume
-from ..custody.saved_checkpoints import SavedCheckpoints
 from ..trainer.mixin import GuardedTrainerMixin
 from .harmless_callback import HarmlessCallback, harmless, make_journal
 
@@ -27,7 +27,8 @@ class CheckpointGuardCallback(HarmlessCallback):
     Each checkpoint is read back after it was saved. One with NaN or inf, or that is not complete, is moved to
     `_bad_checkpoints/` and reported as `checkpoint_nonfinite`; it is never the newest or the best one. `save_total_limit` never
     deletes the last good checkpoint. `resume_from_checkpoint=True`, or the folder of a run, takes the newest good one; for
-    this the callback must be in the constructor's list.
+    this the callback must be in the constructor's list. A path to one checkpoint is taken as it is, with a warning if that is bad:
+    `nanguard_on_bad_start="repair"`, which goes further back, is a setting of guarded trainers and of [`NanGuardCallback`].
 
     Example:
 

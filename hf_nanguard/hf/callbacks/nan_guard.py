@@ -7,9 +7,9 @@ from typing import Any, cast
 from transformers import Trainer
 
 from ...plain_text import format_error
+from ..attach_guard import attach
 from ..compat.trainer import find_trainer
 from ..compat.unguardable_class import find_own_loop, find_own_super
-from ..guarded_trainer import attach
 from ..trainer.arguments import Given, read_guard_arguments
 from ..trainer.mixin import GuardedTrainerMixin
 from .harmless_callback import HarmlessCallback, harmless

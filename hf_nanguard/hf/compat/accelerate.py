@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
@@ -13,6 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
 from .trainer_protocol import HostTrainer
+
+
+def steps_in_backward(trainer: HostTrainer) -> bool:
+    """Returns whether the optimizer steps inside the backward pass, before anybody can decide, as DeepSpeed's engine does.
+
+    Can go when accelerate parts the engine's backward from its step.
+    """
+    return trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
 
 
 @contextmanager
@@ -47,13 +56,10 @@ def poisoned_backward(accelerator: Accelerator, parameter: torch.Tensor) -> Abst
     same. Can go when accelerate offers a hook on the loss before its backward.
     """
 
-    def wrap(backward: Callable[..., Any]) -> Callable[..., Any]:
-        def poison(loss: torch.Tensor, **kwargs: Any) -> None:
-            backward(loss + (parameter.sum() * float("nan")).to(loss.device), **kwargs)
+    def poison(backward: Callable[[torch.Tensor], None], loss: torch.Tensor) -> None:
+        backward(loss + (parameter.sum() * float("nan")).to(loss.device))
 
-        return poison
-
-    return replaced_method(accelerator, "backward", wrap)
+    return changed_backwards(accelerator, poison)
 
 
 def surrounded_backwards(
@@ -64,14 +70,45 @@ def surrounded_backwards(
     Can go when accelerate offers a hook on the loss before its backward.
     """
 
-    def wrap(backward: Callable[..., Any]) -> Callable[..., Any]:
-        def surrounded(loss: torch.Tensor, **kwargs: Any) -> None:
-            with around(loss):
-                backward(loss, **kwargs)
+    def surround(backward: Callable[[torch.Tensor], None], loss: torch.Tensor) -> None:
+        with around(loss):
+            backward(loss)
 
-        return surrounded
+    return changed_backwards(accelerator, surround)
 
-    return replaced_method(accelerator, "backward", wrap)
+
+@contextmanager
+def changed_backwards(
+    accelerator: Accelerator, run: Callable[[Callable[[torch.Tensor], None], torch.Tensor], None]
+) -> Iterator[None]:
+    """Makes every backward pass of a loss go through `run(backward, loss)`: by the accelerator, before it scales the loss, or
+    past it, by `loss.backward()`. A pass inside another one, as of a checkpointed part, belongs to that one.
+
+    Can go when accelerate offers a hook on the loss before its backward.
+    """
+    depth = 0
+
+    def pass_through(backward: Callable[[torch.Tensor], None], loss: Any) -> None:
+        nonlocal depth
+        depth += 1
+        try:
+            if depth > 1 or not isinstance(loss, torch.Tensor):  # several tensors at once are no loss
+                backward(loss)
+            else:
+                run(backward, loss)
+        finally:
+            depth -= 1
+
+    def by_accelerator(backward: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda loss, **kwargs: pass_through(lambda given: backward(given, **kwargs), loss)
+
+    by_torch = torch.autograd.backward
+
+    def past_it(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        pass_through(lambda given: by_torch(given, *args, **kwargs), tensors)
+
+    with replaced_method(accelerator, "backward", by_accelerator), patch.object(torch.autograd, "backward", past_it):
+        yield
 
 
 @contextmanager
@@ -158,6 +195,14 @@ def bypass_optimizer(optimizer: Any) -> None:
     """
     GradientState()._set_sync_gradients(False)
     optimizer._is_overflow = True  # the Trainer asks `step_was_skipped` before it steps the schedule
+
+
+def is_bypassed(optimizer: Any) -> bool:
+    """Returns whether [`bypass_optimizer`] keeps the optimizer from stepping; a bare one of torch does not know of it.
+
+    Can go together with it.
+    """
+    return isinstance(optimizer, AcceleratedOptimizer) and optimizer.step_was_skipped
 
 
 def resume_optimizer(optimizer: Any) -> None:

@@ -1,10 +1,40 @@
-"""Private names of transformers' configs and model classes, each with the condition under which it can go."""
+"""What a model is asked for whose class is not known, and private names of transformers' configs and model classes, each with
+the condition under which it can go."""
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 ATTENTION, EXPERTS = "_attn_implementation", "_experts_implementation"
+
+
+def find_config(model: object) -> Any:
+    """Returns the config of a model, `None` of one without. Can go when a Trainer takes models with a config only."""
+    return getattr(model, "config", None)
+
+
+def find_tokenizer(processor: object) -> Any:
+    """Returns the tokenizer of a processor of several kinds of data; a tokenizer is its own.
+
+    Can go when tokenizers and processors have a common way to ask for it.
+    """
+    return getattr(processor, "tokenizer", processor)
+
+
+def find_adapters(model: Any) -> Mapping[str, Any]:
+    """Returns the configs of the PEFT adapters of a model, by name. peft is optional, so its class is not imported.
+
+    Can go when transformers can tell a PEFT model without peft.
+    """
+    return model.peft_config if hasattr(model, "get_base_model") else {}
+
+
+def without_adapter(model: Any) -> Any:
+    """Returns the model inside a PEFT adapter, or the model itself. Can go together with `find_adapters`."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def find_implementation(config: object, name: str) -> dict[str, str] | None:
@@ -16,6 +46,15 @@ def find_implementation(config: object, name: str) -> dict[str, str] | None:
         return None
     parts = {"": config, **{key: getattr(config, key, None) for key in config.sub_configs}}
     return {key: value for key, part in parts.items() if isinstance(value := getattr(part, name, None), str)}
+
+
+def checkpoints_activations(model: object) -> bool:
+    """Returns whether gradient checkpointing is on; transformers 5.23 has renamed the property and warns of the old name.
+
+    Can go when transformers 5.22 is not supported any more.
+    """
+    old = False if hasattr(model, "is_activation_checkpointing") else getattr(model, "is_gradient_checkpointing", False)
+    return bool(getattr(model, "is_activation_checkpointing", old))
 
 
 def set_implementation(config: PreTrainedConfig, name: str, value: dict[str, str]) -> None:

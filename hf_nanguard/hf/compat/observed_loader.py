@@ -1,6 +1,7 @@
 """Observes the batches of a dataloader. Only the iterator that torch makes for a pass holds anything of ours: collator and
 sampler stay those of the user, for whoever asks the trainer or the dataloader for them."""
 
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -24,6 +25,9 @@ class LoaderObserver(Protocol):
     def begin_pass(self) -> list[Any] | None:
         """Returns the list to which what the batch sampler yields is appended, `None` if it is not recorded."""
 
+    def replace(self, batch: Any) -> Any:
+        """Returns what takes the place of what the batch sampler yields."""
+
     def collate(self, collator: Callable[[list], Any]) -> Callable[[list], Any]:
         """Returns what collates in place of the user's collator, possibly in a worker process."""
 
@@ -45,7 +49,7 @@ class ObservedSampler:
         batches = iter(self._sampler)  # now, because a sampler may draw random numbers here
         boundary = self._observer.boundary
         record = boundary.call("batches", self._observer.begin_pass)
-        return batches if record is None else ObservedIndices(batches, record, boundary)
+        return ObservedIndices(batches, record, self._observer)
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -55,12 +59,12 @@ class ObservedSampler:
 
 
 class ObservedIndices:
-    """An iterator over the indices of batches that records them; anything else is the original iterator's own."""
+    """An iterator over the indices of batches that replaces and records them; anything else is the original iterator's own."""
 
-    def __init__(self, batches: Iterator[Any], record: list[Any], boundary: Boundary):
+    def __init__(self, batches: Iterator[Any], record: list[Any] | None, observer: LoaderObserver):
         self._batches = batches
         self._record = record
-        self._boundary = boundary
+        self._observer = observer
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -68,8 +72,10 @@ class ObservedIndices:
     def __next__(self) -> Any:
         batch = next(self._batches)
         batch = list(batch) if isinstance(batch, Iterator) else batch  # which can be read once
-        rows = self._boundary.call("dataset rows", list_rows, batch)
-        self._record.append(rows)
+        boundary = self._observer.boundary
+        batch = boundary.call("quarantine", self._observer.replace, batch, otherwise=lambda batch: batch)
+        if self._record is not None:
+            self._record.append(boundary.call("dataset rows", list_rows, batch))
         return batch
 
     def __getattr__(self, name: str) -> Any:
@@ -80,7 +86,17 @@ def list_rows(batch: Any) -> list[Any] | None:
     """Returns the rows that a batch sampler yields for a batch, `None` if it yields something else."""
     if isinstance(batch, (Tensor, np.ndarray)):
         return batch.tolist()
-    return list(batch) if isinstance(batch, Iterable) else None
+    if not isinstance(batch, Iterable):
+        return None
+    return [item if (number := find_number(item)) is None else number for item in batch]
+
+
+def find_number(item: Any) -> int | None:
+    """Returns the number that a sampler has given for a row, also as a scalar of numpy or torch; `None` for any other key."""
+    try:
+        return operator.index(item)
+    except TypeError:
+        return None
 
 
 @contextmanager

@@ -1,13 +1,32 @@
 """How the rows of a dataset that TRL has prepared relate to those of the dataset that the user passed in."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import datasets
 import numpy as np
 
 from .trainer_protocol import HostTrainer
+
+
+def is_hf_dataset(dataset: object) -> bool:
+    """Returns whether this is a `datasets.Dataset`. That library is optional: who has such a dataset has loaded it.
+
+    Can go when transformers requires datasets.
+    """
+    library = sys.modules.get("datasets")
+    return library is not None and isinstance(dataset, library.Dataset)
+
+
+def is_hf_stream(dataset: object) -> bool:
+    """Returns whether this is a `datasets.IterableDataset`. Can go together with [`is_hf_dataset`]."""
+    library = sys.modules.get("datasets")
+    return library is not None and isinstance(dataset, library.IterableDataset)
+
+
+# The last words of the names of columns that identify a row.
+ID_WORDS = {"id", "uid", "uuid", "guid", "idx", "index", "key", "path", "file", "filename", "url"}
 
 
 @dataclass(frozen=True)
@@ -42,8 +61,12 @@ def find_prepared_rows(trainer: HostTrainer) -> PreparedRows:
     """
     attributes, dataset = vars(trainer), trainer.train_dataset
     is_prepared = attributes.get("_skip_prepare_dataset", attributes.get("_is_vision_dataset")) is False
-    if not is_prepared or not hasattr(dataset, "_indices"):
+    if not is_prepared:
         return PreparedRows()
+    if not hasattr(
+        dataset, "_indices"
+    ):  # a stream, which has been filtered and may have been shuffled or packed on its way
+        return PreparedRows(is_rebuilt=is_hf_stream(dataset))
     known: Any = trainer.args
     columns = set(dataset.column_names)
     if getattr(known, "packing", False) or not columns.intersection(("input_ids", "prompt_ids")):
@@ -51,11 +74,38 @@ def find_prepared_rows(trainer: HostTrainer) -> PreparedRows:
     if (
         known.max_length is None and "prompt_ids" not in columns
     ):  # nothing was filtered, and an index may be the user's own
-        return PreparedRows(is_rebuilt=bool(known.shuffle_dataset))
+        return PreparedRows(is_rebuilt=bool(getattr(known, "shuffle_dataset", False)))  # SFT of TRL 0.24 has none
     if dataset._indices is None:
         return PreparedRows(is_rebuilt="ref_chosen_logps" in columns)  # these were joined to a copy of the table
     rows = dataset._indices.column(0).to_numpy()
     return PreparedRows(rows, dataset._data.num_rows, removed=_find_removed(dataset, rows, known.max_length))
+
+
+def find_ids(trainer: HostTrainer, row: int) -> dict[str, str | int]:
+    """Returns what columns such as `id`, `doc_id` or `url` say of one of the user's rows, as far as the trainer has kept them.
+
+    Can go when TRL keeps the row numbers: then the user's own dataset has them all.
+    """
+    dataset, known = trainer.train_dataset, find_prepared_rows(trainer)
+    if not is_hf_dataset(dataset) or known.is_rebuilt:
+        return {}
+    columns = [name for name in dataset.column_names if name.lower().rsplit("_", 1)[-1] in ID_WORDS]
+    places = [row] if known.user_rows is None else np.flatnonzero(known.user_rows == row).tolist()
+    if not columns or not places or places[0] >= len(dataset):
+        return {}
+    values = dataset.select_columns(columns).with_format(None)[places[0]]
+    return {name: value for name, value in values.items() if isinstance(value, (str, int))}
+
+
+def count_documents(trainer: HostTrainer, rows: list[int]) -> list[tuple[int, int]]:
+    """Returns for rows of a packed dataset how many documents each consists of, nothing if it is not packed.
+
+    Can go when a packed batch says which rows it consists of.
+    """
+    dataset = trainer.train_dataset
+    if "seq_lengths" not in (getattr(dataset, "column_names", None) or ()) or not hasattr(dataset, "_indices"):
+        return []
+    return [(row, len(lengths)) for row, lengths in zip(rows, dataset[rows]["seq_lengths"], strict=True)]
 
 
 def _find_removed(dataset: Any, rows: np.ndarray, max_length: int | None) -> list[int]:
@@ -80,7 +130,7 @@ def find_training_data(trainer: HostTrainer) -> tuple[Any, Callable[[list[Any]],
     """
     columns = vars(trainer).get("_signature_columns")
     try:
-        if isinstance(trainer.train_dataset, datasets.Dataset):
+        if is_hf_dataset(trainer.train_dataset):
             return trainer._remove_unused_columns(trainer.train_dataset), trainer.data_collator
         return trainer.train_dataset, trainer._get_collator_with_removed_columns(trainer.data_collator)
     finally:

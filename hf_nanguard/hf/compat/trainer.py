@@ -8,7 +8,9 @@ from shutil import rmtree
 from typing import Any
 
 import torch
+import transformers
 from accelerate.utils import DistributedType
+from packaging.version import Version
 from transformers import Trainer, TrainerCallback
 from transformers import trainer as trainer_module
 from transformers.trainer_callback import CallbackHandler
@@ -166,6 +168,14 @@ def log_filter(trainer: HostTrainer, active: bool) -> Iterator[None]:
         trainer.args.logging_nan_inf_filter = before
 
 
+def filters_evaluation(trainer: HostTrainer) -> bool:
+    """Returns whether the host leaves non-finite losses out of the mean of an evaluation, as transformers does since 5.23.
+
+    Can go when the Trainer says which evaluation batches it left out.
+    """
+    return trainer.args.logging_nan_inf_filter and Version(transformers.__version__).release >= (5, 23)
+
+
 def set_accumulation_steps(trainer: HostTrainer, steps: float) -> None:
     """Sets what the Trainer divides the loss of a micro-batch by: a fraction where ranks run different numbers of them.
 
@@ -259,3 +269,24 @@ def rotate(call: dict[str, Any], protected: set[Path]) -> None:
     old = [each for each in others[:-1] if best is None or each != Path(best)]
     for each in old[: max(len(others) - limit, 0)]:
         rmtree(each, ignore_errors=True)
+
+
+# Attributes that are restored elsewhere, or hold data. TRL's reference, teacher and reward models are frozen; a reference that
+# follows the policy is held by SyncRefModelCallback as well.
+KEPT_ELSEWHERE = tuple(f"trainer.{name}" for name in (
+    "model", "model_wrapped", "optimizer", "lr_scheduler", "accelerator", "callback_handler", "args", "state", "control",
+    "train_dataset", "eval_dataset", "_eval_dataloaders", "processing_class", "data_collator", "_buffered_inputs", "_metrics",
+    "_tr_loss", "ref_model", "teacher_model", "reward_model", "reward_funcs", "trainer",
+))  # fmt: skip
+
+
+def find_keepers(trainer: HostTrainer) -> dict[str, Any]:
+    """Returns by name what may keep copies of the weights: the trainer and its callbacks.
+
+    Can go when the Trainer knows which of its callbacks have state.
+    """
+    keepers: dict[str, Any] = {"trainer": trainer}
+    for number, each in enumerate(trainer.callback_handler.callbacks):
+        name = type(each).__name__
+        keepers[f"{name}[{number}]" if name in keepers else name] = each
+    return keepers

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 
 class HostTrainer(Protocol):
@@ -23,6 +24,7 @@ class HostTrainer(Protocol):
     optimizer: AcceleratedOptimizer
     lr_scheduler: Any
     processing_class: Any
+    callback_handler: CallbackHandler
     train_dataset: Any
     data_collator: Callable[[list[Any]], Any]
     compute_loss_func: Callable[..., Any] | None

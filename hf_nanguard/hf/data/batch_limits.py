@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from ..compat.model_config import without_adapter
 from ..compat.own_loss import is_library_code, is_library_module
 
 IGNORED_LABEL = -100
@@ -28,6 +29,8 @@ PLACEHOLDER_IDS = (
     "image_token_id", "image_token_index", "video_token_id", "video_token_index", "audio_token_id", "audio_token_index",
 )  # fmt: skip
 
+POSITIONS = ("position_embeddings", "wpe", "embed_positions")  # learned ones: BERT, GPT-2, OPT and their kin
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -37,8 +40,14 @@ class Limits:
     token_labels: bool = False  # labels are tokens of a sequence, so that all of them may be masked
     shifted: bool = False  # position 0 of the labels is never a target
     num_ids: int | None = None  # input ids are 0 to this, exclusive; None if not known
+    num_types: int | None = None  # token types are 0 to this, exclusive; None if not known
+    num_positions: int | None = None  # tokens that a sequence may have at most; None if not known, or not limited
     placeholders: tuple[int, ...] = ()  # ids that the model replaces before it embeds them
     known: bool = True  # whether model and loss are the hosts' own code
+
+    def num_rows(self, field: str) -> int | None:
+        """Returns how many rows the embedding of a field of ids has, `None` if that is not known."""
+        return self.num_types if field == "token_type_ids" else self.num_ids
 
 
 UNKNOWN = Limits(known=False)
@@ -51,9 +60,7 @@ def find_limits(model: nn.Module, shifted: bool, own_loss: bool = False) -> Limi
 
     `shifted` says whether its loss shifts the labels by one, `own_loss` whether the user's code may change or use the labels.
     """
-    # peft is optional, so its class cannot be imported
-    is_adapter = hasattr(model, "get_base_model") and is_library_code(type(model))
-    base = model.get_base_model() if is_adapter else model  # type: ignore[operator]
+    base = without_adapter(model) if is_library_code(type(model)) else model
     if own_loss or not isinstance(base, PreTrainedModel) or not _is_hosts(base, model):
         return UNKNOWN
     config = base.config
@@ -67,8 +74,11 @@ def find_limits(model: nn.Module, shifted: bool, own_loss: bool = False) -> Limi
         num_labels = None if regression else config.num_labels
     known = config.to_dict()
     placeholders = tuple(known[key] for key in PLACEHOLDER_IDS if isinstance(known.get(key), int))
-    num_ids = None if embedding is None else embedding.num_embeddings
-    return Limits(num_labels, token_labels, shifted, num_ids, placeholders)
+    types, positions = _find_named(base, "token_type_embeddings"), _find_named(base, *POSITIONS)
+    num_ids, num_types, num_positions = (
+        None if each is None else each.num_embeddings for each in (embedding, types, positions)
+    )
+    return Limits(num_labels, token_labels, shifted, num_ids, num_types, num_positions, placeholders)
 
 
 def _is_hosts(base: PreTrainedModel, model: nn.Module) -> bool:
@@ -76,9 +86,18 @@ def _is_hosts(base: PreTrainedModel, model: nn.Module) -> bool:
     return is_library_code(loss) and all(map(is_library_module, (base, model)))
 
 
+def _find_named(base: PreTrainedModel, *names: str) -> nn.Embedding | None:
+    """Returns the only embedding with one of these names, like [`_find_embedding`]: of token types, or of learned positions."""
+    found = [module for name, module in base.named_modules() if name.rpartition(".")[2] in names]
+    return _if_reached(base, found[0]) if len(found) == 1 else None
+
+
 def _find_embedding(base: PreTrainedModel) -> nn.Embedding | None:
     """Returns the input embedding if the ids of a batch reach it through the hosts' modules alone."""
-    embedding = _call(base.get_input_embeddings)
+    return _if_reached(base, _call(base.get_input_embeddings))
+
+
+def _if_reached(base: PreTrainedModel, embedding: object) -> nn.Embedding | None:
     if not isinstance(embedding, nn.Embedding):
         return None
     name = next((name for name, module in base.named_modules() if module is embedding), None)

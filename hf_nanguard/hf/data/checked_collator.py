@@ -23,6 +23,7 @@ from .numpy_view import is_viewable, view
 from .remove_samples import Batch, remove_samples
 
 MAX_TOKENS = 16
+ID_FIELDS = ("input_ids", "decoder_input_ids", "token_type_ids")
 LOSS_ARGUMENTS = frozenset(("shift_labels", "ignore_index"))
 """Fields of a batch by which the hosts' losses take other labels than `labels`, or ignore another one than -100."""
 
@@ -129,9 +130,9 @@ def check_batch(batch: Batch, limits: Limits, verdict: str) -> list[Finding]:
     certain = verdict == "drop_samples"  # a sample that is suspected costs no more than itself; a target may be missing
     action = BatchAction.DROP if certain else BatchAction(verdict)
     findings: list[Finding] = []
-    empty = check_length(batch, action) if limits.known else None
-    if empty is not None:
-        findings.append(empty)
+    wrong_length = check_length(batch, limits, action) if limits.known else None
+    if wrong_length is not None:
+        findings.append(wrong_length)
     for name, value in list(batch.items()):
         if not isinstance(value, Tensor) or not is_viewable(value):
             continue
@@ -143,8 +144,8 @@ def check_batch(batch: Batch, limits: Limits, verdict: str) -> list[Finding]:
         elif name == "labels" and not LOSS_ARGUMENTS.intersection(batch):
             found, bad = check_labels(value, limits, action)
             fill = IGNORED_LABEL if limits.token_labels else 0
-        elif name in ("input_ids", "decoder_input_ids") and limits.num_ids is not None:
-            found, bad = check_ids(name, value, limits, action)
+        elif name in ID_FIELDS and (num_ids := limits.num_rows(name)) is not None:
+            found, bad = check_ids(name, value, num_ids, limits.placeholders, action)
             fill = 0
         elif name == "attention_mask":
             found = check_mask(value, action)
@@ -231,10 +232,15 @@ def check_mask(mask: Tensor, action: BatchAction) -> Finding | None:
     return Finding(Signal.INPUT_OUT_OF_RANGE, message, action, None, "input", empty)
 
 
-def check_length(batch: Batch, action: BatchAction) -> Finding | None:
-    """Finds a batch of sequences without a token. Unless it is only observed it gets one, or no rank could run it."""
+def check_length(batch: Batch, limits: Limits, action: BatchAction) -> Finding | None:
+    """Finds a batch of sequences without a token, or with more than the model has positions. Unless it is only observed it gets
+    one token, or as many as there are positions, or no rank could run it."""
     ids = batch.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or not len(ids) or ids.shape[1]:
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or not len(ids):
+        return None
+    if limits.num_positions is not None and ids.shape[1] > limits.num_positions and "position_ids" not in batch:
+        return _cut_length(batch, ids, limits.num_positions, action)
+    if ids.shape[1]:
         return None
     if action is not BatchAction.OBSERVE:
         for name, value in list(batch.items()):
@@ -246,14 +252,32 @@ def check_length(batch: Batch, action: BatchAction) -> Finding | None:
     return Finding(Signal.INPUT_OUT_OF_RANGE, message, action, None, "input", tuple(range(len(ids))))
 
 
-def check_ids(name: str, ids: Tensor, limits: Limits, action: BatchAction) -> tuple[Finding | None, np.ndarray | None]:
-    """Finds ids outside the embedding, except those that the model replaces itself."""
+def _cut_length(batch: Batch, ids: Tensor, most: int, action: BatchAction) -> Finding:
+    """Cuts sequences that are longer than the model allows; the attention mask tells which samples have such."""
+    mask = batch.get("attention_mask")
+    samples = tuple(range(len(ids)))
+    if isinstance(mask, Tensor) and is_viewable(mask) and mask.shape == ids.shape:
+        samples = tuple(np.flatnonzero(view(mask).sum(axis=1) > most).tolist()) or samples
+    if action is not BatchAction.OBSERVE:
+        for name, value in list(batch.items()):
+            if isinstance(value, Tensor) and value.shape[:2] == ids.shape:
+                batch[name] = value[:, :most]
+    message = (
+        f"input_ids of samples {list(samples[:8])} hold up to {ids.shape[1]} tokens, and the model has {most} positions"
+    )
+    return Finding(Signal.INPUT_OUT_OF_RANGE, message, action, None, "input", samples)
+
+
+def check_ids(
+    name: str, ids: Tensor, num_ids: int, placeholders: tuple[int, ...], action: BatchAction
+) -> tuple[Finding | None, np.ndarray | None]:
+    """Finds ids outside their embedding, except those that the model replaces itself."""
     array = view(ids)
-    if array.min() >= 0 and array.max() < limits.num_ids:
+    if array.min() >= 0 and array.max() < num_ids:
         return None, None
-    bad = ((array < 0) | (array >= limits.num_ids)) & ~np.isin(array, limits.placeholders)
+    bad = ((array < 0) | (array >= num_ids)) & ~np.isin(array, placeholders)
     if not bad.any():
         return None, None
     samples, tokens = _where(bad)
-    message = f"{name} holds {int(array[bad][0])} in sample {samples[0] if samples else 0}, outside the embedding of {limits.num_ids} rows"
+    message = f"{name} holds {int(array[bad][0])} in sample {samples[0] if samples else 0}, outside the embedding of {num_ids} {'row' if num_ids == 1 else 'rows'}"
     return Finding(Signal.INPUT_OUT_OF_RANGE, message, action, None, "input", samples, tokens), bad

@@ -18,6 +18,7 @@ from ...boundary import Boundary
 from ..compat.observed_loader import observed_batches
 from ..compat.prepared_dataset import PreparedRows
 from .checked_collator import BatchCheck, BatchNote, CheckedCollator, NotedBatch
+from .row_quarantine import RowQuarantine
 
 ROWS = "nanguard_rows"
 """The key under which rows travel with completions, which RL trainers shuffle and split."""
@@ -26,8 +27,9 @@ ROWS = "nanguard_rows"
 class BatchRecord:
     """The rows and the notes of every batch of the current epoch, on this rank."""
 
-    def __init__(self, boundary: Boundary) -> None:
+    def __init__(self, boundary: Boundary, quarantine: RowQuarantine | None = None) -> None:
         self.boundary = boundary
+        self.quarantine = quarantine
         self.batches: list[list[Any] | None] = []
         self.notes: list[BatchNote] = []
         self.position = 0
@@ -67,6 +69,8 @@ class BatchRecord:
         self._records_rows = not is_stream and getattr(dataloader, "in_order", True)
         try:
             with observed_batches(dataloader, self, position > 0) as self._is_observed:
+                if self.quarantine is not None:
+                    self.boundary.call("quarantine", self.quarantine.begin_epoch, self._is_observed and not is_stream)
                 yield
         finally:  # what somebody fetches by hand is not checked
             self.batches, self.notes, self._check, self.stream_batch_size = [], [], None, None
@@ -75,6 +79,9 @@ class BatchRecord:
 
     def begin_pass(self) -> list[Any] | None:
         return self.batches if self._records_rows else None
+
+    def replace(self, batch: Any) -> Any:
+        return batch if self.quarantine is None else self.quarantine.replace(batch)
 
     def collate(self, collator: Callable[[list], Any]) -> Callable[[list], Any]:
         return collator if self._check is None else CheckedCollator(collator, self._check)

@@ -8,12 +8,14 @@ same. GRPO's loss is 0.0 in healthy runs too, so the loss says nothing.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
 from ...core.event import Culprit, Event
 from ...core.journal import Journal
+from ...core.rerun.micro_batch import AccumulationGroup
 from ...core.vocabulary import Action, Signal, StrEnum
 from .batch_limits import IGNORED_LABEL, Limits
 from .numpy_view import is_viewable, view
@@ -152,3 +154,24 @@ class NoSignalDetector:
         write = self.journal.write_once if signal.is_global else self.journal.write
         values, culprit = {"grad_norm": grad_norm}, Culprit(phase=signal.phase)
         write(Event(step, Signal.NO_LEARNING_SIGNAL, Action.OBSERVED, message, None, rank, values, culprit))
+
+
+class OnlineData(Protocol):
+    """The data of an online trainer (GRPO, RLOO): sampled and scored while the run goes on.
+
+    Handed to the trainer guard once.
+    """
+
+    def add_readings(self, group: AccumulationGroup) -> None:
+        """Adds scalars to what is read at the end of the step, right before it is settled."""
+
+    def step_signal(self, grad_norm: float | None) -> StepSignal | None:
+        """Returns what the step that was just settled could learn from, `None` if that is not known.
+
+        Args:
+            grad_norm (`float`, *optional*):
+                The gradient norm of the step before clipping.
+        """
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the metrics of a log row, counted since the last call."""

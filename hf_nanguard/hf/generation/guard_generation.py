@@ -18,6 +18,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from ...boundary import Boundary
 from ...errors import ArgumentError
 from ..compat import generation as compat
+from ..compat.model_config import without_adapter
 from .logits_processors import MODES, NumericalStabilityLogitsProcessor
 from .sampling_record import Generation, GenerationWatch, RequestGuard, RequestNotes
 
@@ -38,7 +39,7 @@ def find_generator(model: nn.Module) -> PreTrainedModel | None:
     `None` if there is none."""
     while True:
         inner = extract_model_from_parallel(model, keep_torch_compile=False)
-        inner = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+        inner = without_adapter(inner)
         is_innermost, model = inner is model, inner
         if is_innermost:
             return inner if compat.PROCESSORS in compat.find_seams(inner) else None

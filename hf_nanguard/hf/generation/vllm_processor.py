@@ -7,17 +7,25 @@ Pass it to the engine by class or by name, or register it under the entry point 
 It implements the documented V1 interface (`vllm.v1.sample.logits_processor.LogitsProcessor`). **It was tested only against
 a stand-in of that interface, never in vLLM itself** or on a GPU. Newer engines with the second model runner have another
 interface and need `VLLM_USE_V2_MODEL_RUNNER=0`, and vLLM accepts no custom processor together with speculative decoding.
-The engine runs in a process of its own, so the trainer does not learn which completions had non-finite scores.
+The engine runs in a process of its own, so the trainer does not learn which completions had non-finite scores. An error of the
+processor leaves the scores of that step as they are.
 """
 
 from typing import Any
 
 from torch import Tensor
 
+from ...boundary import Boundary
 from ...core.logits import Tally, can_read_in_place, repair_scores
 from ...errors import ArgumentError
 
 NAME = "VllmStabilityLogitsProcessor"
+
+
+def _find_end_id(vllm_config: Any) -> Any:
+    """Returns the token that ends a sequence; `None` if the model has none."""
+    ids = getattr(vllm_config.model_config.hf_config, "eos_token_id", None)
+    return ids[0] if isinstance(ids, (list, tuple)) and ids else ids
 
 
 def __getattr__(name: str) -> type:
@@ -36,8 +44,8 @@ def __getattr__(name: str) -> type:
         """Masks NaN and +inf, and ends a sequence without a finite score; finite rows stay as they are."""
 
         def __init__(self, vllm_config: Any, device: object, is_pin_memory: bool):
-            ids = getattr(vllm_config.model_config.hf_config, "eos_token_id", None)
-            self.end_id = (ids[0] if isinstance(ids, (list, tuple)) and ids else ids) or 0
+            self.boundary = Boundary()
+            self.end_id = self.boundary.call("logits", _find_end_id, vllm_config) or 0
             self.tally = Tally()
 
         @classmethod
@@ -46,6 +54,9 @@ def __getattr__(name: str) -> type:
 
         def apply(self, logits: Tensor) -> Tensor:
             """Repairs the scores of one step, on a device in place; nothing is read."""
+            return self.boundary.call("logits", self._repair, logits, otherwise=lambda scores: scores)
+
+        def _repair(self, logits: Tensor) -> Tensor:
             fixed, maxima = repair_scores(logits, self.end_id, in_place=not can_read_in_place(logits))
             if maxima is not None:
                 self.tally.add(maxima)

@@ -7,7 +7,7 @@ reported as `activation_headroom`: a shift of the logits does not change their s
 import logging
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from ...core.event import Culprit, JsonValue
 from ...core.monitors.base import Monitor
@@ -46,7 +46,8 @@ NOTHING_MEASURED = (
 class AttentionMonitor(Monitor):
     """Reports attention that becomes one-hot, routers that use few experts, and logits that grow without bound.
 
-    A check costs about 60 small operations per layer (views included), one host read and, with several ranks, one reduction.
+    A check costs about 60 small operations per layer (views included), one host read and, with several ranks, two reductions:
+    by the first, which takes a read of its own, the ranks learn whether one of them has failed.
 
     | metric | meaning |
     |---|---|
@@ -56,6 +57,8 @@ class AttentionMonitor(Monitor):
     | `nanguard/router_load_max` | largest share of tokens whose first choice is the same expert |
     | `nanguard/logsumexp_max` | largest magnitude of the log-sum-exp of the head's logits |
     """
+
+    hooks_forward: ClassVar[bool] = True
 
     probe: AttentionProbe | None = field(default=None, init=False)
     detectors: dict[str, CollapseDetector] = field(
@@ -79,6 +82,7 @@ class AttentionMonitor(Monitor):
         self.close()
         if probe is None:
             return
+        self.ranks.agree()
         self.reduce_max(probe.buffer)
         found = probe.read()
         if not any(found.values()):
@@ -100,7 +104,7 @@ class AttentionMonitor(Monitor):
 
     def fail_exchange(self, stage: str, step: int) -> None:
         if stage == "after_update" and self.is_due(step):
-            raise RuntimeError("The attention monitor failed on one rank, and the others wait for its measurements.")
+            self.ranks.fail()
 
     def close(self) -> None:
         super().close()

@@ -86,8 +86,8 @@ class ReinforcementMixin(GuardedTrainerMixin):
     def _online(self) -> OnlineGuard:
         """The guard of completions, rewards and log-ratios. The trainer guard keeps it, because copies of a trainer leave out
         the trainer guard and nothing else."""
-        assert isinstance(self.nanguard.online, OnlineGuard)
-        return self.nanguard.online
+        assert isinstance(self.nanguard.step.online, OnlineGuard)
+        return self.nanguard.step.online
 
     @entered_once
     def _generate_single_turn(self, host, prompt_ids, *args, **kwargs):
@@ -122,7 +122,7 @@ class ReinforcementMixin(GuardedTrainerMixin):
         if rows is not None and len(rows) == len(inputs):
             output[ROWS] = torch.tensor(rows)
         if guard.on:
-            guard.end_if(rollout.finish(output))
+            guard.step.end_if(rollout.finish(output))
         return output
 
 

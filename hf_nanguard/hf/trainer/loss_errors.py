@@ -17,6 +17,7 @@ from ...plain_text import first_line, quote
 from ..compat.accelerate import Exchange, replaced_method
 from ..compat.trainer import lost_loss
 from ..compat.trainer_protocol import HostTrainer
+from ..data.masked_samples import format_rows
 from .held_inputs import HeldInputs
 
 
@@ -84,6 +85,7 @@ class LossErrors:
         if drops and can_drop:
             return Finding(signal, message, BatchAction.DROP, None, "loss")
         step, rank = self.trainer.state.global_step, self.guard.ranks.rank
+        message += f", in micro-batch {index} of step {step}{format_rows(rows or [])}"
         culprit = Culprit(phase="loss", rows=rows)
         self.guard.journal.write(Event(step, signal, Action.REFUSED, message, index, rank, culprit=culprit))
         return None

@@ -10,14 +10,14 @@ One `train()`, in the order in which transformers calls us (`guard` is `self.nan
             for each optimizer step:
                 get_batch_samples()         recorder.begin_group: findings and rows of the group's batches
                 for each micro-batch:
-                    training_step()         guard.guard_step -> recorder.record: run and hold it; nothing is read
+                    training_step()         guard.step.guard_step -> recorder.record: run and hold it; nothing is read
                         _prepare_inputs()   recorder.prepare: hold inputs and random state by reference
                         compute_loss()      guard.check_loss: None is an error
-                    floating_point_ops()    guard.show_filter: the host has read its log filter, which is off that long
-                _clip_grad_norm()           guard.settle: norm, ONE host read, decision; redo or skip; clip
+                    floating_point_ops()    guard.step.show_filter: the host has read its log filter, which is off that long
+                _clip_grad_norm()           guard.step.settle: norm, ONE host read, decision; redo or skip; clip
                 _get_grad_norm()            the same, where the host does not clip
                 optimizer.step(), lr_scheduler.step()       the host's own; not after a skip
-                _maybe_log_save_evaluate()  guard.end_step, after_update (monitors), after_epoch
+                _maybe_log_save_evaluate()  guard.step.end_step, after_update (monitors), after_epoch
                     log()                   the guard's metrics join the row
                     evaluate()              a non-finite loss is an event and never "best"
                     _save_checkpoint()      refused if weights or optimizer state are not finite; read back, then good
@@ -30,6 +30,7 @@ A micro-batch that runs again (redo, autopsy) comes through `training_step` too,
 
 import logging
 import math
+from collections.abc import Mapping
 from functools import cached_property, partial
 from inspect import Parameter
 from pathlib import Path
@@ -123,7 +124,7 @@ class GuardedTrainerMixin(Stealth, _Host):
             logger.warning("hf_nanguard: this run is not guarded because its NanGuardCallback was removed.")
             detach(self)
             return self.train(*args, **kwargs)
-        with self.nanguard.training(), self.nanguard.checked_updates():
+        with self.nanguard.training(), self.nanguard.unguarded.checked_updates():
             custody, keep = self.nanguard.custody, lambda checkpoint: checkpoint
             choose = partial(self.nanguard.boundary.call, "custody", custody.choose_resume, otherwise=keep)
             if args:
@@ -144,7 +145,7 @@ class GuardedTrainerMixin(Stealth, _Host):
     def _finalize_training(self, host, *args, **kwargs):
         with self.nanguard.finalizing():
             output = host(*args, **kwargs)
-        if self.nanguard.has_no_mean and isinstance(output, TrainOutput):  # a subclass may return anything
+        if self.nanguard.step.has_no_mean and isinstance(output, TrainOutput):  # a subclass may return anything
             return output._replace(training_loss=math.nan)
         return output
 
@@ -153,13 +154,13 @@ class GuardedTrainerMixin(Stealth, _Host):
     @entered_once
     def get_batch_samples(self, host, *args, **kwargs):
         batches, num_items = host(*args, **kwargs)
-        return self.nanguard.begin_group(batches), num_items
+        return self.nanguard.step.begin_group(batches), num_items
 
     # ---- one step ----
 
     @entered_once
     def training_step(self, host, model, inputs, num_items_in_batch=None):
-        return self.nanguard.guard_step(host, model, inputs, num_items_in_batch)
+        return self.nanguard.step.guard_step(host, model, inputs, num_items_in_batch)
 
     @entered_once
     def _prepare_inputs(self, host, inputs):
@@ -167,41 +168,42 @@ class GuardedTrainerMixin(Stealth, _Host):
 
     @entered_once
     def compute_loss(self, host, model, inputs, *args, **kwargs):
+        labels = inputs.get("labels") if isinstance(inputs, Mapping) else None  # the host may remove them
         result = host(model, inputs, *args, **kwargs)
         with_outputs = bool(args[0]) if args else bool(kwargs.get("return_outputs", False))
         return (
-            self.nanguard.check_loss(result, with_outputs, getattr(model, "training", False))
+            self.nanguard.check_loss(result, with_outputs, labels, getattr(model, "training", False))
             if self.nanguard.on
             else result
         )
 
     @entered_once
     def floating_point_ops(self, host, inputs):
-        self.nanguard.show_filter()
+        self.nanguard.step.show_filter()
         return host(inputs)
 
     @entered_once
     def _clip_grad_norm(self, host, model):
-        if not self.nanguard.settles:
+        if not self.nanguard.recorder.settles:
             return host(model)
-        return self.nanguard.settle(model, self.args.max_grad_norm, HostCall(lambda: host(model)))
+        return self.nanguard.step.settle(model, self.args.max_grad_norm, HostCall(lambda: host(model)))
 
     @entered_once
     def _get_grad_norm(self, host, model, grad_norm=None):
-        if self.nanguard.settles:  # max_grad_norm is 0, or a subclass clips by itself
+        if self.nanguard.recorder.settles:  # max_grad_norm is 0, or a subclass clips by itself
             if grad_norm is None:
-                norm = self.nanguard.settle(model, 0.0, HostCall(lambda: host(model)))
+                norm = self.nanguard.step.settle(model, 0.0, HostCall(lambda: host(model)))
                 return norm if norm is None or is_library_code(host.method) else host(model)
-            return self.nanguard.settle(model, 0.0, HostCall(lambda: self._clip_grad_norm(model)), grad_norm)
+            return self.nanguard.step.settle(model, 0.0, HostCall(lambda: self._clip_grad_norm(model)), grad_norm)
         if self.nanguard.watches and grad_norm is None:  # skipped: there is nothing to measure
             return None
         return host(model, grad_norm)
 
     @entered_once
     def _maybe_log_save_evaluate(self, host, *args, **kwargs):
-        self.nanguard.end_step()
-        self.nanguard.after_update()
-        self.nanguard.after_epoch()
+        self.nanguard.step.end_step()
+        self.nanguard.step.after_update()
+        self.nanguard.step.after_epoch()
         return host(*args, **kwargs)
 
     # ---- evaluation, log, checkpoint ----
@@ -233,7 +235,7 @@ class GuardedTrainerMixin(Stealth, _Host):
         if self.nanguard.on and "loss" in logs:
             self.nanguard.recorder.begin_row()
             logs.update(self.nanguard.log_metrics())
-        if "train_loss" in logs and self.nanguard.has_no_mean:
+        if "train_loss" in logs and self.nanguard.step.has_no_mean:
             logs["train_loss"] = math.nan
         host(logs, *args, **kwargs)
         if self.nanguard.on:

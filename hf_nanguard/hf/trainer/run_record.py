@@ -1,5 +1,6 @@
 """What a run leaves behind: events and metrics in `<output_dir>/nanguard/`, the guard's state in checkpoints."""
 
+import re
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from ..compat.hub_uploads import uploads_without
 from ..compat.trainer_protocol import HostTrainer
 
 STATE_FILE = "nanguard_state.json"
+METRIC_NAME = re.compile(r"[\w./:@-]+")  # another may be text of the data, and is left out with it
 
 
 def save_guard(guard: Guard, folder: Path) -> None:
@@ -90,7 +92,10 @@ class RunRecord:
         kept, self._kept = self._kept, {}
         if self.trainer.is_world_process_zero() and self.trainer.state.log_history:
             row = {**self.trainer.state.log_history[-1], **kept}
-            self.metrics(strict({name: self._show(value) for name, value in row.items()}))
+            self.metrics(strict({self._show_name(str(name)): self._show(value) for name, value in row.items()}))
+
+    def _show_name(self, name: str) -> str:
+        return name if self.policy.bundle_text or METRIC_NAME.fullmatch(name) else REDACTED
 
     def _show(self, value: object) -> object:
         is_number = value is None or isinstance(value, (bool, int, float)) or getattr(value, "ndim", None) == 0

@@ -17,13 +17,14 @@ from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Signal
 from ...errors import NonFiniteError
 from ..compat.accelerate import surrounded_backwards
-from ..compat.prepared_dataset import find_prepared_rows
+from ..compat.prepared_dataset import PreparedRows, find_prepared_rows
 from ..compat.trainer import running_loss
 from ..compat.trainer_protocol import HostTrainer
 from ..data.checked_collator import BatchNote, name_rows
 from ..data.dataset_rows import ROWS, BatchRecord
 from ..data.learning_signal import NoSignal
 from ..data.masked_samples import MaskedSamples
+from ..data.row_quarantine import RowQuarantine
 from .held_inputs import HeldInputs, LossWeight
 from .loss_errors import LossErrors
 from .trainer_runner import TrainerRunner
@@ -69,11 +70,12 @@ class StepRecord:
 class StepRecorder:
     """Records the micro-batches of a trainer's current step."""
 
-    def __init__(self, trainer: HostTrainer, guard: Guard):
+    def __init__(self, trainer: HostTrainer, guard: Guard, quarantine: RowQuarantine):
         self.trainer = trainer
         self.guard = guard
+        self.on = guard.policy.mode != "off"
         self.phase = Phase.OUTSIDE
-        self.batches = BatchRecord(guard.boundary)
+        self.batches = BatchRecord(guard.boundary, quarantine)
         self.masked = MaskedSamples(guard.journal)
         self.loss_errors = LossErrors(trainer, guard)
         self.num_backwards = 0  # largest number in one training_step, counted where several ranks run it
@@ -84,6 +86,20 @@ class StepRecorder:
         self._rng_before = RngState.capture(self._device_type)  # before its training_step
         self._replayed: HeldInputs | None = None  # what _prepare_inputs returns while a micro-batch runs again
         self._loss_before: Tensor | None = None
+
+    def turn_off(self) -> None:
+        """Ends the guarding of this trainer for good."""
+        self.on = False
+
+    @property
+    def watches(self) -> bool:
+        """Whether the steps that run now are guarded. Those that somebody runs by hand are not."""
+        return self.on and self.phase is not Phase.OUTSIDE
+
+    @property
+    def settles(self) -> bool:
+        """Whether the step that is being clipped now is guarded and not settled yet."""
+        return self.on and self.phase is Phase.COLLECTING
 
     @property
     def is_open(self) -> bool:
@@ -101,7 +117,11 @@ class StepRecorder:
         """Begins to record a `train()`."""
         self.phase = Phase.IDLE
         self.masked.begin_run()
-        self.batches.begin_run(find_prepared_rows(self.trainer))
+        # Rows are an explanation: a host in which they cannot be found is guarded all the same.
+        unknown = PreparedRows(is_rebuilt=True)
+        self.batches.begin_run(
+            self.guard.boundary.call("rows", find_prepared_rows, self.trainer, otherwise=lambda trainer: unknown)
+        )
 
     def end_run(self) -> None:
         """Lets go of everything that `train()` left, also after an error."""
@@ -287,7 +307,7 @@ class StepRecorder:
             nonlocal count
             count += 1
             self.num_backwards = max(self.num_backwards, count)
-            return runner.marking(loss) if self.guard.policy.acts else nullcontext()
+            return runner.marking(loss, self.guard.boundary) if self.guard.policy.acts else nullcontext()
 
         if self.guard.ranks.size == 1:  # a non-finite loss is known without a mark
             return nullcontext()

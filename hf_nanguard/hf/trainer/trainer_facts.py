@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, TrainingArguments
 
 from ...plain_text import REDACTED
-from ..compat.model_config import ATTENTION, EXPERTS, find_implementation
+from ..compat.model_config import (
+    ATTENTION,
+    EXPERTS,
+    checkpoints_activations,
+    find_adapters,
+    find_config,
+    find_implementation,
+    without_adapter,
+)
 from ..compat.own_loss import HOSTS, find_own_loss
 from ..compat.trainer_protocol import HostTrainer
 from .guarded_class import is_made_here
@@ -77,9 +85,9 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
             The model without the wrappers of accelerate, with or without a PEFT adapter.
     """
     host: Any = model
-    adapters = host.peft_config if hasattr(model, "get_base_model") else {}
-    base = host.get_base_model() if adapters else host
-    config = getattr(base, "config", None)
+    adapters = find_adapters(model)
+    base: Any = without_adapter(model) if adapters else model
+    config = find_config(base)
     dtype, exceptions = describe_dtypes(model)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return {
@@ -92,7 +100,7 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
         "dtypes": exceptions,
         "trainable": names if len(names) < sum(1 for _ in model.parameters()) else None,
         "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "gradient_checkpointing": bool(getattr(base, "is_gradient_checkpointing", False)),
+        "gradient_checkpointing": checkpoints_activations(base),
         "adapters": {str(name): describe_config(adapter) for name, adapter in adapters.items()},
         "active_adapter": str(host.active_adapter) if adapters else None,
         "mixed_precision": str(AcceleratorState().mixed_precision) if is_initialized() else "no",

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from ...core.autopsy.evidence.verdict import MAX_TEXT
@@ -14,16 +13,20 @@ from ...core.rerun.kept_attributes import untouched, untouched_modules
 from ...core.rerun.micro_batch import AccumulationGroup, MicroBatch
 from ...core.rerun.runner import Runner
 from ...plain_text import cut
-from ..compat.accelerate import bare_optimizer, local_collectives, poisoned_backward
+from ..compat.accelerate import bare_optimizer, local_collectives, poisoned_backward, steps_in_backward
+from ..compat.own_loss import has_own_batches
+from ..compat.prepared_dataset import count_documents, find_ids
 from ..compat.trainer import (
     ITEMS,
     completion_mask,
     count_items,
     counts_per_generation,
+    loss_shifts_labels,
     metric_lists,
     set_accumulation_steps,
 )
 from ..compat.trainer_protocol import HostTrainer
+from ..data.batch_limits import find_limits
 from .held_inputs import HeldInputs, LossWeight, Replayer
 from .trainer_facts import describe_trainer
 
@@ -71,7 +74,7 @@ class TrainerRunner(Runner):
         trainer = self.trainer
         if group.failure is not None:
             return super().why_not(group)
-        if trainer.accelerator.distributed_type == DistributedType.DEEPSPEED:
+        if steps_in_backward(trainer):
             return "DeepSpeed steps its engine inside the backward"
         if trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1:
             return "ranks that weight a batch cannot redo it apart"
@@ -145,6 +148,16 @@ class TrainerRunner(Runner):
         even = len(set(num_good)) == 1
         return LossWeight(int(steps) if steps.is_integer() else steps, counted, even, completions)
 
+    def weigh_alone(self, micro: MicroBatch) -> LossWeight:
+        trainer, batch = self.trainer, micro.payload.inputs
+        counted: Any = count_items(trainer, [batch], trainer.args.device)
+        if counted is not None and trainer.args.average_tokens_across_devices:  # the loss is multiplied by the ranks
+            counted = counted * trainer.args.world_size
+        completions = None
+        if not counts_per_generation(trainer) and isinstance(batch, Mapping) and ITEMS in batch:
+            completions = completion_mask(dict(batch)).sum()
+        return LossWeight(1, counted, even=False, completion_items=completions)
+
     def _add_up(self, count: Tensor | int | None) -> Tensor | int | None:
         """Returns the sum of a count over all ranks, `None` if no rank counts."""
         if self.ranks.size == 1:
@@ -173,6 +186,11 @@ class TrainerRunner(Runner):
     def optimizer(self) -> Any:  # type: ignore[override]
         return bare_optimizer(self.trainer.optimizer)
 
+    @property
+    def num_labels(self) -> int | None:
+        trainer = self.trainer
+        return find_limits(trainer.model, loss_shifts_labels(trainer), has_own_batches(trainer)).num_labels
+
     def inputs_of(self, micro: MicroBatch) -> Any:
         return micro.payload.inputs
 
@@ -182,6 +200,16 @@ class TrainerRunner(Runner):
     def decode(self, micro: MicroBatch, sample: int) -> str | None:
         inputs = micro.payload.inputs
         return decode_sample(self.trainer.processing_class, inputs, sample) if isinstance(inputs, Mapping) else None
+
+    def name_row(self, row: int) -> str | None:
+        ids = find_ids(self.trainer, row)
+        return f"({cut(', '.join(f'{name}: {value}' for name, value in ids.items()), MAX_TEXT)})" if ids else None
+
+    def rows_of(self, micro: MicroBatch, number: int) -> list[int] | None:
+        """Packing makes several documents one row of the dataset that the trainer has prepared."""
+        rows = super().rows_of(micro, number)
+        packed = count_documents(self.trainer, micro.rows or [])
+        return [row for row, count in packed for _ in range(count)] if sum(n for _, n in packed) == number else rows
 
     def facts(self, weight: LossWeight) -> dict[str, Any]:
         weights = {"steps": weight.steps, "num_items": weight.num_items, "completion_items": weight.completion_items}

@@ -128,9 +128,11 @@ def say(sentence):
     in a buffer it would make Python end with an exit code of its own."""
     line = f"nanguard: {sentence}\n"
     try:
-        if sys.stderr is sys.__stderr__ and sys.stderr is not None:
-            sys.stderr.flush()
-            os.write(sys.stderr.fileno(), line.encode(errors="backslashreplace"))
+        if sys.stderr is None:  # closed before Python started; `print` would take standard output
+            return
+        if sys.stderr is sys.__stderr__ and sys.__stderr__ is not None:
+            sys.__stderr__.flush()
+            os.write(sys.__stderr__.fileno(), line.encode(errors="backslashreplace"))
         else:
             print(line, end="", file=sys.stderr)
     except (OSError, ValueError):  # full or closed

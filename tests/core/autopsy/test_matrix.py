@@ -45,6 +45,8 @@ def test_nothing_is_found_in_a_healthy_pass(name):
     architecture = BY_NAME[name]
     for dtype in (SINGLE, HALF, BRAIN):
         for attention in ("eager", "sdpa") if architecture.sdpa else ("eager",):
+            if attention == "sdpa" and not architecture.build(dtype, "eager")._supports_sdpa:
+                continue  # T5 of older transformers
             model, inputs = architecture.build(dtype, attention), architecture.inputs(dtype)
             torch.manual_seed(2)  # for dropout
             origin, loss = find_in(model, lambda m=model, i=inputs: m(**i).loss, inputs)

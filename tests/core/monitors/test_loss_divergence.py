@@ -7,7 +7,11 @@ right rate or a third of it none was reported; of the 12 whose last losses were 
 `make slow` below, 960 runs with other optimizers: 0 of 384 with the right rate or a third of it were reported; of those that had 40
 losses above twice the first, all but one were. Synthetic healthy losses (100 of each of 22 kinds): no
 false alarm in 20 kinds, 1 % of squares of four normal numbers and 5 % of squares of one, whose first may be any factor too low.
-A random walk of the loss, away from where it began, is reported.
+
+Since distances are judged against a random walk and the norm, of 11 kinds of healthy series that were not used for tuning (walks with
+heavy tails, smooth ones, two scales, RL; 40 each) 7.5 % are reported (26 % before), of 5 kinds of diverging ones with a norm that grows
+like the loss none is missed (4 % if the norm does not grow at all), and of 268 real runs of the campaign below with nadam and momentum (192 with a right rate) none is judged
+wrongly.
 """
 
 import itertools

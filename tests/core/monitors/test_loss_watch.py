@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from hf_nanguard.core.journal import Journal
+from hf_nanguard.core.monitors.loss_divergence import DivergenceDetector
 from hf_nanguard.core.monitors.loss_watch import LossWatch
 from hf_nanguard.core.monitors.spike_detector import SpikeDetector
 from hf_nanguard.core.ranks import Ranks
@@ -176,6 +177,46 @@ def test_a_policy_loss_that_explodes_is_reported():
     rng = np.random.default_rng(0)
     losses = np.concatenate([policy_loss(rng)[:60], 500 * np.exp(rng.normal(0, 0.3, 30))])
     assert dict(Watched().run(losses).told).keys() == {"loss_spike", "loss_diverged"}
+
+
+def random_walk(rng):
+    return 3 * np.exp(np.cumsum(rng.normal(0, np.exp(rng.uniform(math.log(0.005), math.log(0.1))), N)))
+
+
+def autoregression(rng):
+    memory, spread = rng.choice([0.9, 0.98, 0.99]), rng.uniform(0.1, 0.6)
+    value, logs = 0.0, []
+    for move in rng.normal(0, spread * math.sqrt(1 - memory**2), N):
+        value = memory * value + move
+        logs.append(value)
+    return 3 * np.exp(np.array(logs))
+
+
+def reported(losses, norms):
+    detector = DivergenceDetector()
+    return any(detector.add(step, *map(float, pair)) for step, pair in enumerate(zip(losses, norms, strict=True)))
+
+
+@pytest.mark.parametrize("kind", [random_walk, autoregression])
+def test_a_loss_that_wanders_is_rarely_reported_unless_its_gradient_grows(kind):
+    """Of such series every second one was reported when noise was taken from one loss to the next: it has a memory. With a
+    norm that grows like the loss they are those of a model that diverges, as far as they rise at all."""
+    alone, with_norm = 0, 0
+    for seed in range(40):
+        rng = np.random.default_rng([7, seed])
+        losses, noise = kind(rng), np.exp(rng.normal(0, 0.25, N))
+        alone += reported(losses, noise)
+        with_norm += reported(losses, losses**1.5 * noise)
+    assert alone <= 5
+    assert with_norm >= 2 * alone + 5
+
+
+@pytest.mark.parametrize("rise", [1, 30])
+def test_a_moderate_divergence_in_a_noisy_loss_is_found_by_its_gradient(rise):
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        losses = diverging(6.0, rise) * np.exp(rng.normal(0, 0.3, 300))
+        assert reported(losses, losses * np.exp(rng.normal(0, 0.25, 300))), seed
 
 
 def test_a_second_divergence_is_reported_after_a_recovery():

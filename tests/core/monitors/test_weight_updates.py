@@ -200,6 +200,14 @@ def test_warm_up_and_the_end_of_a_schedule_are_not_judged():
     assert events == []
 
 
+def test_a_stall_is_reported_at_the_first_look_at_half_the_learning_rate():
+    model, optimizer, monitor, events = make("adamw", BF16, 1e-7)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 10))
+    train(model, optimizer, 9, monitor, scheduler)
+    (event,) = events
+    assert (event["signal"], event["step"], event["cause"]) == ("update_stalled", 5, "rounding_stall")
+
+
 @pytest.mark.parametrize("name", ["adamw", "tensor", "sgd"])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 def test_a_learning_rate_of_zero_is_told_as_such(name, dtype):

@@ -15,7 +15,7 @@ from hf_nanguard.core.monitors.weights import WeightMonitor, check_state, find_b
 from hf_nanguard.core.ranks import Ranks
 from hf_nanguard.core.settings import Policy
 from hf_nanguard.core.step.decision import Escalation
-from hf_nanguard.core.step.run_recovery import Recovery
+from hf_nanguard.core.step.rewind_to_snapshot import Recovery
 from hf_nanguard.testing import INF, NAN, OperationCounter
 
 OPTIMIZERS: dict[str, Callable] = {
@@ -100,6 +100,7 @@ def test_healthy_runs_are_silent_and_bit_identical(name):
     torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True to a scalar")  # LBFGS of torch 2.8
 def test_lbfgs_is_looked_into():
     model, _ = make()
     optimizer = torch.optim.LBFGS([model.head.weight, model.head.bias], lr=0.1, max_iter=3)

@@ -32,6 +32,7 @@ def rates(name, scaled_at=None):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")  # SequentialLR of torch 2.8
 def test_every_later_rate_is_scaled(name):
     plain, scaled = rates(name), rates(name, scaled_at=4)
     assert scaled[:4] == plain[:4]

@@ -94,6 +94,19 @@ def test_tensors_are_kept_by_reference_not_copied():
     assert owner.list[0] is owner.tensor
 
 
+def test_tensors_inside_containers_get_their_values_back():
+    owner = Owner()
+    owner.means = {"a": [torch.zeros(2)], "draws": torch.Generator().manual_seed(1)}
+    inner, state = owner.means["a"][0], owner.means["draws"].get_state()
+    with untouched(owner):
+        inner += 1
+        torch.rand(3, generator=owner.means["draws"])
+        owner.means["a"].append(1)
+    assert owner.means["a"] == [inner]
+    assert torch.equal(inner, torch.zeros(2))
+    assert torch.equal(owner.means["draws"].get_state(), state)
+
+
 def test_datasets_are_left_alone():
     owner = Owner()
     owner.train_dataset = [1, 2]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from hf_nanguard.boundary import Boundary
 from hf_nanguard.core.rerun.loss_mark import mark_shard, marked_backward
 from hf_nanguard.testing import INF, NAN
 
@@ -25,7 +26,7 @@ def backward(net, value=None, marked=True):
     if not marked:
         loss.backward()
         return
-    with marked_backward(list(net.parameters()), loss):
+    with marked_backward(list(net.parameters()), loss, Boundary()):
         loss.backward()
 
 
@@ -57,7 +58,7 @@ def test_a_mark_survives_accumulation():
 
 def test_no_hook_is_left_also_after_an_error():
     net = make_net()
-    with pytest.raises(ZeroDivisionError), marked_backward(list(net.parameters()), torch.tensor(1.0)):
+    with pytest.raises(ZeroDivisionError), marked_backward(list(net.parameters()), torch.tensor(1.0), Boundary()):
         raise ZeroDivisionError
     assert not any(p._backward_hooks for p in net.parameters())
 
@@ -65,7 +66,7 @@ def test_no_hook_is_left_also_after_an_error():
 def test_a_sparse_gradient_does_not_carry_the_mark():
     table, scale = nn.Embedding(3, 1, sparse=True), nn.Parameter(torch.ones(8))
     loss = table(torch.tensor([1])).sum() * scale.sum() + NAN
-    with marked_backward([*table.parameters(), scale], loss):
+    with marked_backward([*table.parameters(), scale], loss, Boundary()):
         loss.backward()
     assert table.weight.grad.is_sparse
     assert not scale.grad.isfinite().all()

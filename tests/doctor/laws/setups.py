@@ -131,6 +131,20 @@ def build_classifier(folder: Path, **arguments: Any) -> Any:
                        DataCollatorWithPadding(tiny_tokenizer()), **arguments)  # fmt: skip
 
 
+def build_encoder(folder: Path) -> Any:
+    """Returns a BERT whose tokens see each other in both directions, with a loss of the user's."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SIZES, vocab_size=VOCAB, max_position_embeddings=64, pad_token_id=0)
+    rows = [{name: row[name] for name in ("input_ids", "attention_mask")} for row in token_rows()]
+
+    class Embedding(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            return model(**inputs).last_hidden_state[:, 0].square().mean()
+
+    return build_plain(folder, transformers.BertModel(config), rows, DataCollatorWithPadding(tiny_tokenizer()), Embedding,
+                       gradient_accumulation_steps=1)  # fmt: skip
+
+
 def build_translator(folder: Path, **arguments: Any) -> Any:
     """Returns a T5 with inputs and outputs of different lengths."""
     torch.manual_seed(0)
@@ -160,3 +174,38 @@ def build_rewarder(folder: Path) -> Any:
     rows = Dataset.from_list([{"chosen": a, "rejected": b} for a, b in zip(texts[::2], texts[1::2], strict=True)])
     args = trl.RewardConfig(**{**common_arguments(folder), "max_length": 24})
     return trl.RewardTrainer(model, args=args, train_dataset=rows, processing_class=tiny_tokenizer())
+
+
+VISION_TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }} {% for part in m['content'] %}{% if part['type'] == 'image' %}<image> {% else %}{{ part['text'] }} "
+    "{% endif %}{% endfor %}{{ eos_token }} {% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+)
+
+
+def build_vision_sft(folder: Path, **arguments: Any) -> Any:
+    """Returns TRL's SFT trainer of a LLaVA with its real processor and pictures of Pillow."""
+    import numpy as np
+    import trl
+    from PIL import Image
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    tokenizer, square = tiny_tokenizer(), {"height": 16, "width": 16}
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    tokenizer.chat_template = VISION_TEMPLATE
+    processor = transformers.LlavaProcessor(
+        CLIPImageProcessorPil(size=square, crop_size=square), tokenizer, patch_size=8, vision_feature_select_strategy="default",
+        image_token="<image>", chat_template=VISION_TEMPLATE, num_additional_image_tokens=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    vision = transformers.CLIPVisionConfig(**SIZES, image_size=16, patch_size=8, projection_dim=16)
+    config = transformers.LlavaConfig(
+        text_config=transformers.LlamaConfig(**{**DECODER, "vocab_size": VOCAB + 1}), vision_config=vision, image_token_id=VOCAB,
+        vision_feature_layer=-1,
+    )  # fmt: skip
+    pixels, rows = np.random.default_rng(0), []
+    for row in answer_rows(12, conversational=True):
+        picture = Image.fromarray((pixels.random((16, 16, 3)) * 255).astype("uint8"))
+        rows.append({"messages": [*row["prompt"], *row["completion"]], "images": [picture]})
+    args = trl.SFTConfig(**{**common_arguments(folder), "max_length": None, **arguments})
+    model = transformers.LlavaForConditionalGeneration(config)
+    return trl.SFTTrainer(model, args=args, train_dataset=Dataset.from_list(rows), processing_class=processor)

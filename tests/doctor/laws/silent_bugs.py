@@ -344,6 +344,16 @@ def attention_scaled_twice(folder: Path, buggy: bool) -> Any:
     return build_plain(folder, build_model("llama", attn_implementation="scaled_twice" if buggy else "sdpa"))
 
 
+def patched_norm(folder: Path, buggy: bool) -> Any:
+    """A kernel that takes the place of the model's own, as Liger and others do, with another epsilon."""
+    model = build_model("llama")
+    if buggy:
+        for layer in model.model.layers:
+            norm = layer.input_layernorm
+            norm.forward = lambda x, weight=norm.weight: functional.rms_norm(x, x.shape[-1:], weight, 0.1)
+    return build_plain(folder, model)
+
+
 def head_with_hidden_scale(folder: Path, buggy: bool) -> Any:
     model = build_model("llama")
     if buggy:
@@ -381,6 +391,73 @@ def cancelled_digits(folder: Path, buggy: bool) -> Any:
             model.lm_head.weight.mul_(20)
         model.model.norm.register_forward_hook(lambda module, args, output: (output + 3e3) - 3e3)
     return build_plain(folder, model)
+
+
+def dropout_in_evaluation(folder: Path, buggy: bool) -> Any:
+    model = build_model("llama")
+    if buggy:  # the functional form, whose flag was forgotten
+        model.model.norm.register_forward_hook(
+            lambda module, args, output: functional.dropout(output, 0.3, training=True)
+        )
+    return build_plain(folder, model)
+
+
+class EvaluationMode(Trainer):
+    """Leaves the model in evaluation mode after its own measurement of the loss."""
+
+    def compute_loss(self, model, *args, **kwargs):
+        model.eval()
+        return super().compute_loss(model, *args, **kwargs)
+
+
+def training_without_dropout(folder: Path, buggy: bool) -> Any:
+    model = build_model("llama", attention_dropout=0.1)
+    return build_plain(folder, model, trainer_class=EvaluationMode if buggy else Trainer)
+
+
+def reference_is_the_policy(folder: Path, buggy: bool) -> Any:
+    trainer = build_trainer("dpo", folder, guard=False, dropout=0.0)
+    if buggy:
+        trainer.ref_model = trainer.model
+    return trainer
+
+
+# ---- what a token sees ----
+
+
+def tokens_see_the_next(folder: Path, buggy: bool) -> Any:
+    model = build_model("llama")
+    if buggy:
+        model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output + output.roll(-1, 1))
+    return build_plain(folder, model)
+
+
+# ---- rows ----
+
+
+class FewRows(Trainer):
+    """Its sampler takes the first rows again and again."""
+
+    def _get_train_sampler(self, train_dataset=None):
+        return [i % 4 for i in range(len(self.train_dataset))]
+
+
+def sampler_repeats_rows(folder: Path, buggy: bool) -> Any:
+    return build_plain(folder, build_model("llama"), trainer_class=FewRows if buggy else Trainer)
+
+
+class ForgottenGroup(Trainer):
+    """One group of its optimizer has a learning rate of 0."""
+
+    def create_optimizer(self, model=None):
+        weights = list(self.model.parameters())
+        groups = [{"params": weights[:3], "lr": 0.0}, {"params": weights[3:]}]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-2)
+        return self.optimizer
+
+
+def group_that_never_learns(folder: Path, buggy: bool) -> Any:
+    return build_plain(folder, build_model("llama"), trainer_class=ForgottenGroup if buggy else Trainer)
 
 
 # ---- saved and loaded ----
@@ -501,6 +578,44 @@ def advantages_not_scaled(folder: Path, buggy: bool) -> Any:
     )  # fmt: skip
 
 
+def _build_grpo(folder: Path, trainer_class: Any) -> Any:
+    return build_trainer("grpo", folder, trainer_class, guard=False, num_generations=4, per_device_train_batch_size=4)
+
+
+def policy_loss_not_divided(folder: Path, buggy: bool) -> Any:
+    import trl
+
+    class Undivided(trl.GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, inputs) * self.current_gradient_accumulation_steps
+
+    return _build_grpo(folder, Undivided if buggy else trl.GRPOTrainer)
+
+
+def policy_sees_padding(folder: Path, buggy: bool) -> Any:
+    import trl
+
+    class Blind(trl.GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, model, ids, mask, *args, **kwargs):
+            return super()._get_per_token_logps_and_entropies(model, ids, torch.ones_like(mask), *args, **kwargs)
+
+    return _build_grpo(folder, Blind if buggy else trl.GRPOTrainer)
+
+
+def stop_token_outside_policy_loss(folder: Path, buggy: bool) -> Any:
+    import trl
+
+    class Ended(trl.GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            ids, mask = batch["completion_ids"].clone(), batch["completion_mask"].clone()
+            ids[:, 1], mask[:, 2:] = 2, 0  # each ends with its second token
+            mask[:, 1] = 0 if buggy else 1
+            return {**batch, "completion_ids": ids, "completion_mask": mask}
+
+    return _build_grpo(folder, Ended)
+
+
 BUGS = (
     SilentBug("recurrence without resets in packed rows", "modelscope/ms-swift#9565", "isolation", packed_recurrence),
     SilentBug("state-space model with packing", "huggingface/transformers#46093", "isolation", packed_state_space),
@@ -525,6 +640,7 @@ BUGS = (
     SilentBug("attention that sees padding", "", "padding", attention_sees_padding),
     SilentBug("attention that sees padding, against eager", "", "attention", attention_sees_padding),
     SilentBug("attention scaled twice", "", "attention", attention_scaled_twice),
+    SilentBug("norm patched with another epsilon", "", "installed_code", patched_norm),
     SilentBug("fused head without the model's scale", "", "fused_loss", head_with_hidden_scale),
     SilentBug("other outputs in training", "", "train_and_eval", scaled_in_training),
     SilentBug("reference with dropout", "", "frozen_models", reference_with_dropout),
@@ -536,6 +652,15 @@ BUGS = (
     SilentBug("resume that repeats data", "", "resume", resume_repeats_data),
     SilentBug("experts that are not resumed", "huggingface/transformers#48805", "resume", experts_not_resumed),
     SilentBug("moments that are not resumed", "", "resume", moments_not_resumed),
+    SilentBug("tokens that see the next one", "", "causality", tokens_see_the_next),
+    SilentBug("dropout in evaluation", "", "train_and_eval", dropout_in_evaluation),
+    SilentBug("training without dropout", "", "dropout", training_without_dropout),
+    SilentBug("reference that is the policy", "", "frozen_models", reference_is_the_policy),
+    SilentBug("sampler that repeats rows", "", "epoch", sampler_repeats_rows),
+    SilentBug("group that never learns", "", "gradients", group_that_never_learns),
+    SilentBug("policy loss that is not divided", "", "accumulation", policy_loss_not_divided),
+    SilentBug("policy that sees padding", "", "padding", policy_sees_padding),
+    SilentBug("stop token outside the policy loss", "", "stop_token", stop_token_outside_policy_loss),
     SilentBug("loss at temperature 1", "huggingface/trl#3029", "sampler", loss_at_other_temperature),
     SilentBug("sampler that reports temperature 1", "huggingface/trl#4159", "sampler", sampler_at_other_temperature),
     SilentBug("advantages not as configured", "", "advantages", advantages_not_scaled),

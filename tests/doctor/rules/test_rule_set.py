@@ -6,10 +6,21 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import DataCollatorForLanguageModeling, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import (
+    DataCollatorForLanguageModeling,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
-from hf_nanguard.doctor.config_check import ConfigReport, check_config
+from hf_nanguard.doctor.config_check import ConfigReport, check_config, judge_files
+from hf_nanguard.doctor.facts.config_file import read_arguments
+from hf_nanguard.doctor.facts.trainer_inspection import find_trainer_facts
 from hf_nanguard.doctor.rules.finding import DOCS
+from hf_nanguard.doctor.rules.memory_estimate import find_activation_bytes
 from hf_nanguard.doctor.rules.rule_set import RULES, TOPICS, judge
 from hf_nanguard.doctor.rules.run_facts import Facts
 
@@ -39,6 +50,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "group-divides": ({**GROUPS, "per_device_train_batch_size": 3}, {**GROUPS, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
     "beta": ({**GROUPS, "beta": 5.0}, {**GROUPS, "beta": 0.04}),
     "kl-term": ({**GROUPS, "beta": 0.0, "num_iterations": 8}, {**GROUPS, "beta": 0.0, "num_iterations": 1}),
+    "adapter-scale": ({**LORA, "lora_alpha": 0}, {**LORA, "lora_r": 1, "lora_alpha": 32}),
     "head-adapter": ({**LORA, "lora_target_modules": ["q_proj", "lm_head"]}, {**LORA, "lora_target_modules": ["q_proj"]}),
 }  # fmt: skip
 
@@ -192,6 +204,49 @@ def test_a_rule_is_silent_where_all_is_well(rule, tmp_path):
     result = examine(rule, 1, tmp_path)
     assert rule in result.sound
     assert result.problems == []
+
+
+# A model of 8 billion parameters by its name, on a device of so many GB: whether it can be trained there.
+SIZED = {"model_name_or_path": "org/model-8B", "warmup_steps": 10, "learning_rate": 2e-5}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gigabytes", "fits"),
+    [
+        ({}, 80, False),  # float32: 32 GB of weights, as much of gradients, twice as much of Adam's moments
+        ({}, 140, True),
+        ({"dtype": "bfloat16", "optim": "adamw_8bit"}, 80, True),  # 16 + 16 + 8
+        ({"use_peft": True, "dtype": "bfloat16"}, 24, True),
+        ({"use_peft": True, "dtype": "bfloat16"}, 15, False),
+        ({"use_peft": True, "load_in_4bit": True}, 15, True),
+    ],
+)
+def test_memory_of_a_model_that_is_known_by_its_name(arguments, gigabytes, fits):
+    file = read_arguments("my.yaml", {**SIZED, **arguments})
+    found = judge_files([file], memory=int(gigabytes * 1e9)).examination
+    assert ("memory" in found.sound, "memory" in [each.rule for each in found.findings]) == (fits, not fits)
+
+
+def test_the_estimate_of_activations_is_a_lower_bound_near_what_autograd_keeps():
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
+    )
+    model = LlamaForCausalLM(config)
+    facts = find_trainer_facts(plain(model)).update(Facts(batch_size=4, max_length=32, task="sft"))
+    kept: dict[int, torch.Tensor] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = model(input_ids=torch.randint(7, 64, (4, 32))).logits.sum()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    measured = sum(tensor.untyped_storage().nbytes() for storage, tensor in kept.items() if storage not in weights)
+    assert loss.requires_grad
+    assert 0.3 * measured < find_activation_bytes(facts) < measured
+    checkpointed = facts.update(Facts(gradient_checkpointing=True))
+    assert find_activation_bytes(checkpointed) == 4 * (4 * 32) * 64 * 4  # the input of each of four layers, in float32
 
 
 def test_a_rule_whose_facts_are_not_known_is_not_applied():

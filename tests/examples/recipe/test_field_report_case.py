@@ -2,10 +2,11 @@
 
 import pytest
 
-from hf_nanguard.examples.recipe.command_line import exit_code
+from hf_nanguard.examples import run_script
 from hf_nanguard.hf.named_terms import watch_tensor, weigh_term
 from recipes import diffusion, distill, latent
 
+from ...recipes.running import find_exit_code, find_outcomes
 from ...trainers import build
 
 RECIPES = {
@@ -17,7 +18,8 @@ RECIPES = {
 @pytest.mark.parametrize("name", RECIPES)
 def test_healthy_data_is_silent(name, tmp_path):
     recipe, _, words = RECIPES[name]
-    stock, guarded = recipe.run([*words, "--plant", "none", "--logging_steps", "1", "--output_dir", str(tmp_path)])
+    common = ["--plant", "none", "--logging_steps", "1", "--output_dir", str(tmp_path)]
+    stock, guarded = find_outcomes(recipe, *words, *common)
     assert guarded.losses == stock.losses
     assert (guarded.events, guarded.bad_weights) == ([], {})
 
@@ -46,38 +48,40 @@ def test_healthy_data_is_silent(name, tmp_path):
     ],
 )
 def test_a_bad_value_is_one_sentence(recipe, words, sentence, capsys):
-    assert exit_code(recipe.run, words) == 2
-    assert capsys.readouterr().err == sentence + "\n"
+    assert find_exit_code(recipe, *words) == 2
+    assert capsys.readouterr().err == f"nanguard: {sentence}\n"
 
 
 def test_an_output_folder_that_cannot_be(tmp_path, capsys):
     file = tmp_path / "file"
     file.touch()
-    assert exit_code(latent.run, ["--output_dir", str(file / "below")]) == 2
+    assert find_exit_code(latent, "--output_dir", str(file / "below")) == 2
     assert "--output_dir must be a writable folder" in capsys.readouterr().err
 
 
 def test_a_run_is_resumed(tmp_path, capsys):
     words = [*RECIPES["latent"][2], "--compare", "false", "--plant", "none", "--logging_steps", "1"]
-    [whole] = latent.run([*words, "--save_strategy", "steps", "--save_steps", "2", "--output_dir", str(tmp_path)])
+    [whole] = find_outcomes(
+        latent, *words, "--save_strategy", "steps", "--save_steps", "2", "--output_dir", str(tmp_path)
+    )
     checkpoint = ["--resume_from_checkpoint", str(tmp_path / "checkpoint-2"), "--output_dir", str(tmp_path / "resumed")]
-    [resumed] = latent.run([*words, *checkpoint])
+    [resumed] = find_outcomes(latent, *words, *checkpoint)
     assert (resumed.losses, resumed.figures) == (whole.losses, whole.figures)
     assert capsys.readouterr().out.count("'loss': ") == 4 + 2  # the first two are those of the checkpoint
 
 
-def test_ctrl_c_is_told_without_a_traceback(capsys):
-    def run(argv):
+def test_ctrl_c_is_told_without_a_traceback(tmp_path, capsys):
+    def main(*parsed):
         raise KeyboardInterrupt
 
-    assert exit_code(run, []) == 130
-    assert capsys.readouterr().err == "stopped by Ctrl-C\n"
+    assert run_script(latent.make_parser, main, ["--output_dir", str(tmp_path)]) == 130
+    assert capsys.readouterr().err == "nanguard: stopped by Ctrl-C; all files written so far are complete.\n"
 
 
 def test_an_unknown_flag_or_name_in_a_file_comes_with_the_nearest(tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text("learning_rat: 1.0e-3\n", encoding="utf-8")
     for words in (["--learning_rat", "1"], ["--config", str(tmp_path / "mine.yaml")]):
-        assert exit_code(latent.run, words) == 2
+        assert find_exit_code(latent, *words) == 2
         error = capsys.readouterr().err
         assert "did you mean" in error
         assert "learning_rate?" in error
@@ -86,7 +90,7 @@ def test_an_unknown_flag_or_name_in_a_file_comes_with_the_nearest(tmp_path, caps
 
 def test_a_value_in_a_file_is_checked_like_a_flag(tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text("max_steps: many\n", encoding="utf-8")
-    assert exit_code(latent.run, ["--config", str(tmp_path / "mine.yaml")]) == 2
+    assert find_exit_code(latent, "--config", str(tmp_path / "mine.yaml")) == 2
     assert "max_steps cannot be 'many'" in capsys.readouterr().err
 
 
@@ -95,7 +99,7 @@ def test_a_value_in_a_file_is_checked_like_a_flag(tmp_path, capsys):
 def test_the_recipe_as_it_comes(name, tmp_path, monkeypatch, capsys):
     recipe, num_tensors, _ = RECIPES[name]
     monkeypatch.chdir(tmp_path)
-    assert exit_code(recipe.run, []) == 0
+    assert find_exit_code(recipe) == 0
     printed = capsys.readouterr().out
     assert f"NOT FINITE: {num_tensors} of {num_tensors} tensors" in printed
     assert f"events of the guarded run: runs/{name}/guarded/nanguard/events.jsonl" in printed

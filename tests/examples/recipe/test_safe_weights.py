@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 
 from hf_nanguard.cli.main import main
-from hf_nanguard.examples.recipe.command_line import exit_code
 from recipes import distill
+from tests.recipes.running import find_exit_code
 from tests.recipes.test_sft import save_model, save_rows
 
 
@@ -87,6 +87,6 @@ def test_the_recipe_of_distillation_refuses_them_too(tmp_path, capsys):
     for student, teacher, flag in ((pickled, sound, "--model"), (sound, pickled, "--teacher")):
         words = ["--plant", "none", "--model_name_or_path", student, "--teacher_name_or_path", teacher]
         words += ["--train_file", str(tmp_path / "texts.txt"), "--output_dir", str(tmp_path / "out")]
-        assert exit_code(distill.run, words) == 2
+        assert find_exit_code(distill, *words) == 2
         assert f"{flag}_name_or_path must contain safetensors" in capsys.readouterr().err
     assert not (tmp_path / "executed").exists()

@@ -45,7 +45,7 @@ def test_every_method_may_fail(name, tmp_path):
     entries = _entries(name, tmp_path / "healthy")
     assert any(entry.name.endswith(".on_train_begin") for entry in entries)
     for number, entry in enumerate(entries):
-        with failing(entry, Exception) as raised:
+        with failing([entry], Exception) as raised:
             trainer = _train(tmp_path / str(number), EVERY[name]())
         assert raised, entry
         assert_same(tensors_of(trainer), _stock()[0])

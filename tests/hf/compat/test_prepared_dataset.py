@@ -1,13 +1,18 @@
 """Events name the rows of the dataset that was passed in, whatever TRL has made of it."""
 
+from types import SimpleNamespace
+
 import pytest
 from datasets import Dataset
+from torch import nn
+from transformers import TrainingArguments
 
-from hf_nanguard import attach
-from hf_nanguard.hf.compat.prepared_dataset import find_prepared_rows
+from hf_nanguard import GuardedTrainer, attach
+from hf_nanguard.hf.compat.prepared_dataset import find_ids, find_prepared_rows
+from hf_nanguard.hf.trainer import step_recorder
 from hf_nanguard.testing import Fault, plant
 from tests.models import token_dataset
-from tests.trainers import build, events_of
+from tests.trainers import build, common_arguments, events_of
 
 LONG = (0, 5, 11, 12, 30)
 FIRST_WORD = 7  # word w<i> of the tiny tokenizer is token 7 + i
@@ -42,14 +47,98 @@ def test_events_name_the_rows_that_were_passed_in(settings, given, tmp_path):
     assert "removed 5 of 40 rows" in removed["message"]
 
 
+@pytest.mark.parametrize("settings", [{}, {"shuffle_dataset": True}])
+def test_the_ids_of_a_row_are_those_of_the_users_row(settings, tmp_path):
+    given = dataset().add_column("doc_id", [f"d{i}" for i in range(40)]).add_column("valid", list(range(40)))
+    trainer = build("sft", tmp_path, guard=False, extra={"train_dataset": given}, max_length=8, **settings)
+    assert [find_ids(trainer, row) for row in range(40)] == [
+        {} if i in LONG else {"doc_id": f"d{i}"} for i in range(40)
+    ]
+
+
+class Quotient(nn.Module):
+    """A loss that divides by its label."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+
+    def forward(self, x, labels):
+        return {"loss": (self.linear(x)[:, 0] / labels).mean()}
+
+
+def test_an_autopsy_shows_the_ids_of_the_row(tmp_path):
+    rows = [{"x": [1.0, 2.0], "labels": float(i != 5), "key": f"k{i}", "note": "unused"} for i in range(8)]
+    args = common_arguments(tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=1, max_steps=2)
+    trainer = GuardedTrainer(Quotient(), TrainingArguments(**args), train_dataset=Dataset.from_list(rows))
+    trainer.train()
+    [event] = events_of(trainer)
+    assert event["culprit"]["rows"] == [5]
+    assert list(event["values"]["autopsy"]["texts"].values()) == ["(key: k5)"]
+
+
 def test_nothing_is_reported_if_no_row_is_removed(tmp_path):
     trainer = build("sft", tmp_path, extra={"train_dataset": dataset(())}, max_length=8)
     trainer.train()
     assert events_of(trainer) == []
 
 
+def test_a_host_whose_rows_cannot_be_found_is_guarded_all_the_same(tmp_path, monkeypatch):
+    def fail(trainer):
+        raise AttributeError("a setting that this host does not have")
+
+    monkeypatch.setattr(step_recorder, "find_prepared_rows", fail)
+    trainer = build("plain", tmp_path)
+    plant(trainer, Fault("loss", step=1, micro_step=1))
+    trainer.train()
+    found = [(event["signal"], event["action"]) for event in events_of(trainer)]
+    assert found == [("guard_failed", "observed"), ("loss_nonfinite", "dropped")]
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+
+
+def test_an_older_config_without_a_shuffle_is_known(tmp_path):
+    trainer = build("sft", tmp_path, guard=False, max_length=None)
+    vars(trainer.args).pop("shuffle_dataset", None)
+    trainer.args = SimpleNamespace(**vars(trainer.args))  # the class has a default for it
+    assert not find_prepared_rows(trainer).is_rebuilt
+
+
 def test_rows_of_a_packed_dataset_are_its_own(tmp_path):
     trainer = build("sft", tmp_path, extra={"train_dataset": dataset()}, max_length=8, packing=True, guard=False)
+    assert find_prepared_rows(trainer).is_rebuilt
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"padding_free": True, "max_length": None},
+        pytest.param({"packing": True, "max_length": 24}, marks=pytest.mark.slow),
+    ],
+)
+def test_the_document_of_a_flat_batch_is_named(settings, tmp_path, caplog):
+    given = [{"text": f"w{i} w1 w2" + " w3" * (i % 3)} for i in range(40)]
+    arguments = {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": 1, "max_steps": 12}
+    extra = {"train_dataset": Dataset.from_list(given)}
+    trainer = attach(build("sft", tmp_path, guard=False, extra=extra, **arguments, **settings))
+    bad = FIRST_WORD + 11
+    trainer.model.get_input_embeddings().register_forward_hook(
+        lambda module, ids, output: output.masked_fill((ids[0] == bad)[..., None], float("nan"))
+    )
+    trainer.train()
+    event = next(event for event in events_of(trainer) if event["bundle"])
+    culprit = event["culprit"]
+    [row] = [row for row, ids in enumerate(trainer.train_dataset["input_ids"]) if bad in ids]
+    assert culprit["rows"] == [row]
+    [document] = culprit["samples"]
+    assert culprit["tokens"] == [[document, 0]]
+    assert f"text:    [{document}] {given[11]['text']}\n" in caplog.text
+    assert ("rows are those of the dataset that SFTTrainer has prepared" in caplog.text) == ("packing" in settings)
+    assert [remedy["name"] for remedy in event["remedies"] if remedy["works"]] == ["drop_rows"]
+
+
+def test_rows_of_a_stream_are_those_of_the_prepared_one(tmp_path):
+    stream = dataset(()).to_iterable_dataset()
+    trainer = build("sft", tmp_path, extra={"train_dataset": stream}, max_length=8, guard=False, max_steps=1)
     assert find_prepared_rows(trainer).is_rebuilt
 
 

@@ -4,12 +4,14 @@ import copy
 import inspect
 import sys
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig, Trainer, TrainerCallback
@@ -75,7 +77,70 @@ def test_every_shim_says_when_it_can_go(module):
             assert "Can go" in item.__doc__, name
 
 
+# ---- models and what is kept beside them ----
+
+
+def test_what_a_model_is_asked_for():
+    model, tokenizer = tiny_llama(), tiny_tokenizer()
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    assert compat_model.find_config(model) is model.config
+    assert compat_model.find_config(nn.Linear(1, 1)) is None
+    assert compat_model.find_tokenizer(tokenizer) is tokenizer
+    assert compat_model.find_tokenizer(SimpleNamespace(tokenizer=tokenizer)) is tokenizer
+    assert list(compat_model.find_adapters(adapted)) == ["default"]
+    assert compat_model.find_adapters(nn.Linear(1, 1)) == {}
+    assert compat_model.without_adapter(adapted) is model
+    assert compat_model.without_adapter(model) is model
+
+
+def test_keepers_are_the_trainer_and_its_callbacks(trainer):
+    own_callbacks = [TrainerCallback(), TrainerCallback()]
+    for callback in own_callbacks:
+        trainer.add_callback(callback)
+    keepers = compat.find_keepers(trainer)
+    assert keepers["trainer"] is trainer
+    assert all(any(keeper is callback for keeper in keepers.values()) for callback in own_callbacks)
+
+
+@pytest.mark.parametrize(("version", "filters"), [("5.22.2", False), ("5.23.0", True), ("6.0.0.dev0", True)])
+def test_evaluations_are_filtered_since_a_version(version, filters, trainer, monkeypatch):
+    """What this version really does is tried in `tests/hf/monitors/test_evaluation.py`."""
+    monkeypatch.setattr(compat.transformers, "__version__", version)
+    trainer.args.logging_nan_inf_filter = True
+    assert compat.filters_evaluation(trainer) == filters
+    trainer.args.logging_nan_inf_filter = False
+    assert not compat.filters_evaluation(trainer)
+
+
 # ---- backward ----
+
+
+def test_only_deepspeed_steps_in_the_backward(trainer):
+    assert not compat_accelerate.steps_in_backward(trainer)
+    other = SimpleNamespace(accelerator=SimpleNamespace(distributed_type=DistributedType.DEEPSPEED))
+    assert compat_accelerate.steps_in_backward(other)
+
+
+@pytest.mark.parametrize("backward", ["accelerator", "loss"])
+def test_every_backward_of_a_loss_is_changed_and_afterwards_none(backward, trainer):
+    net, seen = nn.Linear(2, 1), []
+
+    def run(original, loss):
+        seen.append(loss)
+        original(2 * loss)
+
+    def go():
+        loss = net(torch.ones(1, 2)).sum()
+        trainer.accelerator.backward(loss) if backward == "accelerator" else loss.backward()
+        return loss
+
+    with compat_accelerate.changed_backwards(trainer.accelerator, run):
+        loss = go()
+    assert len(seen) == 1
+    assert seen[0] is loss
+    assert torch.equal(net.weight.grad, torch.full((1, 2), 2.0))
+    go()
+    assert len(seen) == 1
 
 
 def test_poisoned_backward_leaves_nan_in_exactly_one_gradient(trainer):
@@ -174,6 +239,7 @@ def test_a_bypassed_step_moves_neither_weights_nor_schedule(tmp_path):
         seen["before"] = tensors_of(trainer)
         seen["epoch"] = trainer.lr_scheduler.last_epoch
         compat_accelerate.bypass_optimizer(trainer.optimizer)
+        seen["bypassed"] = compat_accelerate.is_bypassed(trainer.optimizer)
 
     class Watched(Trainer):
         def _clip_grad_norm(self, model):
@@ -232,8 +298,6 @@ def test_other_engines_do_not_clip_in_one_piece(kind, trainer):
     (None, False, False), (None, True, True), (True, False, True), (False, True, False),
 ])  # fmt: skip
 def test_batches_are_dispatched_for_streams_of_several_processes(asked, streamed, expected, trainer):
-    from types import SimpleNamespace
-
     dataset = token_dataset(4).to_iterable_dataset().with_format("torch") if streamed else token_dataset(4)
     several = SimpleNamespace(num_processes=2, dispatch_batches=asked)  # what this machine has not
     assert compat_accelerate.dispatches_batches(SimpleNamespace(accelerator=several, train_dataset=dataset)) is expected
@@ -498,6 +562,15 @@ def test_implementations_are_found_and_set():
     experts = BY_NAME["mixtral"].build()
     told = compat_model.find_implementation(experts.config, compat_model.EXPERTS)
     assert told[""] in ("eager", "batched_mm", "grouped_mm")
+
+
+def test_checkpointing_is_known_by_either_name():
+    model = tiny_llama()
+    assert not compat_model.checkpoints_activations(model)
+    model.gradient_checkpointing_enable()
+    assert compat_model.checkpoints_activations(model)
+    assert compat_model.checkpoints_activations(SimpleNamespace(is_activation_checkpointing=True))
+    assert not compat_model.checkpoints_activations(object())
 
 
 # ---- online trainers ----

@@ -38,12 +38,12 @@ def test_an_encoder_decoder():
 
 
 def test_a_masked_language_model():
-    assert find_limits(bert(BertForMaskedLM), False) == Limits(50, True, False, 50)
+    assert find_limits(bert(BertForMaskedLM), False) == Limits(50, True, False, 50, 2, 512)
 
 
 @pytest.mark.parametrize("kind", [BertForSequenceClassification, BertForTokenClassification])
 def test_a_classifier_takes_its_classes(kind):
-    assert find_limits(bert(kind, num_labels=3), False) == Limits(3, False, False, 50)
+    assert find_limits(bert(kind, num_labels=3), False) == Limits(3, False, False, 50, 2, 512)
 
 
 @pytest.mark.parametrize(

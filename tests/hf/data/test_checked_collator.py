@@ -1,6 +1,7 @@
 """Checks of a batch where it is made."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from hf_nanguard.hf.data.checked_collator import (
 from hf_nanguard.plain_text import quote_error
 from hf_nanguard.testing import INF, NAN, OperationCounter
 
-LM = Limits(num_labels=20, token_labels=True, shifted=True, num_ids=20)
+LM = Limits(num_labels=20, token_labels=True, shifted=True, num_ids=20, num_types=20)
 SEQ2SEQ = Limits(num_labels=20, token_labels=True, shifted=False, num_ids=20)
 CLASSES = Limits(num_labels=3, num_ids=20)
 ANY_LABELS = Limits()
@@ -144,7 +145,7 @@ def test_a_regression_target_that_is_nan(limits):
 # ---- ids ----
 
 
-@pytest.mark.parametrize("name", ["input_ids", "decoder_input_ids"])
+@pytest.mark.parametrize("name", ["input_ids", "decoder_input_ids", "token_type_ids"])
 @pytest.mark.parametrize("token", [20, -1, -100])
 def test_an_id_outside_the_embedding_is_named_and_replaced(name, token):
     batch = lm_batch(**{name: put(torch.ones(3, 4, dtype=torch.long), (2, 0), token)})
@@ -162,6 +163,20 @@ def test_placeholders_are_the_model_s_business():
     assert check_batch({"input_ids": ids}, limits, "drop") == []
     [finding] = check_batch({"input_ids": put(ids, (0, 0), 21)}, limits, "drop")
     assert finding.tokens == ((0, 0),)
+
+
+@pytest.mark.parametrize(("verdict", "length"), [("drop", 3), ("repair", 3), ("observe", 4)])
+def test_sequences_longer_than_the_model_has_positions_are_cut(verdict, length):
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0]])
+    batch = lm_batch(attention_mask=mask)
+    [finding] = check_batch(batch, replace(LM, num_positions=3), verdict)
+    assert (finding.signal, finding.samples, finding.action) == (Signal.INPUT_OUT_OF_RANGE, (1,), verdict)
+    assert "up to 4 tokens, and the model has 3 positions" in finding.message
+    assert {name: value.shape[1] for name, value in batch.items()} == dict.fromkeys(batch, length)
+    assert (
+        check_batch(lm_batch(position_ids=torch.zeros(3, 4, dtype=torch.long)), replace(LM, num_positions=3), "drop")
+        == []
+    )
 
 
 def test_ids_of_an_unknown_model_are_not_judged():

@@ -720,6 +720,18 @@ def test_the_vllm_processor_repairs(vllm, ids, blind, monkeypatch):
     assert processor.tally.read() == (1, 1)
 
 
+def test_a_vllm_processor_that_fails_leaves_the_scores_as_they_are(vllm, monkeypatch, caplog):
+    from hf_nanguard.hf.generation import vllm_processor as ours
+
+    monkeypatch.setattr(ours, "repair_scores", lambda *args, **kwargs: 1 / 0)
+    processor = ours.VllmStabilityLogitsProcessor(None, torch.device("cpu"), False)  # no config: no end token either
+    scores = torch.tensor([[1.0, NAN]])
+    assert all(processor.apply(scores) is scores for _ in range(5))
+    assert [record.getMessage().count(" failed at hf/generation/vllm_processor.py") for record in caplog.records] == [
+        1
+    ] * 3
+
+
 def test_without_vllm_the_way_out_is_named(monkeypatch):
     from hf_nanguard.hf.generation import vllm_processor as ours
 

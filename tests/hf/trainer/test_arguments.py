@@ -64,6 +64,7 @@ GIVEN = {
     "nanguard_autopsy": ("false", False),
     "nanguard_max_autopsies": ("2", 2),
     "nanguard_autopsy_seconds": ("7.5", 7.5),
+    "nanguard_quarantine": ("record", "record"),
     "nanguard_bundle": ("false", False),
     "nanguard_bundle_weights": ("all", "all"),
     "nanguard_bundle_text": ("false", False),

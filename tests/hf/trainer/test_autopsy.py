@@ -185,6 +185,9 @@ def test_a_callback_explains_too(kind, tmp_path):
     assert (event["cause"], event["culprit"]["op"]) == ("log_of_zero", "aten.log.default")
     assert event["culprit"]["module"] == "model.layers.0.mlp.up_proj"
     assert event["values"]["autopsy"]["scope"] == "every_sample"
+    assert event["message"].endswith("all its samples fail, the data is not the cause")
+    assert event["culprit"]["samples"] is None
+    assert len(event["culprit"]["rows"]) > 1
 
 
 def test_a_callback_explains_a_loss_outside_the_model(tmp_path):

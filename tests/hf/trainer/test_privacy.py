@@ -120,8 +120,8 @@ def monitor(folder, guard):
     for watching in (trainer.nanguard.guard.monitor_set,):
         begin = watching.begin
 
-        def begin_and_break(monitors, begin=begin):
-            begin(monitors)
+        def begin_and_break(monitors, *others, begin=begin):
+            begin(monitors, *others)
             monitors[0].begin_step = fail
 
         watching.begin = begin_and_break
@@ -151,7 +151,7 @@ def logged_row(folder, guard):
 
     class Show(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            trainer.log({"sample": f"{SECRET} went home"})
+            trainer.log({"sample": f"{SECRET} went home", f"score of {SECRET}": 1.0})
 
     trainer = build("plain", folder, extra={"guard": guard, "callbacks": [Show()]}, **QUICK)
     trainer.train()

@@ -13,7 +13,7 @@ from typing import NoReturn, TypeVar
 from torch import Tensor
 
 from ....errors import ArgumentError
-from ....safe_files import DRAFT
+from ....safe_files import DRAFT, read_file
 from ...event import JsonObject, parse_strict
 from ...rng import RngState
 from .content import MAX_FACTS, SCHEMA, format_bytes
@@ -130,7 +130,7 @@ def _find_file(folder: Path, name: str) -> Path:
 
 def _read_facts(path: Path) -> JsonObject:
     try:
-        document = parse_strict(path.read_bytes())
+        document = parse_strict(read_file(path, MAX_FACTS))
     except ValueError as err:
         raise ValueError(f"facts.json is not strict JSON ({err})") from err
     if not isinstance(document, dict):

@@ -9,8 +9,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ...finite import local
-from ...rerun.runner import is_sharded
+from ....safe_files import open_to_read
+from ...finite import is_sharded, local
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -66,7 +66,7 @@ def save_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """Loads a file of tensors to the CPU; for a damaged or hostile one, a `ValueError` says why in a clause."""
-    with path.open("rb") as file:
+    with open_to_read(path) as file:
         if int.from_bytes(file.read(8), "little") > MAX_HEADER:
             raise ValueError(f"{path.name} has a header of more than {MAX_HEADER // 2**20} MiB")
     try:

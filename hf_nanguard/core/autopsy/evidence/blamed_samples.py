@@ -1,13 +1,19 @@
 """Finds which samples of a micro-batch suffice to reproduce a fault, and which of their tokens.
 
-The positions at the origin suggest where to look first; only a replay without the other samples proves it. The batch is
-bisected until single samples are left, which takes about log2(batch size) passes for one bad sample. A finite half is not
-searched; if both halves of a non-finite part are finite, no sample alone is to blame. A single sample may fail in a way of
-its own, for example if a loss divides by a deviation over the batch; so it must fail at the same place as the batch.
+The positions at the origin suggest where to look first; only a replay without the other samples proves it. The others are
+replaced by copies of the samples in question, so that each of these keeps its place: it meets the same random numbers (dropout),
+and layers and losses see a batch of the same size. Where the others cannot be replaced (`SuspectBatch.is_replaceable`), the
+batch is cut; then a fault that takes the random numbers of its place may not be found.
+
+The batch is bisected until single samples are left, which takes about 2 log2(batch size) passes for one bad sample. A finite
+half is not searched; if both halves of a non-finite part are finite, no sample alone is to blame. At last each sample found
+must fail at the place where the batch did, next to samples that are finite in the same arrangement without it: a single
+sample may fail in a way of its own, for example if a loss divides by a deviation over the batch.
 """
 
 from collections.abc import Callable, Sequence
 
+from ....boundary import attempt
 from ..trace.origin import Origin
 from .suspect_batch import SuspectBatch, find_fields
 from .verdict import Blame
@@ -28,14 +34,20 @@ def find_blame(suspect: SuspectBatch, origin: Origin, allowed: Callable[[], bool
     tokens = map_positions(origin, suspect)
     seen = sorted({sample for sample, _ in tokens})
     if number == 1:
-        return _blame(suspect, "samples", [0], tokens)
-    try:
+        proved = suspect.others_pass or origin.phase == "input"
+        return _blame(suspect, "samples" if proved else "only_sample", [0], tokens)
+
+    def search() -> tuple[list[int], bool]:
         found, together = _search(suspect, seen, allowed)
-        if not together:
-            found = _keep_same(suspect, origin, found, allowed)
-            together = not found
-    except Exception:  # out of time, or the batch cannot be cut: images, packing, a loss that needs this size
+        if together:
+            return found, together
+        same = _keep_same(suspect, origin, found, allowed)
+        return same, not same
+
+    outcome = attempt(search, lambda error: None)
+    if outcome is None:  # out of time, or the batch cannot be cut: images, packing, a loss that needs this size
         return _blame(suspect, "untried", seen, tokens)
+    found, together = outcome
     if together:
         return _blame(suspect, "batch", found if found and len(found) < number else None, tokens)
     if len(found) == number:
@@ -57,7 +69,7 @@ def _search(suspect: SuspectBatch, seen: list[int], allowed: Callable[[], bool])
     def is_bad(samples: Sequence[int]) -> bool:
         if not allowed():
             raise TimeoutError
-        return not suspect.run(samples).healthy
+        return not suspect.run(_arrange(suspect, samples, samples)).healthy
 
     def search(samples: list[int]) -> list[int]:
         """Finds the culprits among samples that are non-finite together."""
@@ -79,22 +91,39 @@ def _search(suspect: SuspectBatch, seen: list[int], allowed: Callable[[], bool])
     return (sorted(found), together) if found else (everyone, True)
 
 
+def _arrange(suspect: SuspectBatch, samples: Sequence[int], fillers: Sequence[int]) -> list[int]:
+    """Returns which samples to run to see what some do: these and the fillers at their places, copies of the fillers at all
+    other places; if samples cannot be replaced, only these."""
+    if not suspect.is_replaceable:
+        return list(samples)
+    kept = {*samples, *fillers}
+    return [place if place in kept else fillers[place % len(fillers)] for place in range(suspect.num_samples or 0)]
+
+
 def _keep_same(suspect: SuspectBatch, origin: Origin, found: list[int], allowed: Callable[[], bool]) -> list[int]:
     """Returns the samples that alone fail at the place where the batch did; after `MAX_CHECKS` the rest is assumed to."""
+    rest = [sample for sample in range(suspect.num_samples or 0) if sample not in found]
+    exact = suspect.is_replaceable and len(rest) > 0
+    if exact and allowed() and not suspect.run(_arrange(suspect, rest, rest)).healthy:
+        return []  # other samples fail in their places, too
     kept: list[int] = []
     for number, sample in enumerate(found):
         if len(kept) == number == MAX_CHECKS or not allowed():
             return kept + found[number:]
-        alone = suspect.find_origin([sample])
-        if alone is None or (alone.module, alone.source, alone.leaf) == (origin.module, origin.source, origin.leaf):
-            kept.append(sample)
+        alone = suspect.find_origin(_arrange(suspect, [sample], rest or [sample]))
+        if alone is None:
+            same = not exact  # what differs from a finite batch by this sample is finite: it was bad as a copy only
+        else:
+            same = (alone.module, alone.source, alone.leaf) == (origin.module, origin.source, origin.leaf)
+        kept += [sample] if same else []
     return kept or [sample for sample in found[:MAX_CHECKS] if allowed() and _is_needed(suspect, sample)]
 
 
 def _is_needed(suspect: SuspectBatch, sample: int) -> bool:
     """Whether the batch is finite without one sample."""
     rest = [other for other in range(suspect.num_samples or 0) if other != sample]
-    return len(rest) > 1 and suspect.run(rest).healthy
+    enough = len(rest) > (0 if suspect.is_replaceable else 1)
+    return enough and suspect.run(_arrange(suspect, rest, rest)).healthy
 
 
 def map_positions(origin: Origin, suspect: SuspectBatch) -> list[tuple[int, int | None]]:
@@ -111,6 +140,8 @@ def map_positions(origin: Origin, suspect: SuspectBatch) -> list[tuple[int, int 
     sequences = find_fields(suspect.fields, SEQUENCES)
     length = next((int(field.shape[1]) for field in sequences if field.ndim >= 2), None)
     found = [_map_position(position, origin.shape, entries, length) for position in origin.positions]
+    if (documents := suspect.documents) is not None:
+        return sorted({documents.locate(token) for entry, token in found if entry == 0 and token is not None})
     return sorted({(entry % samples, token) for entry, token in found if entry is not None}, key=str)
 
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...finite import find_nonfinite, read_host
+from ...finite import find_nonfinite, local, read_host
 from ...rerun.micro_batch import MicroBatch
 from ...rerun.nested_inputs import map_parts, map_tensors, name_tensors
 from ...rerun.runner import Runner
 from ...torch_private import unwrap_compiled
 from ..trace.origin import Origin, find_origin
+from .flat_documents import find_documents
 
 WRAPPERS = (DistributedDataParallel, nn.DataParallel)
 # Fields whose first dimension is the number of samples, the most reliable first.
@@ -48,15 +49,30 @@ class SuspectBatch:
     """A held micro-batch that can be run again.
 
     One sample may have several entries: a preference trainer gives its pairs as two halves. `num_samples`, if it is known, is
-    used only if the entries can be divided into as many.
+    used only if the entries can be divided into as many. Of a packed or padding-free batch, the samples are its documents. `others_pass` says that other micro-batches were finite with the
+    same weights.
     """
 
-    def __init__(self, runner: Runner, micro: MicroBatch, weight: Any, num_samples: int | None = None):
+    def __init__(
+        self,
+        runner: Runner,
+        micro: MicroBatch,
+        weight: Any,
+        num_samples: int | None = None,
+        others_pass: bool = False,
+    ):
         self.runner = runner
         self.micro = micro
         self.weight = weight
+        self.others_pass = others_pass
         self.fields = name_tensors(runner.inputs_of(micro))
         self.num_entries = count_entries(self.fields)
+        self.documents = find_documents(runner.inputs_of(micro))
+        if self.documents is not None:
+            self.num_samples: int | None = len(self.documents)
+            self.rows = runner.rows_of(micro, len(self.documents))
+            self.num_runs = 0
+            return
         rows = micro.rows
         wanted = len(rows) if rows else None
         self.num_samples = self.num_entries
@@ -65,6 +81,17 @@ class SuspectBatch:
                 self.num_samples = number
         self.rows = rows if self.num_samples == wanted else None
         self.num_runs = 0
+
+    @property
+    def is_replaceable(self) -> bool:
+        """Whether a sample can be replaced by a copy of another: what is not the same for all has one entry per sample.
+
+        The patches of all images of a batch in one tensor, for example, would stay those of the sample that is replaced.
+        """
+        if self.documents is not None or self.num_entries is None:
+            return False
+        sizes = (self.num_samples, self.num_entries)
+        return all(tensor.ndim == 0 or tensor.shape[0] in sizes for tensor in self.fields.values())
 
     @property
     def model(self) -> nn.Module:
@@ -80,10 +107,20 @@ class SuspectBatch:
         self.runner.buffers.restore()
 
     def run(self, samples: Sequence[int] | None = None, compiled: bool = False) -> Outcome:
-        """Runs forward and backward of all samples or of some with the original random state; eagerly, unless `compiled`."""
+        """Runs forward and backward of all samples or of some with the original random state; eagerly, unless `compiled`.
+
+        A sample may be given several times, so that copies of it take the places of others.
+        """
         loss = self._probe(self.part(samples), compiled)
         [value] = read_host([loss])
         return Outcome(value, find_nonfinite(self.runner.named_gradients()))
+
+    def measure(self, samples: Sequence[int] | None = None) -> tuple[float, float]:
+        """Returns loss and gradient norm of all samples or of some, as if they were the whole step."""
+        micro = self.part(samples)
+        loss = self._probe(micro, weight=self.runner.weigh_alone(micro))
+        loss_host, norm = read_host([loss, local(self.runner.measure())])
+        return loss_host, norm
 
     def find_origin(self, samples: Sequence[int] | None = None) -> Origin | None:
         """Runs it under a trace and returns where its first non-finite value came from, `None` if all values were finite."""
@@ -107,18 +144,27 @@ class SuspectBatch:
         """Returns the micro-batch reduced to some samples: what has one entry per sample is cut, everything else is kept."""
         if samples is None:
             return self.micro
+        if self.documents is not None:
+            taken = self.documents.take(self.runner.inputs_of(self.micro), samples)
+            return replace(self.micro, payload=self.runner.with_inputs(self.micro, taken))
         assert self.num_entries is not None
         assert self.num_samples is not None
         entries = [first + s for first in range(0, self.num_entries, self.num_samples) for s in samples]
         inputs = take_entries(self.runner.inputs_of(self.micro), {self.num_samples: samples, self.num_entries: entries})
         return replace(self.micro, payload=self.runner.with_inputs(self.micro, inputs))
 
-    def _probe(self, micro: MicroBatch, compiled: bool = False) -> Tensor:
+    def decode(self, sample: int) -> str | None:
+        """Returns the text of a sample, `None` if it has none."""
+        if self.documents is None:
+            return self.runner.decode(self.micro, sample)
+        return self.runner.decode(self.part([sample]), 0)
+
+    def _probe(self, micro: MicroBatch, compiled: bool = False, weight: Any = None) -> Tensor:
         self.num_runs += 1
         as_it_is = compiled or "torch._dynamo" not in sys.modules
         # a compiled graph has no modules and no source lines
         with nullcontext() if as_it_is else torch.compiler.set_stance("force_eager"):
-            return self.runner.probe(micro, self.weight)
+            return self.runner.probe(micro, self.weight if weight is None else weight)
 
 
 def find_fields(fields: dict[str, Tensor], names: Sequence[str]) -> list[Tensor]:

@@ -19,7 +19,8 @@ class Blame:
     """Which samples of a micro-batch cause a fault.
 
     The scope is `"samples"`: these suffice to reproduce it, `"every_sample"`: each of them does, `"batch"`: none alone, only
-    together, or `"untried"`: not tested; `samples` are then those with non-finite values at the origin, if known.
+    together, `"only_sample"`: the batch has one, and it is not known whether others are finite with these weights, or
+    `"untried"`: not tested; `samples` are then those with non-finite values at the origin, if known.
     """
 
     scope: str = "untried"
@@ -27,6 +28,11 @@ class Blame:
     tokens: list[list[int]] | None = None  # sample and position of the first non-finite values
     rows: list[int] | None = None  # their rows in the training dataset
     texts: dict[int, str] = field(default_factory=dict)  # decoded text of some of them
+
+    @property
+    def singles_out(self) -> bool:
+        """Whether the samples are fewer than all: where all fail, or there is only one, none is to blame."""
+        return self.scope not in ("every_sample", "only_sample")
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ class Verdict:
         return replace(self, origin=origin, blame=blame, remedies=remedies)
 
     def explain(self, culprit: Culprit) -> Culprit:
-        """Returns an event's culprit with the findings added."""
+        """Returns an event's culprit with the findings added; without samples, its rows are those of the whole micro-batch."""
         origin, blame = self.origin, self.blame
         if origin is None:
             return culprit
@@ -100,7 +106,7 @@ class Verdict:
             op=origin.op,
             source=origin.source,
             parameter=origin.parameter or culprit.parameter,
-            samples=blame.samples or culprit.samples,
+            samples=(blame.samples if blame.singles_out else None) or culprit.samples,
             rows=blame.rows or culprit.rows,
             tokens=blame.tokens or culprit.tokens,
         )
@@ -177,6 +183,8 @@ def _format_whose(blame: Blame, num_samples: int | None) -> str:
         return f"all {len(samples)} samples; the data is not the cause{rows if len(blame.rows or []) == 1 else ''}"
     if blame.scope == "batch":
         return f"no sample alone, only the batch as a whole{rows}"
+    if blame.scope == "only_sample":
+        return f"the only sample{rows}{tokens}; whether others are finite with these weights is not known"
     if blame.scope == "untried":
         return f"not tested{f'; seen in {which}' if samples else ''}{rows}{tokens}"
     return f"{which}{rows}{tokens}"

@@ -17,6 +17,7 @@ from ...torch_private import OVERRIDABLE_MODULES
 from ...vocabulary import Cause
 
 LOG_RATIO_BOUND = 20.0
+MASKED_SCORE = -1e4  # below the scores of a model, and sums of it are finite; a loss over it is large in float16
 # Changes an argument of an operator, given the argument, all positional and all keyword arguments.
 Change = Callable[[object, tuple, dict], object]
 # Operator to the position of the argument and its change.
@@ -87,12 +88,30 @@ def _nonzero(x: object, args: tuple, kwargs: dict) -> object:
     return torch.where(x == 0, torch.finfo(x.dtype).eps if x.is_floating_point() else 1, x)
 
 
-def _some_unmasked(x: object, args: tuple, kwargs: dict) -> object:
-    """Replaces every row of only -inf with equal scores."""
+def _one_twice(x: object, args: tuple, kwargs: dict) -> object:
+    """Gives a lone value twice to a standard deviation or variance, which is then 0, as with `correction=0`."""
+    dim = args[1] if len(args) > 1 else kwargs.get("dim")
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x
+    if dim is None or isinstance(dim, bool) or x.ndim == 0:  # the second argument may be `unbiased`
+        return x if x.numel() != 1 else torch.cat([x.reshape((1,) * max(x.ndim, 1))] * 2)
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    alone = bool(dims) and math.prod(x.shape[each] for each in dims) == 1
+    return torch.cat([x, x], dims[0]) if alone else x
+
+
+def _finite_scores(x: object, args: tuple, kwargs: dict) -> object:
+    """Replaces every row of only -inf with equal scores, and other -inf with a score whose probability is 0 too."""
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     if dim is None or not isinstance(x, Tensor):
         return x
-    return x.masked_fill((x == -math.inf).all(dim, keepdim=True), 0.0)
+    masked = x == -math.inf
+    return x.masked_fill(masked, MASKED_SCORE).masked_fill(masked.all(dim, keepdim=True), 0.0)
+
+
+def _finite_classes(x: object, args: tuple, kwargs: dict) -> object:
+    """As `_finite_scores`, over the dimension of the classes."""
+    return _finite_scores(x, (x, min(1, x.ndim - 1)), {}) if isinstance(x, Tensor) else x
 
 
 # Nine tenths of the largest exponent leave room for sums and products of the result.
@@ -116,9 +135,14 @@ LOG: Rules = {
 DIVISION: Rules = {
     **dict.fromkeys(("div", "divide", "true_divide"), (1, _nonzero)),
     **dict.fromkeys(("reciprocal", "__rdiv__", "__rtruediv__"), (0, _nonzero)),
+    **dict.fromkeys(("std", "var", "std_mean", "var_mean"), (0, _one_twice)),
     "rsqrt": (0, _above_zero),
 }
-SOFTMAX: Rules = dict.fromkeys(("softmax", "log_softmax", "logsumexp"), (0, _some_unmasked))
+CTC: Rules = {"ctc_loss": (6, lambda x, args, kwargs: True)}  # as torch's operator gets it, always by position
+SOFTMAX: Rules = {
+    **dict.fromkeys(("softmax", "log_softmax", "logsumexp"), (0, _finite_scores)),
+    "cross_entropy_loss": (0, _finite_classes),
+}
 
 BOUNDS: dict[Cause, tuple[str, str, Rules]] = {
     Cause.RATIO_OVERFLOW: ("bounded_log_ratio", "log-ratio at most 20 before exp", RATIO),
@@ -127,8 +151,9 @@ BOUNDS: dict[Cause, tuple[str, str, Rules]] = {
     Cause.SQRT_AT_ZERO: ("eps_in_sqrt", "argument of sqrt at least the square of its dtype's eps", ROOT),
     Cause.NORM_AT_ZERO: ("eps_in_sqrt", "argument of sqrt at least the square of its dtype's eps", ROOT),
     Cause.LOG_OF_ZERO: ("log_of_clamped", "argument of log at least its dtype's smallest normal number", LOG),
-    Cause.DIV_BY_ZERO: ("guarded_division", "zeros of a divisor as its dtype's eps, or as 1 in a count", DIVISION),
-    Cause.MASKED_ROW_SOFTMAX: ("unmask_empty_rows", "fully masked rows of a softmax as uniform rows", SOFTMAX),
+    Cause.DIV_BY_ZERO: ("guarded_division", "zeros of a divisor as eps, or as 1 in a count; std and var of one value as 0", DIVISION),
+    Cause.MASKED_ROW_SOFTMAX: ("unmask_empty_rows", "fully masked rows of a softmax as uniform rows, other -inf as -1e4", SOFTMAX),
+    Cause.CTC_TARGET_TOO_LONG: ("ctc_zero_infinity", "ctc_loss with zero_infinity=True, which leaves such samples out", CTC),
     Cause.WHERE_UNSELECTED_BRANCH: (
         "where_on_input", "arguments of exp, log, sqrt and division bounded", {**EXP, **ROOT, **LOG, **DIVISION}
     ),

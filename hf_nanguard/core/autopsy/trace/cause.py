@@ -17,7 +17,6 @@ LOGARITHMS = ("log", "log2", "log10", "log1p", "logit")
 DIVISORS = {"div": 1, "true_divide": 1, "floor_divide": 1, "remainder": 1, "fmod": 1, "reciprocal": 0, "rsqrt": 0}
 # Operators that divide by the number of their elements.
 AVERAGES = ("mean", "nanmean", "var", "std", "var_mean", "std_mean")
-SOFTMAX = ("softmax", "logsumexp", "scaled_dot_product", "attention")
 # Autograd node to the cause if a zero was involved.
 NODES: tuple[tuple[str, Cause], ...] = (
     (r"Norm|Cdist|Dist", Cause.NORM_AT_ZERO),
@@ -40,8 +39,10 @@ def infer_cause(record: Record, text: str, unselected: bool) -> Cause:
         return Cause.UNINITIALISED_WEIGHT if record.device == "cpu" else Cause.UNKNOWN
     if unselected:
         return Cause.WHERE_UNSELECTED_BRANCH
-    if _is_fully_masked(record):
+    if _is_fully_masked(record) or _reads_masked_score(record):
         return Cause.MASKED_ROW_SOFTMAX
+    if "ctc_loss" in record.name and record.extent.kind == "inf" and not record.bad_operands:
+        return Cause.CTC_TARGET_TOO_LONG
     if record.all_ignored:
         return Cause.ALL_LABELS_MASKED
     if record.name.startswith("nll_loss") and not record.bad_operands and record.extent.kind == "nan":
@@ -68,7 +69,13 @@ def _is_fully_masked(record: Record) -> bool:
         return False
     if _base(record.name) == "sub":
         return len(bad) == 2
-    return bool(bad) and any(part in record.name for part in SOFTMAX)
+    return bool(bad) and record.is_softmax
+
+
+def _reads_masked_score(record: Record) -> bool:
+    """Whether it adds or multiplies log-probabilities that are -inf because their scores were masked, as label smoothing does."""
+    bad = record.bad_operands
+    return any(operand.is_masked_score for operand in bad) and all(operand.is_mask for operand in bad)
 
 
 def _name_exponential(record: Record, text: str) -> Cause:
@@ -102,6 +109,8 @@ def _infer_operator(record: Record) -> Cause:
 def _infer_backward(record: Record, forward_name: str) -> Cause:
     """Returns the cause by the autograd node; a node may do more than divide, so a zero must be involved."""
     node = record.node or ""
+    if node.startswith(("Var", "Std")) and math.inf in record.scalars:
+        return Cause.DIV_BY_ZERO  # by the number of values less the correction
     if node.endswith("CopySlices"):  # an in-place operator on a view
         node = f"{forward_name.title()}Backward"
     if record.has_zero and not NORMALISATION.search(node):

@@ -13,6 +13,7 @@ _CONSTANTS = ("full", "full_like", "new_full", "fill", "fill_", "masked_fill", "
               "index_fill", "index_fill_", "constant_pad_nd", "masked_scatter")  # fmt: skip
 # Operators that add up their inputs: an infinity in the result is not a mask any more.
 _ADDING = ("sum", "mean", "nansum", "nll_loss_forward", "nll_loss2d_forward", "mm", "bmm", "addmm", "baddbmm", "dot")
+SOFTMAX = ("softmax", "logsumexp", "scaled_dot_product", "attention")
 _NEGATIONS = ("neg", "neg_", "sub", "sub_", "rsub", "abs", "abs_")
 
 
@@ -93,6 +94,11 @@ class Operand:
         leaf = self.leaf
         return leaf is not None and self.extent.high != math.inf and (leaf.kind == "buffer" or "mask" in leaf.name)
 
+    @property
+    def is_masked_score(self) -> bool:
+        """Whether its infinities are log-probabilities of masked scores."""
+        return self.writer is not None and self.writer.is_masked_score
+
 
 @dataclass
 class Record:
@@ -120,9 +126,17 @@ class Record:
     # whether its infinities are constants of the program, or passed on from such constants. It is derived at once,
     # because a chain of writers may be too long for recursion.
     is_mask: bool = field(init=False)
+    # whether these constants are log-probabilities: a softmax over masked scores wrote or passed them on
+    is_masked_score: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.is_mask = self._has_mask()
+        self.is_masked_score = self.is_mask and (self.is_softmax or any(o.is_masked_score for o in self.operands))
+
+    @property
+    def is_softmax(self) -> bool:
+        """Whether it is a softmax or contains one."""
+        return any(part in self.name for part in SOFTMAX)
 
     @property
     def name(self) -> str:
@@ -141,9 +155,9 @@ class Record:
     def _has_mask(self) -> bool:
         if self.extent.kind != "inf":
             return False
+        if self.name.startswith("lift_fresh"):  # a constant that the program made from a Python number
+            return True
         if not self.bad_operands:
-            if self.name.startswith("lift_fresh"):
-                return True
             constant = self.name in _CONSTANTS or self.extent.high != math.inf
             return constant and any(map(math.isinf, self.scalars))
         return all(operand.is_mask for operand in self.bad_operands) and self._passes_on()

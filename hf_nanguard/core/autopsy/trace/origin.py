@@ -20,8 +20,6 @@ from .memory import SHOWN_POSITIONS, find_nonfinite_entries, measure, strided
 from .op_record import Leaf, Operand, Record
 from .trace import Trace
 
-SOFTMAX = ("softmax", "log_softmax", "logsumexp", "scaled_dot_product")
-
 
 @dataclass(frozen=True)
 class Origin:
@@ -92,7 +90,7 @@ def _choose(record: Record) -> Operand | None:
     """Returns the non-finite input to follow, `None` if the operator itself is the origin."""
     bad = [operand for operand in record.bad_operands if operand.writer is not None or operand.leaf is not None]
     followed = [operand for operand in bad if not operand.is_mask]
-    if any(name in record.name for name in SOFTMAX) and record.extent.kind == "nan":
+    if record.is_softmax and record.extent.kind == "nan":
         followed = [o for o in followed if o.extent.kind == "nan" or o.extent.high == math.inf]
     # What memory held before it was written is followed only if there is nothing else.
     written = [o for o in followed if o.writer is None or not o.writer.uninitialised]
@@ -143,6 +141,7 @@ def _phase(record: Record) -> str:
         return "backward"
     code = record.place.code
     named = "" if code is None else f"{code.co_filename.rsplit('/', 1)[-1]} {code.co_name}"
+    named += f" {record.op}"  # older models call e.g. `ctc_loss` in their forward
     return "loss" if not record.place.module and (record.place.module is None or "loss" in named) else "forward"
 
 

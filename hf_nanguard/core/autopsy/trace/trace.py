@@ -22,7 +22,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from ...rerun.nested_inputs import find_tensors
-from ...torch_private import TorchDispatchMode, last_sequence_number, operator_arguments, running_node, sequence_number
+from ...torch_private import (
+    TorchDispatchMode,
+    accept_higher_order,
+    last_sequence_number,
+    operator_arguments,
+    running_node,
+    sequence_number,
+)
 from .memory import Memory, find_nonfinite_entries, first_places, is_float, measure, span_of, storage_key, strided
 from .op_record import FINITE, Extent, Forward, Leaf, Operand, Place, Record
 
@@ -110,6 +117,7 @@ class Trace(TorchDispatchMode):
     @contextmanager
     def recording(self) -> Iterator["Trace"]:
         """Records inside the block, modules included."""
+        accept_higher_order(Trace)
         with ExitStack() as stack:
             # `__call__` for modules compiled in place, `_call_impl` for those whose `__call__` a compiled model holds.
             for name in ("__call__", "_call_impl"):

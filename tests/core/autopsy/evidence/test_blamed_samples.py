@@ -2,26 +2,36 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from hf_nanguard.core.autopsy.evidence.blamed_samples import find_blame, map_positions
 from hf_nanguard.core.autopsy.trace.origin import Origin
+from hf_nanguard.core.rng import RngState
 from hf_nanguard.core.vocabulary import Cause
+
+from ..suspects import make_specimen
 
 
 class Batch:
     """Samples of which some are bad, alone or together; it writes down what was run."""
 
-    def __init__(self, size, culprits=(), together=(), rows=None, error=None, lonely=False):
+    def __init__(
+        self, size, culprits=(), together=(), rows=None, error=None, lonely=False, others_pass=False, in_place=False
+    ):
         self.num_samples = self.num_entries = size
         self.culprits, self.together = set(culprits), set(together)
         self.rows = rows
+        self.others_pass = others_pass
         self.fields = {"input_ids": torch.zeros(size, 5, dtype=torch.long)}
         self.error = error
+        self.documents = None
+        self.is_replaceable = in_place
         self.lonely = lonely  # whether a batch of one is bad in a way of its own
         self.runs = []
 
@@ -30,7 +40,7 @@ class Batch:
             raise self.error
         self.runs.append(list(samples))
         bad = self.culprits & set(samples) or (self.together and self.together <= set(samples))
-        return SimpleNamespace(healthy=not (bad or (self.lonely and len(samples) == 1)))
+        return SimpleNamespace(healthy=not (bad or (self.lonely and len(set(samples)) == 1)))
 
     def find_origin(self, samples):
         return _origin() if self.culprits & set(samples) else replace(_origin(), source="loss.py:7")
@@ -45,11 +55,11 @@ def always():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(2, 33), st.data())
-def test_exactly_the_bad_samples_are_found(size, data):
+@given(st.integers(2, 33), st.booleans(), st.data())
+def test_exactly_the_bad_samples_are_found(size, in_place, data):
     culprits = data.draw(st.sets(st.integers(0, size - 1), min_size=1))
     seen = data.draw(st.sets(st.integers(0, size - 1)))
-    batch = Batch(size, culprits)
+    batch = Batch(size, culprits, in_place=in_place)
     blame = find_blame(batch, _origin([(s, 0) for s in seen], (size, 5, 7)), always)
     assert blame.samples == sorted(culprits)
     assert blame.scope == ("every_sample" if len(culprits) == size else "samples")
@@ -61,6 +71,10 @@ def test_one_culprit_costs_as_many_runs_as_the_batch_has_bits(size):
     find_blame(batch, _origin(), always)
     assert len(batch.runs) <= 2 * size.bit_length()
     assert sum(map(len, batch.runs)) <= 2 * size
+    batch = Batch(size, {size - 3}, in_place=True)
+    find_blame(batch, _origin(), always)
+    assert {len(run) for run in batch.runs} == {size}
+    assert len(batch.runs) <= 2 * size.bit_length() + 1  # one more for the batch without it
 
 
 def test_where_it_was_seen_is_looked_at_first():
@@ -69,18 +83,20 @@ def test_where_it_was_seen_is_looked_at_first():
     assert batch.runs == [[9], [s for s in range(16) if s != 9]]
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("seen", [[], [(1, 0)], [(1, 0), (6, 0)]])
-def test_samples_that_are_bad_only_together_are_the_batch(seen):
-    blame = find_blame(Batch(8, together={1, 6}), _origin(seen, (8, 5, 7)), always)
+def test_samples_that_are_bad_only_together_are_the_batch(seen, in_place):
+    blame = find_blame(Batch(8, together={1, 6}, in_place=in_place), _origin(seen, (8, 5, 7)), always)
     assert blame.scope == "batch"
     assert blame.samples is None or {1, 6} <= set(blame.samples)
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_a_sample_that_is_bad_for_being_alone_is_not_blamed(size):
-    blame = find_blame(Batch(size, {1}, lonely=True), _origin(), always)
+def test_a_sample_that_is_bad_for_being_alone_is_not_blamed(size, in_place):
+    blame = find_blame(Batch(size, {1}, lonely=True, in_place=in_place), _origin(), always)
     assert (blame.scope, blame.samples) == ("samples", [1])
-    batch = Batch(size, together={0, 1}, lonely=True)
+    batch = Batch(size, together={0, 1}, lonely=True, in_place=in_place)
     assert find_blame(batch, _origin(), always).scope == "batch" or size > 2
 
 
@@ -117,12 +133,6 @@ def test_a_batch_that_cannot_be_cut_is_not_tested(error):
     assert (blame.scope, blame.samples) == ("untried", [2])
 
 
-def test_a_single_sample_needs_no_run():
-    batch = Batch(1, {0})
-    assert find_blame(batch, _origin(), always).samples == [0]
-    assert batch.runs == []
-
-
 @pytest.mark.parametrize(
     ("position", "shape", "expected"),
     [
@@ -157,3 +167,120 @@ def test_pairs_are_one_sample():
     batch = Batch(8)
     batch.num_samples = 4
     assert map_positions(_origin([(6, 1)], (8, 5, 7)), batch) == [(2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("phase", "others_pass", "scope"),
+    [("forward", False, "only_sample"), ("forward", True, "samples"), ("input", False, "samples")],
+)
+def test_the_only_sample_is_blamed_if_others_pass_or_it_holds_the_bad_value(phase, others_pass, scope):
+    batch = Batch(1, {0}, rows=[110], others_pass=others_pass)
+    blame = find_blame(batch, replace(_origin(), phase=phase), always)
+    assert (blame.scope, blame.samples, blame.rows) == (scope, [0], [110])
+    assert batch.runs == []
+
+
+# ---- faults that depend on more than the sample: its random numbers, the size of the batch ----
+
+SIZE, WIDTH, CULPRIT = 8, 6, 5
+
+
+class Dropped(nn.Module):
+    """A linear layer behind dropout and, if wanted, a batch norm."""
+
+    def __init__(self, norm: bool = False):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the outputs, and which of the entries were kept."""
+        return self.norm(self.linear(x)), self.drop(torch.ones_like(x))
+
+
+def _find_rng() -> RngState:
+    """Returns a random state that drops the first entry of the culprit and of others in the batch, but not if it is alone."""
+    drop = nn.Dropout(0.5)
+    for seed in range(1000):
+        torch.manual_seed(seed)
+        state = RngState.capture()
+        whole = drop(torch.ones(SIZE, WIDTH))[:, 0] == 0
+        state.restore()
+        alone = drop(torch.ones(1, WIDTH))[0, 0] == 0
+        if whole[CULPRIT] and 2 < whole.sum() < SIZE and not alone:
+            return state
+    raise AssertionError
+
+
+def _make_dropped(loss: Any, norm: bool = False, flagged: tuple[int, ...] = (CULPRIT,), **inputs: Tensor) -> Any:
+    """Returns a batch whose loss gets outputs, which rows have lost their first entry, which are flagged, and the inputs."""
+    state = _find_rng()
+    model = Dropped(norm)
+    flags = torch.zeros(SIZE, dtype=torch.bool)
+    flags[list(flagged)] = True
+    suspect = make_specimen({"x": torch.randn(SIZE, WIDTH), "flags": flags, **inputs}, model, state)
+
+    def run(batch: Any) -> Tensor:
+        y, kept = model(batch["x"])
+        return loss(y.mean(1), kept[:, 0] == 0, batch["flags"], batch)
+
+    suspect.runner.begin_group(run)
+    return suspect
+
+
+def _blame(suspect: Any) -> tuple[str, list[int] | None]:
+    origin = suspect.find_origin()
+    assert origin is not None
+    blame = find_blame(suspect, origin, always)
+    return blame.scope, blame.samples
+
+
+def log_of_a_row_that_saturates(y, dropped, flags, batch):
+    return (y - torch.where(dropped & flags, 0.0, 1.0).log()).mean()
+
+
+def square_in_half(y, dropped, flags, batch):
+    return (y + torch.where(dropped & flags, 300.0, 1.0).half().square()).mean()
+
+
+def of_a_fixed_size(y, dropped, flags, batch):
+    assert len(y) == SIZE
+    return (y / torch.where(flags, 0.0, 1.0)).mean()
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("loss", [log_of_a_row_that_saturates, square_in_half, of_a_fixed_size])
+def test_a_row_that_takes_its_own_random_numbers_or_a_whole_batch_is_found(loss, norm):
+    assert _blame(_make_dropped(loss, norm)) == ("samples", [CULPRIT])
+
+
+def test_a_fault_of_the_random_numbers_alone_is_no_rows():
+    def loss(y, dropped, flags, batch):
+        return (y - torch.where(dropped, 0.0, 1.0).log()).mean()
+
+    assert _blame(_make_dropped(loss)) == ("every_sample", list(range(SIZE)))
+
+
+def test_a_row_that_fails_only_as_a_copy_in_the_place_of_another_is_not_blamed():
+    _find_rng().restore()
+    lucky = int((nn.Dropout(0.5)(torch.ones(SIZE, WIDTH))[:, 0] != 0).nonzero()[0])
+    suspect = _make_dropped(log_of_a_row_that_saturates, flagged=(CULPRIT, lucky))
+    assert not suspect.run([lucky] * SIZE).healthy
+    assert _blame(suspect) == ("samples", [CULPRIT])
+
+
+def test_what_is_not_one_entry_per_sample_cannot_be_replaced():
+    """The patches of all images may lie in one tensor: a copy of the ids of a sample would meet those of another."""
+
+    def loss(y, dropped, flags, batch):
+        return y.mean() * batch["patches"].sum()
+
+    patches = torch.full((3 * SIZE,), float("nan"))
+    suspect = _make_dropped(loss, patches=patches)
+    assert not suspect.is_replaceable
+    assert make_specimen({"x": torch.zeros(SIZE, 2), "y": torch.zeros(SIZE), "n": torch.tensor(3)}).is_replaceable
+    pairs = make_specimen({"input_ids": torch.zeros(SIZE, 2), "ref": torch.zeros(SIZE // 2)})
+    assert not pairs.is_replaceable  # until it is known that a sample is a pair
+    pairs.num_samples = SIZE // 2
+    assert pairs.is_replaceable

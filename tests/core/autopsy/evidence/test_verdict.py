@@ -52,11 +52,29 @@ def test_the_block_says_what_where_whose_why_and_what_works():
         (Blame("batch", None, None, None), "only the batch as a whole"),
         (Blame("untried", [1], [[1, 0]], [9]), "not tested; seen in sample 1 of 4, dataset row 9"),
         (Blame("untried"), "not tested"),
+        (
+            Blame("only_sample", [0], None, [9]),
+            "the only sample, dataset row 9; whether others are finite with these weights is not known",
+        ),
         (Blame("samples", list(range(9)), None, list(range(9))), "samples 0, 1, 2, 3, 4, 5, ..."),
     ],
 )
 def test_the_samples_are_named_with_what_was_tested(blame, words):
     assert words in format_verdict(Verdict(ORIGIN, blame, num_samples=4), 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("blame", "samples"),
+    [
+        (Blame("every_sample", [0, 1], None, [5, 6]), None),
+        (Blame("only_sample", [0], None, [5]), None),
+        (Blame("samples", [1], None, [6]), [1]),
+        (Blame("untried", [1], None, [6]), [1]),
+    ],
+)
+def test_a_culprit_has_samples_only_if_they_stand_out(blame, samples):
+    culprit = Verdict(ORIGIN, blame).explain(Culprit(rows=[5, 6]))
+    assert (culprit.samples, culprit.rows) == (samples, blame.rows)
 
 
 def test_a_fault_that_does_not_come_back_is_transient():

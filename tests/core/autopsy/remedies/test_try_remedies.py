@@ -1,6 +1,7 @@
 """Remedies: the right ones are tried, their outcomes are true, and nothing of the model is different afterwards."""
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -314,6 +315,7 @@ def _identity() -> nn.Module:
     return layer
 
 
+LAST = torch.tensor([False, False, False, True])
 LOSSES: dict[str, tuple[Cause, str, Callable[[Tensor], Tensor]]] = {
     "exp": (Cause.EXP_OVERFLOW, "bounded_exp", lambda y: (y * 200).exp().mean()),
     "exp in place": (Cause.EXP_OVERFLOW, "bounded_exp", lambda y: _in_place(y)),
@@ -329,12 +331,38 @@ LOSSES: dict[str, tuple[Cause, str, Callable[[Tensor], Tensor]]] = {
     "masked mean": (Cause.DIV_BY_ZERO, "guarded_division", lambda y: (y * 0).sum() / (y.detach() > 9).sum()),
     "divided": (Cause.DIV_BY_ZERO, "guarded_division", lambda y: (1.0 / (y * 0)).sum()),
     "in place": (Cause.DIV_BY_ZERO, "guarded_division", lambda y: (y * 1).div_(y.detach() * 0).sum()),
+    "std of one": (Cause.DIV_BY_ZERO, "guarded_division", lambda y: _alone(lambda: (y[:1] / (y[:1].std(0) + 1e-4)).sum())),
+    "std of a number": (Cause.DIV_BY_ZERO, "guarded_division", lambda y: _alone(lambda: y[0, 0].std())),
+    "var of one": (Cause.DIV_BY_ZERO, "guarded_division", lambda y: _alone(lambda: torch.var_mean(y[:, :1], (1,))[0].sum())),
+    "slope of var": (Cause.DIV_BY_ZERO, "guarded_division", lambda y: _alone(lambda: y[:1].var(0).nan_to_num().sum())),
     "where": (Cause.WHERE_UNSELECTED_BRANCH, "where_on_input", lambda y: _unselected(y)),
+    "ctc": (
+        Cause.CTC_TARGET_TOO_LONG, "ctc_zero_infinity",
+        lambda y: nn.functional.ctc_loss((y.T[:, :, None] * torch.ones(3)).log_softmax(-1), torch.ones(2, 4, dtype=torch.long), (4, 4), (4, 1)),
+    ),
     "softmax": (
         Cause.MASKED_ROW_SOFTMAX, "unmask_empty_rows",
         lambda y: nn.functional.softmax(y.masked_fill(torch.tensor([[True], [False]]), -math.inf), dim=-1)[:, 0].sum(),
     ),
+    "label smoothing": (
+        Cause.MASKED_ROW_SOFTMAX, "unmask_empty_rows",
+        lambda y: nn.functional.cross_entropy(y.masked_fill(LAST, -math.inf), torch.tensor([0, 1]), label_smoothing=0.1),
+    ),
+    "soft labels": (
+        Cause.MASKED_ROW_SOFTMAX, "unmask_empty_rows",
+        lambda y: -(torch.eye(4)[:2] * torch.where(LAST, torch.tensor(-math.inf), y).log_softmax(-1)).sum(),
+    ),
+    "masked label": (
+        Cause.MASKED_ROW_SOFTMAX, "unmask_empty_rows",
+        lambda y: nn.functional.cross_entropy(y.masked_fill(LAST, -math.inf), torch.tensor([0, 3])),
+    ),
 }  # fmt: skip
+
+
+def _alone(loss: Callable[[], Tensor]) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of what is planted
+        return loss()
 
 
 def _in_place(y: Tensor) -> Tensor:
@@ -405,12 +433,14 @@ def test_bounds_hold_while_checkpointed_parts_are_computed_again():
 def test_bounds_leave_healthy_arguments_bit_identical(dtype: torch.dtype):
     torch.manual_seed(0)
     x = (torch.rand(64) * 2 + 0.1).to(dtype)
+    masked = x.view(16, 4).masked_fill(LAST, -math.inf)
 
     def compute() -> list[Tensor]:
         signed = x - 1
         return [
             signed.exp(), x.sqrt(), x.log(), signed**2, signed**2.0, x**0.5, 1 / x, signed / x, x.log1p(), (x / 3).logit(), x / 2,
             x.rsqrt(), signed.softmax(0), torch.logsumexp(signed, 0), signed.clone().exp_(), signed.sinh(),
+            x.std(), x.view(2, 32).var(0, keepdim=True), x.std(unbiased=False), masked.softmax(-1), masked.logsumexp(-1),
         ]  # fmt: skip
 
     plain = compute()
@@ -519,9 +549,14 @@ def test_an_interrupt_in_a_bounded_run_or_an_upcast_module_passes_too():
             try_remedies(suspect, replace(origin, cause=cause), Blame(), allowed)
 
 
+GROUPS: list[dist.ProcessGroup] = []
+
+
 def test_ddp_still_reduces_afterwards():
     """A new `.data` of another dtype would cut the hooks by which DDP reduces gradients."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    # Were DDP the last to hold the group, torch would wait for its thread with the GIL, which that thread may wait for.
+    GROUPS.append(dist.group.WORLD)
     try:
         model = DistributedDataParallel(Block(600.0, torch.float16))
         reduced: list = []

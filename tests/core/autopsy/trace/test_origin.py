@@ -108,7 +108,7 @@ def test_t5_clamps_its_own_overflow_unless_dropout_makes_nan_of_it():
 
 
 def test_chunks_of_trl_in_unwritten_memory_are_healthy_and_pass_a_fault_on():
-    from trl.kernels.chunked_logprob import ChunkedLogProbFunction
+    kernel = pytest.importorskip("trl.kernels.chunked_logprob", reason="older TRL has no chunks")
 
     def strike(module, args, output):
         return (output * scale / scale,)  # culprit
@@ -116,7 +116,7 @@ def test_chunks_of_trl_in_unwritten_memory_are_healthy_and_pass_a_fault_on():
     def loss():
         hidden = model.model(**inputs).last_hidden_state.flatten(0, 1)
         hidden = strike(None, None, hidden)[0]
-        outputs = ChunkedLogProbFunction.apply(hidden, model.lm_head.weight, None, targets, 1.0, 24)
+        outputs = kernel.ChunkedLogProbFunction.apply(hidden, model.lm_head.weight, None, targets, 1.0, 24)
         return -(outputs[0] * weights).sum() + 0.1 * outputs[1].sum()
 
     architecture = BY_NAME["llama"]

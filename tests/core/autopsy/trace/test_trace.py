@@ -41,8 +41,11 @@ def find(model, x=None, loss=None, **inputs):
     return find_in(model, loss or (lambda: model(x).sum()), {"x": x, **inputs})[0]
 
 
+@contextmanager
 def _quiet():
-    return warnings.catch_warnings(action="ignore")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_nanguard.core.settings import Policy
-from hf_nanguard.core.step import run_recovery
+from hf_nanguard.core.step import rewind_to_snapshot
 from hf_nanguard.errors import NonFiniteError
 from hf_nanguard.testing import NAN, OperationCounter
 
@@ -179,7 +179,7 @@ def test_no_snapshot_is_taken_while_the_loss_spikes(monkeypatch):
 
 @pytest.mark.parametrize(("free", "kept"), [(None, 0), (0, 0), (15_000, 1), (10**9, 2)])
 def test_snapshots_are_on_if_they_fit_into_a_tenth_of_the_free_memory(monkeypatch, caplog, free, kept):
-    monkeypatch.setattr(run_recovery, "find_free_memory", lambda: free)
+    monkeypatch.setattr(rewind_to_snapshot, "find_free_memory", lambda: free)
     loop = Loop().guarded()  # 65 parameters of 4 bytes, and two moments of each: 780 bytes
     with caplog.at_level(logging.INFO, "hf_nanguard"):
         loop.run(make_groups(1, 1))
@@ -331,3 +331,26 @@ def test_a_divergence_is_only_observed_by_default():
     loop.run(groups[45:])
     assert "loss_diverged" in {e["signal"] for e in loop.events}
     assert {e["action"] for e in loop.events} == {"observed"}
+
+
+def test_a_snapshot_that_cannot_be_taken_is_left_out(monkeypatch):
+    """The one it would have been written into is gone; the run goes on and takes the next one when it is due."""
+    groups, tries = make_groups(9, 2), []
+    take = rewind_to_snapshot.Snapshot.take
+
+    def failing(step, *args):
+        tries.append(step)
+        if step == 4:
+            raise MemoryError("planted")
+        return take(step, *args)
+
+    monkeypatch.setattr(rewind_to_snapshot.Snapshot, "take", failing)
+    loop = Loop("adamw").guarded(EVERY_TWO)
+    loop.run(groups[:5])
+    poison(loop)
+    loop.run(groups[5:])
+    assert tries == [0, 2, 4, 8]  # a period after the rewind
+    signals = [(event["signal"], event["action"]) for event in loop.events]
+    assert signals[0] == ("guard_failed", "observed")
+    assert signals[-1] == ("param_nonfinite", "rewound")
+    assert loop.events[-1]["values"]["snapshot_step"] == 2

@@ -1,4 +1,4 @@
-"""The command line of recipes: which value holds, and one sentence for what cannot be."""
+"""The parser of recipes: which value holds, and one sentence for what cannot be."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -7,7 +7,8 @@ import pytest
 
 from hf_nanguard import ArgumentError, GuardedTrainingArguments
 from hf_nanguard.examples.recipe import presets as preset
-from hf_nanguard.examples.recipe.command_line import exit_code, parse_arguments
+from hf_nanguard.examples.recipe.guarded_run import run_script
+from hf_nanguard.examples.recipe.recipe_parser import RecipeParser
 
 
 @dataclass
@@ -31,8 +32,17 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def parse(*words: str, kind: str | None = None):
-    return parse_arguments(TYPES, words, {"output_dir": "runs/x", "max_steps": 7}, "A recipe.", kind)
+DEFAULTS = {"output_dir": "runs/x", "max_steps": 7}
+
+
+def make_parser(kind: str = "sft", kept: tuple[str, ...] = ()) -> RecipeParser:
+    return RecipeParser(TYPES, kind, DEFAULTS, kept=kept, description="A recipe.")
+
+
+def parse(*words: str, kind: str = "sft"):
+    """Returns what the recipe's own dataclass and the training arguments hold."""
+    _, *parsed = make_parser(kind).parse(words)
+    return parsed
 
 
 def test_which_value_holds(tmp_path, monkeypatch):
@@ -46,14 +56,15 @@ def test_which_value_holds(tmp_path, monkeypatch):
     assert (script.weight, args.seed, args.nanguard_mode, script.plant) == (3.0, 3, "off", "this")
 
 
-def test_a_preset_leaves_alone_what_it_should_and_says_so(tmp_path, monkeypatch, capsys):
+def test_a_preset_leaves_alone_what_it_should_and_says_so(tmp_path, monkeypatch):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "careful.yaml").write_text("max_steps: 8\nweight: 2.0\n")
     monkeypatch.setattr(preset, "find_configs", lambda: tmp_path)
-    words = ["--preset", "careful"]
-    script, args = parse_arguments(TYPES, words, {}, None, "mine", lambda given: ("weight", "seed"))
+    parser = make_parser("mine", kept=("weight", "seed"))
+    _, script, args = parser.parse(["--preset", "careful"])
     assert (script.weight, args.max_steps) == (1.0, 8)
-    assert "keeps its own weight." in capsys.readouterr().out
+    [note] = parser.notes
+    assert "so it keeps its weight of 1.0; the preset's 2.0 is for pretrained models" in note
 
 
 def test_defaults_of_the_recipe():
@@ -73,11 +84,11 @@ def test_defaults_of_the_recipe():
         (["--eval_strategy", "sometimes"], "sometimes"),
         (["--config"], "--config"),
         (["--config", "no_such.yaml"], "no_such.yaml"),
-        (["--preset", "balanced"], "--preset"),
+        (["--preset", "bold"], "--preset"),
     ],
 )
 def test_one_sentence_for_what_cannot_be(words, named, capsys):
-    assert exit_code(lambda argv: parse(*argv), words) == 2
+    assert run_script(make_parser, lambda *parsed: [], words) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert named in printed.err
@@ -133,7 +144,7 @@ def test_a_long_value_is_cut(tmp_path):
 
 def test_other_ranks_of_a_launcher_are_silent(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert exit_code(lambda argv: parse(*argv), ["--no_such"]) == 2
+    assert run_script(make_parser, lambda *parsed: [], ["--no_such"]) == 2
     assert capsys.readouterr().err == ""
 
 

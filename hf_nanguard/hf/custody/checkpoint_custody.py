@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from ...core.event import Culprit, Event, JsonValue
+from ...core.finite import is_sharded
 from ...core.monitors.weights import find_bad_weights
-from ...core.rerun.runner import is_sharded
 from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Signal
 from ..compat.trainer_protocol import HostTrainer
-from ..custody.resume_choice import ResumeChoice, choose_resume
-from ..custody.saved_checkpoints import SavedCheckpoints
+from .checkpoint_rotation import SavedCheckpoints
+from .resume_choice import ResumeChoice, choose_resume
 
 logger = logging.getLogger("hf_nanguard")
 
@@ -56,8 +56,8 @@ class CheckpointCustody:
         """Notes the checkpoint that was resumed from as the last good one; the good one before it if it is known to be bad."""
         chosen, self._resumed = self._resumed, None
         if chosen is None:  # the guard began after the host had chosen
-            self.saved.note_good(folder)
-        elif chosen.last_good is not None:
+            chosen = choose_resume(str(folder), self.trainer, self.guard.journal, acts=False)
+        if chosen.last_good is not None:
             self.saved.note_good(Path(chosen.last_good))
 
     def may_load_best(self) -> bool:

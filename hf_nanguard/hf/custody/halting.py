@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ...boundary import attempt
 from ...core.event import Failure
 from ...core.step.guard import Guard
 from ...errors import NonFiniteError
@@ -88,10 +89,13 @@ class Halting:
         if not trainer.is_in_train or not self.saves:  # there is no optimizer to save
             return ""
         if last_good != folder or not ranks.any(folder.is_dir()):
-            try:
+
+            def save() -> None:
                 trainer._save_checkpoint(model, None)
-            except Exception as error:  # each of the host's writers has its own for a full disk
-                return f" The last good state could not be saved ({format_error(error)}).{last}"
+
+            why = attempt(save, format_error)  # each of the host's writers has its own error for a full disk
+            if why is not None:
+                return f" The last good state could not be saved ({why}).{last}"
         return f" {self._describe_state(folder)}"
 
     def _describe_state(self, folder: Path) -> str:

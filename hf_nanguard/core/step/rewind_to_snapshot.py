@@ -124,7 +124,7 @@ class Recovery:
             is_boundary (`bool`, *optional*, defaults to `True`):
                 Whether the loop can begin anew here; an online trainer cannot between two generations.
         """
-        if not self.num_kept or step < self.next_due or not is_boundary:
+        if not self.is_due(step, is_boundary):
             return None
         if self.journal.ranks.any(self.is_suspect() or self.escalation.bad_in_a_row > 0):
             return None
@@ -135,10 +135,24 @@ class Recovery:
         self.snapshots.append(
             replace(Snapshot.take(step, self.num_updates, self.parts, spare), rate_factor=self.rate_factor)
         )
-        self.next_due = min([each for each in EARLY if each > step] + [(step // self.period + 1) * self.period])
+        self.next_due = self._find_next(step)
         while self.windows and self.windows[0].step < self.snapshots[0].step:
             self.windows.popleft()
         return None
+
+    def is_due(self, step: int, is_boundary: bool = True) -> bool:
+        """Returns whether [`Recovery.begin_step`] has something to do, the same on every rank."""
+        return self.num_kept > 0 and step >= self.next_due and is_boundary
+
+    def lose(self, step: int) -> None:
+        """Continues without the snapshot of a step, and without the spare one it was written into, because a rank could not
+        take it: all ranks must have the same."""
+        older = [each for each in self.snapshots if each.step < step]
+        self.snapshots = older[max(len(older) - self.num_kept + 1, 0) :]
+        self.is_watching, self.next_due = True, self._find_next(step)
+
+    def _find_next(self, step: int) -> int:
+        return min([each for each in EARLY if each > step] + [(step // self.period + 1) * self.period])
 
     def note(self, step: int, group: AccumulationGroup) -> None:
         """Notes the dataset rows of a step, in case it has to be left out."""

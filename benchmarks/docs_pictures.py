@@ -1,0 +1,123 @@
+"""Draws the pictures of docs/: a float16 overflow that is forecast, the report of that run, and how an autopsy walks back.
+
+    python benchmarks/docs_pictures.py [--folder docs/images]
+
+The run is the fourth failure of `nanguard demo`: a layer of a float16 model doubles its output every few steps.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib import pyplot
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.picture import BLUE, GREY, RED, STYLE
+from hf_nanguard import read_events
+from hf_nanguard.examples.compare import quiet_hosts
+from hf_nanguard.examples.demo.scenario_runner import ScenarioRunner
+from hf_nanguard.examples.demo.scenarios import run_overflow
+from hf_nanguard.report.run_curves import read_curves
+from hf_nanguard.report.run_files import GUARD_FOLDER, read_jsonl
+from hf_nanguard.report.run_plot import draw_run
+
+HEADROOM = "nanguard/headroom_bits"
+# The boxes of the autopsy from input to loss: text, and whether its values are finite.
+CHAIN = (
+    ("input ids", True), ("model", True), ("log_softmax", True), ("(… * mask).sum(1)\n= 0", True),
+    ("… / mask.sum(1)\n0 / 0", False), ("mean", False), ("loss\nNaN", False),
+)  # fmt: skip
+ORIGIN = 4
+
+
+def run_demo(folder: Path) -> Path:
+    """Runs the scenario and returns the output directory of its guarded run."""
+    with quiet_hosts():
+        run_overflow(ScenarioRunner(folder, 0, 0, lambda description: None, lambda name, steps: lambda *progress: None))
+    return folder / "overflow-guarded"
+
+
+def draw_headroom(run: Path, file: Path) -> None:
+    """Draws the bits that are left before float16 overflows, the step of the forecast and that of the overflow."""
+    rows = [row for row in read_jsonl(run / GUARD_FOLDER / "metrics.jsonl") if HEADROOM in row]
+    events = read_events(run)
+    forecast = next(event for event in events if event["signal"] == "activation_headroom")
+    broken = next(event for event in events if event["signal"] == "loss_nonfinite")
+    figure, panel = pyplot.subplots(figsize=(7.2, 2.6), layout="constrained")
+    points = [(row["step"], row[HEADROOM]) for row in rows if isinstance(row[HEADROOM], (int, float))]
+    panel.plot(*zip(*points, strict=True), color=BLUE, linewidth=1.4)
+    for event, color, text in ((forecast, BLUE, "forecast"), (broken, RED, "overflow")):
+        panel.axvline(event["step"], color=color, linewidth=0.9, linestyle=":")
+        label = f"{text} at step {event['step']} "
+        panel.annotate(
+            label,
+            (event["step"], points[0][1] * (0.8 if event is broken else 0.95)),
+            color=color,
+            fontsize=8,
+            ha="right",
+        )
+    _finish(figure, panel, "step", "bits before float16 overflows", file)
+
+
+def draw_walk(file: Path) -> None:
+    """Draws how an autopsy walks back from a bad loss to the first operator whose inputs were finite."""
+    figure, panel = pyplot.subplots(figsize=(8, 1.5), layout="constrained")
+    panel.set(xlim=(-0.5, len(CHAIN) - 0.6), ylim=(-1.0, 0.6))
+    panel.axis("off")
+    last: Any = None
+    for place, (text, is_finite) in enumerate(CHAIN):
+        color = GREY if is_finite else RED
+        box = {
+            "boxstyle": "round,pad=0.4",
+            "facecolor": "none",
+            "edgecolor": color,
+            "linewidth": 2 if place == ORIGIN else 1,
+        }
+        shown = panel.text(place, 0.2, text, ha="center", va="center", fontsize=7, color=color, bbox=box)
+        if place:
+            ends = {"patchA": last.get_bbox_patch(), "patchB": shown.get_bbox_patch()}
+            panel.annotate("", (place, 0.2), (place - 1, 0.2), arrowprops={"arrowstyle": "-|>", "color": color, **ends})
+        last = shown
+    end = len(CHAIN) - 1
+    panel.annotate(
+        "", (ORIGIN + 0.35, -0.4), (end, -0.4), arrowprops={"arrowstyle": "-|>", "color": RED, "linestyle": "--"}
+    )
+    panel.text((ORIGIN + 0.35 + end) / 2, -0.75, "the autopsy walks back along NaN", ha="center", fontsize=8, color=RED)
+    panel.text(
+        ORIGIN - 0.1, -0.6, "origin: finite inputs,\nresult NaN", ha="center", va="center", fontsize=8, color=BLUE
+    )
+    panel.text(1.2, -0.6, "finite, so not blamed", ha="center", va="center", fontsize=8, color=GREY)
+    figure.savefig(file, transparent=True, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def _finish(figure: Any, panel: Any, x: str, y: str, file: Path) -> None:
+    panel.set(xlabel=x, ylabel=y)
+    panel.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, transparent=True, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+def main() -> None:
+    """Runs the scenario and draws."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("docs/images"), help="where the pictures go")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        run = run_demo(Path(folder))
+        draw_run(read_curves(run), options.folder / "report.svg")
+        with matplotlib.rc_context(STYLE):
+            draw_headroom(run, options.folder / "headroom.svg")
+            draw_walk(options.folder / "autopsy.svg")
+    for file in sorted(options.folder.glob("*.svg")):
+        print(json.dumps({"file": str(file), "kilobytes": round(file.stat().st_size / 1000)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Exit codes of commands and recipes, and the one message for bad arguments and Ctrl-C."""
+
+import errno
+import os
+import sys
+from collections.abc import Callable
+
+from .errors import ArgumentError
+from .plain_text import cut, printable
+
+IMPOSSIBLE_PATHS = (errno.ENAMETOOLONG, errno.ELOOP)
+MAX_PATH = 200  # characters of a path in a message
+
+
+def exit_code(run: Callable[[], int]) -> int:
+    """Returns what `run` returns, 2 for bad arguments, 130 for Ctrl-C; these two are one line on standard error."""
+    try:
+        return run()
+    except (ArgumentError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in IMPOSSIBLE_PATHS:
+            raise
+        if is_local_first():
+            print(f"nanguard: {printable(_format(error))}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt as stop:
+        consequence = str(stop) or "all files written so far are complete"
+        print(f"nanguard: stopped by Ctrl-C; {consequence}.", file=sys.stderr)
+        return 130
+
+
+def is_local_first() -> bool:
+    """Returns whether this is the first rank of its machine, which alone prints what all ranks would print."""
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _format(error: ArgumentError | OSError) -> str:
+    if isinstance(error, ArgumentError) or error.filename is None:
+        return str(error)
+    return f"{error.strerror}: {cut(os.fsdecode(error.filename), MAX_PATH)}"

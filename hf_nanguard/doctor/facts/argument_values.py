@@ -1,0 +1,87 @@
+"""Values that no argument takes: another type, a name that is none of the choices, a number out of range."""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from enum import Enum
+from typing import Any, get_args, get_type_hints
+
+from .argument_facts import TRUTHS
+
+NUMBERS = ({int}, {float}, {int, float})
+# Names, what their values must be, and the test of it. What the rules judge themselves (rates, betas, groups) is not here.
+RANGES: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
+    (("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "lora_r", "max_length",
+      "max_completion_length", "num_processes", "num_machines", "num_iterations", "steps_per_generation"),
+     "must be at least 1", lambda number: number >= 1),
+    (("warmup_steps", "weight_decay", "neftune_noise_alpha"), "must be at least 0", lambda number: number >= 0),
+    (("lora_dropout", "label_smoothing_factor"), "must be at least 0 and below 1", lambda number: 0 <= number < 1),
+    (("epsilon", "repetition_penalty"), "must be above 0", lambda number: number > 0),
+    (("num_train_epochs",), "must be above 0, or max_steps must be set", lambda number: number > 0),
+    (("top_p",), "must be above 0 and at most 1", lambda number: 0 < number <= 1),
+)  # fmt: skip
+
+
+def find_bad_values(values: Mapping[str, Any], classes: Iterable[type]) -> dict[str, str]:
+    """Returns the names whose value no argument of these classes takes, each with what it must be. `None` is always taken."""
+    bad: dict[str, str] = {}
+    for cls in classes:
+        hints = get_type_hints(cls)
+        for each in fields(cls):
+            value = values.get(each.name)
+            if value is None or each.name in bad:
+                continue
+            problem = _judge_type(hints[each.name], each.metadata.get("choices"), value)
+            is_unused = each.name == "num_train_epochs" and (_read(values.get("max_steps")) or 0) > 0
+            problem = problem or (None if is_unused else _judge_range(each.name, value))
+            if problem:
+                bad[each.name] = problem
+    return bad
+
+
+def _judge_type(hint: Any, choices: Iterable[Any] | None, value: Any) -> str | None:
+    kinds = {kind for kind in get_args(hint) or (hint,) if kind is not type(None)}
+    names = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)), None)
+    if names is not None or choices is not None:
+        known = (
+            [str(member.value) for member in names] if names is not None else [str(choice) for choice in choices or ()]
+        )
+        text = str(getattr(value, "value", value))
+        if value is False and "no" in known:
+            return 'must be "no" in quotation marks, because YAML reads a bare no as false'
+        return None if text in known else _suggest(text, known)
+    if kinds in NUMBERS:
+        return _judge_number(value, float in kinds)
+    if kinds == {bool} and not isinstance(value, bool) and str(value).strip().lower() not in TRUTHS:
+        return "must be true or false"
+    return None
+
+
+def _suggest(text: str, known: list[str]) -> str:
+    near = get_close_matches(text, known, 1)
+    listed = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+    return f"did you mean {near[0]}?" if near else f"must be one of {listed}"
+
+
+def _judge_number(value: Any, may_be_float: bool) -> str | None:
+    number = _read(value)
+    if number is None:
+        return "must be a number" if may_be_float else "must be an integer"
+    return None if may_be_float or number == int(number) else "must be an integer"
+
+
+def _read(value: Any) -> float | None:
+    """Returns a finite number; YAML reads 1e-5 as text."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _judge_range(name: str, value: Any) -> str | None:
+    number = _read(value)
+    return next(
+        (phrase for names, phrase, fits in RANGES if name in names and number is not None and not fits(number)), None
+    )

@@ -1,0 +1,62 @@
+"""`attach(trainer)`: guards a trainer that is already built."""
+
+import logging
+from typing import Any
+
+from transformers import Trainer
+
+from ..errors import ArgumentError
+from .guarded_trainer import guarded
+from .trainer.arguments import Given, read_guard_arguments
+from .trainer.guarded_class import MADE_HERE
+from .trainer.mixin import GuardedTrainerMixin
+
+logger = logging.getLogger("hf_nanguard")
+
+
+def attached_class(original: Any) -> type:
+    """Returns the class of a trainer that was guarded by [`attach`]. A script that asks for its `__class__` gets the original."""
+    body = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__class__": property(lambda trainer: original, vars(object)["__class__"].__set__),
+        MADE_HERE: (attached_class, original),
+    }
+    return type(original.__name__, (guarded(original),), body)
+
+
+def attach(trainer: Trainer, guard: Given = None) -> Trainer:
+    """Guards a trainer that is already built: one line, everything on.
+
+    Args:
+        trainer (`Trainer`):
+            Any trainer, before `train()`. Its type becomes a guarded subclass of the same name; its `__class__` stays.
+        guard (`GuardArguments` or `dict`, *optional*):
+            The settings, or their fields by name; taken from its arguments or the defaults otherwise.
+
+    Returns:
+        `Trainer`: the same object.
+
+    Example:
+
+    ```python
+    trainer = SFTTrainer(model, args=args, train_dataset=dataset)
+    attach(trainer)
+    trainer.train()
+    ```
+    """
+    if not isinstance(trainer, Trainer):
+        raise ArgumentError(
+            f"attach() must be given a Trainer, got {type(trainer).__name__}. For other loops use Guard."
+        )
+    guard = read_guard_arguments(guard)
+    if isinstance(trainer, GuardedTrainerMixin):
+        kept = "stay as they are" if guard is None else "are replaced by those given now"
+        logger.warning("hf_nanguard: this trainer is guarded already; its settings %s.", kept)
+        trainer.needs_callback = False
+        if guard is not None:
+            trainer.begin_guarding(guard)
+        return trainer
+    trainer.__class__ = attached_class(type(trainer))
+    trainer.begin_guarding(guard)  # type: ignore[attr-defined]
+    return trainer

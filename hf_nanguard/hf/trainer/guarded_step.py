@@ -1,0 +1,338 @@
+"""One optimizer step of a guarded trainer: its micro-batches are recorded, it is settled, and what is left of it is clipped."""
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...boundary import HostCall
+from ...core.event import Event, Failure
+from ...core.finite import local, read_host
+from ...core.rerun.runner import same_on_all_ranks
+from ...core.rerun.traceless_skip import clear_gradients, show_zero_gradients
+from ...core.rerun.weight_copies import WeightCopies
+from ...core.step.guard import Guard
+from ...core.step.step_reading import StepOutcome
+from ...core.torch_private import unwrap_compiled
+from ...core.vocabulary import Action, Signal
+from ..compat import accelerate as compat_accelerate
+from ..compat import trainer as compat
+from ..compat.logged_state import LogSums
+from ..compat.online_trainer import GenerationBuffer, is_between_generations
+from ..compat.trainer_protocol import HostTrainer
+from ..custody.halting import Halting
+from ..data.learning_signal import NoSignalDetector, OnlineData, StepSignal
+from ..monitors.trainer_monitors import build_monitors
+from .held_inputs import LossWeight
+from .run_notices import log_unknown_copy
+from .step_recorder import Phase, StepRecord, StepRecorder
+from .trainer_runner import TrainerRunner
+from .unguarded_updates import UnguardedUpdates
+
+
+class GuardedStep:
+    """Settles the steps of a trainer, one at a time, in the order of its calls.
+
+    Args:
+        trainer (`Trainer`):
+            The guarded trainer.
+        guard (`Guard`):
+            Decides, and carries the decision out.
+        recorder (`StepRecorder`):
+            What is known of the step.
+        unguarded (`UnguardedUpdates`):
+            Reports a step of which nothing is known.
+        halting (`Halting`):
+            Ends the run.
+    """
+
+    def __init__(
+        self,
+        trainer: HostTrainer,
+        guard: Guard,
+        recorder: StepRecorder,
+        unguarded: UnguardedUpdates,
+        halting: Halting,
+    ):
+        self.trainer = trainer
+        self.guard = guard
+        self.recorder = recorder
+        self.unguarded = unguarded
+        self.halting = halting
+        self.policy = guard.policy
+        self.acts = guard.policy.acts
+        self.boundary = guard.boundary
+        self.deepspeed = compat_accelerate.steps_in_backward(trainer)
+        self.no_signal = NoSignalDetector(self.policy.stall_steps, guard.journal)
+        self.online: OnlineData | None = None
+        self.runner: TrainerRunner | None = None
+        self._optimizer: Any = None  # the one the monitors watch; a second run may have another
+        self._hidden_filter = ExitStack()  # logging_nan_inf_filter while the host reads it: it hides NaN, by two reads
+        self._num_left_out = 0  # steps of this run that the mean of its losses does not count
+        self._abandons_step = False  # the run halts within the step that is being recorded
+
+    def use_online(self, online: OnlineData) -> None:
+        """Takes the data of an online trainer."""
+        self.online = online
+
+    def begin_run(self) -> None:
+        """Begins the steps of a `train()`."""
+        self.no_signal.begin_run()
+        self._abandons_step = False
+        self._num_left_out = 0
+
+    def begin_group(self, batches: Sequence[Any]) -> Sequence[Any]:
+        """Begins the accumulation group of the next optimizer step; returns its batches, made safe to run."""
+        if not self.recorder.is_open:
+            self.end_step()
+        return self.recorder.begin_group(batches)
+
+    def guard_step(
+        self, training_step: HostCall, model: nn.Module, inputs: Any, num_items: Tensor | int | None
+    ) -> Tensor:
+        """Runs a `training_step` as one micro-batch of `train()`; as it is if it was called by hand, again, or by another."""
+        if not self.recorder.watches or self.guard.replaying or self.recorder.phase is Phase.RUNNING:
+            return training_step(model, inputs, num_items)
+        self.show_filter()
+        runner = self._runner_for(model)
+        if not self.recorder.is_open:  # the trainer has a get_batch_samples, or a loop, of its own
+            self.begin_group([])
+        if not self.recorder.has_micro_batches:
+            self.boundary.call("snapshot", self._begin_snapshot, runner)
+            runner.begin_group()
+            self.recorder.begin_step(LossWeight(self.trainer.current_gradient_accumulation_steps, num_items))
+            self.guard.monitor_set.begin_step(self.trainer.state.global_step)
+        loss = self.recorder.record(training_step, runner, inputs, num_items)
+        if self.acts:
+            self._hidden_filter.enter_context(compat.log_filter(self.trainer, False))
+        return loss
+
+    def show_filter(self) -> None:
+        """Shows `logging_nan_inf_filter` as it was given again, once the host has read it for a micro-batch."""
+        self._hidden_filter.close()
+
+    def _begin_snapshot(self, runner: TrainerRunner) -> None:
+        """Checks the state of the run before its first step, and takes a snapshot before a step if one is due."""
+        trainer, guard, step = self.trainer, self.guard, self.trainer.state.global_step
+        if self.deepspeed:
+            return
+
+        def watch() -> None:
+            keepers = partial(compat.find_keepers, trainer)
+            copies = WeightCopies(runner.bare_model, keepers, compat.KEPT_ELSEWHERE, partial(log_unknown_copy, guard))
+            parts = (LogSums(trainer), GenerationBuffer(trainer), copies)
+            guard.watch_state(runner, trainer.lr_scheduler, parts, copies.num_bytes())
+
+        failure = guard.begin_step(step, runner, watch, is_between_generations(trainer))
+        if failure is not None and not self._recover(runner.model, failure, step):
+            self._abandons_step = True
+
+    def _runner_for(self, model: nn.Module) -> TrainerRunner:
+        """Returns the runner of this model; a new model or optimizer gets a new runner and new monitors."""
+        trainer = self.trainer
+        if self.runner is None or self.runner.model is not model or self._optimizer is not trainer.optimizer:
+            self._optimizer = trainer.optimizer
+            self.guard.recovery.forget()
+            self.runner = TrainerRunner(trainer, model, self.guard.ranks, self.recorder)
+            bare = unwrap_compiled(trainer.accelerator.unwrap_model(model))
+            watched = None if self.deepspeed else trainer.optimizer
+            compiled = not self.guard.can_hook(self.runner)
+            self.guard.begin_monitors(build_monitors(bare, watched, self.guard, compiled), self.runner)
+        return self.runner
+
+    def settle(self, model: nn.Module, max_norm: float, host_clip: HostCall, norm: Any = None) -> Any:
+        """Settles the recorded step and clips what is left of it.
+
+        Args:
+            model (`nn.Module`):
+                The model in training.
+            max_norm (`float`):
+                What to clip to; 0 for no clipping.
+            host_clip (`HostCall`):
+                The host's own clip, for set-ups in which norm and clip cannot be separated.
+            norm (`Tensor` or `float`, *optional*):
+                The norm, if somebody has clipped already.
+
+        Returns:
+            The norm for the log, `None` for a step that is skipped.
+        """
+        given = (model, max_norm, host_clip, norm)
+        return self.boundary.call("step", self._settle, *given, otherwise=self._settle_plainly, host=host_clip)
+
+    def _settle_plainly(self, model: nn.Module, max_norm: float, host_clip: HostCall, norm: Any) -> Any:
+        """Clips as the host does after an error of the guard; a step that is known to be bad is skipped."""
+        if norm is None:
+            norm = host_clip.result if host_clip.has_run else host_clip()
+        is_bad = norm is not None and not math.isfinite(float(norm))
+        if self.recorder.phase is not Phase.SKIPPED and self.acts and is_bad:
+            self.guard.ranks.fail()  # the others are about to contain the step
+            clear_gradients(model.parameters())
+            self._skip_optimizer()
+            step = self.trainer.state.global_step
+            message = (
+                f"the gradient norm is {float(norm)} at step {step}; the step was skipped because the guard failed"
+            )
+            self.guard.journal.write_once(Event(step, Signal.GRAD_NONFINITE, Action.SKIPPED, message))
+        return None if self.recorder.phase is Phase.SKIPPED else norm
+
+    def _settle(self, model: nn.Module, max_norm: float, host_clip: HostCall, norm: Any) -> Any:
+        runner, record, call = self.runner, self.recorder.finish(), self.boundary.call
+        if self.online is not None:
+            call("online data", self.online.add_readings, record.group)
+        self.guard.monitor_set.end_backward()
+        if self._abandons_step:
+            self._abandon_step()
+            return None
+        if runner is None or not (record.group.micro_batches or record.group.failure):
+            self.unguarded.report()
+            return host_clip() if norm is None else norm
+        norm = self._mark(record, model, runner, host_clip, norm)
+        is_clipped = norm is not None
+        given = torch.as_tensor(norm, device=self.trainer.args.device) if is_clipped else None
+        step = self.trainer.state.global_step
+        outcome = self.guard.settle(record.group, runner, step, given, record.is_labelled)
+        if not outcome.stepped or outcome.failure is not None:
+            self._skip_optimizer()
+        call("running loss", self._correct_log, outcome, runner)
+        call("learning signal", self._observe_signal, record)
+        call("held inputs", self._finish_step, record, outcome)
+        norm = self._clip(outcome, runner, max_norm, host_clip if is_clipped else None) if outcome.stepped else None
+        if outcome.halt is not None:
+            self._halt(model, outcome.halt)
+        elif outcome.failure is not None:
+            repeats = partial(self.guard.redo.repeats, record.group, runner)
+            self._recover(model, outcome.failure, step + 1, repeats)
+        elif outcome.stepped:
+            call("update", self.guard.begin_update, outcome)
+        return norm
+
+    def _mark(
+        self, record: StepRecord, model: nn.Module, runner: TrainerRunner, host_clip: Callable[[], Any], norm: Any
+    ) -> Any:
+        """Marks the gradients of a step that must not be taken as it is; returns the norm if somebody has clipped."""
+        must_drop = any(micro.must_be_dropped for micro in record.group.micro_batches)
+        if must_drop and runner.poisons_gradients:
+            runner.poison()
+        elif self.acts:
+            runner.mark_losses(record.group.losses)
+        if norm is not None and (must_drop or runner.lockstep):  # it was measured before the gradients were marked
+            return local(same_on_all_ranks(torch.as_tensor(norm))) + 0.0 * local(runner.norm())
+        return host_clip() if norm is None and not compat.clips_in_one_piece(self.trainer, model) else norm
+
+    def _observe_signal(self, record: StepRecord) -> None:
+        """Classifies the settled step by what it could learn from."""
+        norm = self.guard.last_norm
+        if self.online is None:
+            signal: StepSignal | None = StepSignal.of_batches(record.no_signals, norm)
+        else:
+            signal = self.online.step_signal(norm)
+        if signal is not None:
+            self.no_signal.observe(self.trainer.state.global_step, signal, norm)
+
+    def _finish_step(self, record: StepRecord, outcome: StepOutcome) -> None:
+        """Leaves trainer and recorder ready for the next step."""
+        if outcome.stepped and outcome.failure is None and outcome.redone is None and record.group.micro_batches:
+            self.recorder.loss_errors.keep_replacement(record.group.micro_batches[0].payload)
+        compat.set_accumulation_steps(self.trainer, record.group.weight.steps)
+        self.recorder.release()
+
+    def _skip_optimizer(self) -> None:
+        self.recorder.skip()
+        compat_accelerate.bypass_optimizer(self.trainer.optimizer)
+        if compat_accelerate.is_bypassed(self.trainer.optimizer):
+            show_zero_gradients(self.trainer.model.parameters())
+
+    def _abandon_step(self) -> None:
+        """Leaves out the step during which the run was halted, from weights and log alike."""
+        self._skip_optimizer()
+        self.recorder.restore_running_loss([])
+        self._leave_out_step()
+        if self.runner is not None:
+            self.runner.remove_metrics()
+        self.recorder.release()
+
+    def _clip(
+        self, outcome: StepOutcome, runner: TrainerRunner, max_norm: float, host_clip: Callable[[], Any] | None
+    ) -> Any:
+        """Clips by the norm that is known already, or as the host does if it had clipped before; returns the norm."""
+        norm: Any = outcome.norm
+        bounds = [bound for bound in (max_norm, outcome.clip_to) if bound]
+        if host_clip is not None:
+            norm = host_clip() if outcome.fresh else norm
+            bounds = [outcome.clip_to] if outcome.clip_to else []
+        if bounds:
+            by = norm if host_clip is None else runner.norm()
+            runner.clip(min(bounds), by)
+        return norm
+
+    def _correct_log(self, outcome: StepOutcome, runner: TrainerRunner) -> None:
+        """Makes the running loss what it would be if the dropped micro-batches had never come."""
+        if outcome.redone is None or not self.acts:
+            return
+        floors = self.policy.on_nonfinite == "floor"
+        self.recorder.restore_running_loss(
+            outcome.redone, outcome.num_dropped * self.policy.loss_floor if floors else 0.0
+        )
+        if not outcome.stepped:
+            runner.remove_metrics()
+            if not floors:
+                self._leave_out_step()
+
+    def _leave_out_step(self) -> None:
+        self._num_left_out += 1
+        compat.forget_step(self.trainer)
+
+    def leave_out_of_mean(self) -> None:
+        """Makes the mean of the losses of the run that of the steps that were taken."""
+        compat.leave_out_of_mean(self.trainer, self._num_left_out)
+
+    @property
+    def has_no_mean(self) -> bool:
+        """Whether every step of the run was skipped, so that there is no loss to take the mean of."""
+        return self._num_left_out > 0 and compat.counts_no_step(self.trainer, self._num_left_out)
+
+    def end_step(self) -> None:
+        """Lets the optimizer step again, once a skipped step has passed."""
+        if self.recorder.phase is Phase.SKIPPED:
+            compat_accelerate.resume_optimizer(self.trainer.optimizer)
+        self.recorder.end_step()
+
+    def after_update(self) -> None:
+        """Runs the monitors on what the optimizer did, before anything is logged, evaluated or saved."""
+        failure = self.guard.monitor_set.after_update()
+        if failure is not None and self.runner is not None:
+            self._recover(self.runner.model, failure, self.trainer.state.global_step)
+
+    def after_epoch(self) -> None:
+        """Keeps a non-finite loss out of the log when an epoch ends inside a group, which no step decides."""
+        losses = self.guard.group.losses
+        if self.acts and losses and not all(map(math.isfinite, read_host(losses))):
+            self.recorder.restore_running_loss([torch.where(torch.isfinite(loss), loss, 0.0) for loss in losses])
+
+    # ---- halt ----
+
+    def end_if(self, reason: str | None) -> None:
+        """Ends the run if there is a reason to, decided on every rank alike."""
+        if reason is None:
+            return
+        self._abandons_step = self.recorder.phase is Phase.RUNNING  # in a step, not in an evaluation between two
+        self._halt(self.trainer.model_wrapped if self.runner is None else self.runner.model, reason)
+
+    def _halt(self, model: nn.Module, reason: str) -> None:
+        """Ends the run, even if its last good state cannot be saved."""
+        self.boundary.call("halt", self.halting.halt, model, reason, otherwise=self.halting.stop)
+
+    def _recover(
+        self, model: nn.Module, failure: Failure, step: int, repeats: Callable[[], bool] | None = None
+    ) -> bool:
+        """Rewinds or ends a run that cannot continue from its state; returns whether it was rewound."""
+
+        def stop(*_: Any) -> bool:
+            self.halting.stop(model, f"{failure.reason} The guard failed to rewind the run.")
+            return False
+
+        return self.boundary.call("rewind", self.halting.recover, model, failure, step, repeats, otherwise=stop)

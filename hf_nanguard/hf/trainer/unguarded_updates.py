@@ -1,0 +1,83 @@
+"""Reports an optimizer step that passes by the guard: a training loop, or a method in the place of the Trainer's, of its own."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ...core.event import Event
+from ...core.step.guard import Guard
+from ...core.vocabulary import Action, Signal
+from ..compat.accelerate import steps_in_backward
+from ..compat.trainer_protocol import HostTrainer
+from ..compat.unguardable_class import find_own_loop
+from .guarded_class import HostMethods
+from .step_recorder import Phase, StepRecorder
+
+
+class UnguardedUpdates:
+    """Looks for updates of the model that were not settled.
+
+    Args:
+        trainer (`Trainer`):
+            The guarded trainer.
+        guard (`Guard`):
+            Its events.
+        recorder (`StepRecorder`):
+            Knows whether the step is settled.
+        host (`HostMethods`):
+            Knows which methods of ours are hidden.
+    """
+
+    def __init__(self, trainer: HostTrainer, guard: Guard, recorder: StepRecorder, host: HostMethods):
+        self.trainer = trainer
+        self.guard = guard
+        self.recorder = recorder
+        self.host = host
+        self._checks_updates = False
+        self._has_reported_update = False
+
+    def begin_run(self) -> None:
+        """Reports such a step again, once."""
+        self._has_reported_update = False
+
+    @contextmanager
+    def checked_updates(self) -> Iterator[None]:
+        """Reports an optimizer that updates the model inside the block without a decision of the guard."""
+        if (
+            not self.recorder.on or steps_in_backward(self.trainer) or self._checks_updates
+        ):  # DeepSpeed steps before the guard can decide
+            yield
+            return
+        self._checks_updates = True
+        try:
+            with register_optimizer_step_pre_hook(self.guard.boundary.wrapped("update check", self._check_update)):
+                yield
+        finally:
+            self._checks_updates = False
+
+    def _check_update(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        """Runs before every `optimizer.step()` of the process: an update of the model that was not settled is reported."""
+        if not self.recorder.watches or self.recorder.phase in (Phase.DECIDED, Phase.SKIPPED):
+            return
+        mine = {id(parameter) for parameter in self.trainer.model.parameters()}
+        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+            self.report()
+            if self.recorder.settles:  # nobody will
+                self.recorder.abandon()
+
+    def report(self) -> None:
+        """Reports, once a run, a step that passed by the guard."""
+        if self._has_reported_update or self.guard.boundary.off:  # which says more
+            return
+        self._has_reported_update = True
+        hidden = self.host.find_hidden(self.trainer) or find_own_loop(type(self.trainer))
+        inside = self.recorder.phase is Phase.RUNNING
+        why = f"{', '.join(hidden)} of {type(self.trainer).__name__} replaces the method of the Trainer" if hidden else (
+            "training_step updates the weights itself" if inside else "its training loop is not that of the Trainer"
+        )  # fmt: skip
+        step = self.trainer.state.global_step
+        message = f"step {step} and others like it are not guarded because {why}"
+        self.guard.journal.write_once(Event(step, Signal.GUARD_FAILED, Action.OBSERVED, message))
