@@ -304,8 +304,7 @@ for name, words in (("weighted", ["--output_dir", folder + "/weighted"]), ("rewa
     sys.argv = [f"{SCRIPTS}/{{name}}.py", *words]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
-# Without this torch 2.13 aborts some of the ranks at their very end, with and without the guard ("terminate called without
-# an active exception"): threads of gloo are still running when the process ends.
+# Without this torch 2.13 aborts some of the ranks at their very end, with and without the guard.
 from tests.distributed.ending import hang_up
 hang_up()
 """

@@ -27,6 +27,7 @@ from hf_nanguard.core.rerun import loss_mark
 from hf_nanguard.core.rerun.micro_batch import AccumulationGroup
 from hf_nanguard.core.settings import Policy
 from hf_nanguard.core.step.guard import Guard
+from tests.distributed.ending import hang_up
 
 BAD_STEP, BAD_PLACE, STEPS = 1, 1, 4
 FAULTS = {
@@ -120,7 +121,7 @@ def main() -> None:
         file.write_text(json.dumps(said), encoding="utf-8")
         if said["outcome"] != "done":
             sys.exit(1)
-    dist.destroy_process_group()
+    hang_up()
 
 
 if __name__ == "__main__":
