@@ -88,7 +88,7 @@ class Event:
     action: Action
     message: str
     micro_step: int | None = None
-    rank: int = 0
+    rank: int | None = None  # whose it is; the journal puts its own rank here
     values: Mapping[str, JsonValue] = field(default_factory=dict)
     culprit: Culprit | None = None
     cause: Cause | None = None

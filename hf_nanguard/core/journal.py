@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from ..boundary import Boundary, GuardFailure
@@ -39,7 +40,7 @@ class Journal:
 
     def write(self, event: Event, error: BaseException | None = None) -> None:
         """Writes an event of this rank, and logs it with the traceback of an error, whose text may contain data."""
-        self._write(event.as_dict(), error if self.text else None)
+        self._write(self._of_rank(event).as_dict(), error if self.text else None)
 
     def write_once(self, event: Event) -> None:
         """Writes an event that is the same on every rank, on rank 0 only."""
@@ -53,12 +54,12 @@ class Journal:
             "num_failures": failure.number,
             "turned_off": failure.is_last,
         }
-        culprit, rank = Culprit(source=failure.place), self.ranks.rank
-        self.write(Event(step, Signal.GUARD_FAILED, Action.OBSERVED, str(failure), None, rank, values, culprit))
+        culprit = Culprit(source=failure.place)
+        self.write(Event(step, Signal.GUARD_FAILED, Action.OBSERVED, str(failure), values=values, culprit=culprit))
 
     def write_shared(self, events: list[Event]) -> None:
         """Writes this rank's events and, on rank 0, those of all others. Every rank must call it."""
-        for rank, dicts in enumerate(self.ranks.gather([event.as_dict() for event in events])):
+        for rank, dicts in enumerate(self.ranks.gather([self._of_rank(event).as_dict() for event in events])):
             if rank == self.ranks.rank or self.ranks.rank == 0:
                 for event in dicts:
                     self._write(event)
@@ -66,6 +67,9 @@ class Journal:
     def log(self, block: str) -> None:
         """Logs a block of lines."""
         logger.warning(show(block, self.text))
+
+    def _of_rank(self, event: Event) -> Event:
+        return replace(event, rank=self.ranks.rank) if event.rank is None else event
 
     def _write(self, event: JsonObject, error: BaseException | None = None) -> None:
         event = show(event, self.text)

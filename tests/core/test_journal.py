@@ -33,11 +33,18 @@ def everything_is_captured(caplog):
 
 def test_every_event_reaches_the_sink_as_the_public_schema_has_it():
     told = []
-    first = _event(rank=0, micro_step=1, values={"loss": NAN}, culprit=Culprit(phase="loss", rows=[4, 5]))
+    first = _event(micro_step=1, values={"loss": NAN}, culprit=Culprit(phase="loss", rows=[4, 5]))
     second = _event()
     _written(Journal(Ranks(alone=True), told.append), first, second)
-    assert told == [first.as_dict(), second.as_dict()]
+    assert told == [{**first.as_dict(), "rank": 0}, {**second.as_dict(), "rank": 0}]
     assert json.loads(json.dumps(told[0], allow_nan=False)) == told[0]
+
+
+def test_an_event_has_the_rank_of_its_journal_unless_it_names_another():
+    ranks, told = Ranks(alone=True), []
+    ranks.rank = 2
+    _written(Journal(ranks, told.append), _event(), _event(rank=1))
+    assert [event["rank"] for event in told] == [2, 1]
 
 
 def test_the_first_of_a_signal_is_a_warning_and_later_ones_are_not(caplog):

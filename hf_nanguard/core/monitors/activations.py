@@ -151,7 +151,7 @@ class ActivationMonitor(Monitor):
         """Reports modules that cannot be measured, on the rank where that is so, and leaves them out from here on."""
         for name, error in failures.items():
             message = f"The output of {name} is not monitored because it could not be measured ({quote_error(error)})."
-            self.journal.write(Event(step, Signal.GUARD_FAILED, Action.OBSERVED, message, rank=self.ranks.rank))
+            self.journal.write(Event(step, Signal.GUARD_FAILED, Action.OBSERVED, message))
         self.failed |= failures.keys()
 
     def _emit_nonfinite(self, step: int, order: list[str]) -> None:

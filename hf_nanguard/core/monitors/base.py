@@ -177,8 +177,10 @@ class Monitor:
         remedies: tuple[Remedy, ...] = (),
     ) -> None:
         """Writes an event about an observation that is the same on every rank, on rank 0 only."""
-        fields = (None, 0, values or {}, culprit, cause, remedies)
-        self.journal.write_once(Event(step, signal, Action.OBSERVED, message, *fields))
+        event = Event(
+            step, signal, Action.OBSERVED, message, values=values or {}, culprit=culprit, cause=cause, remedies=remedies
+        )
+        self.journal.write_once(event)
 
     def turn_off(self, step: int, message: str) -> None:
         """Turns the monitor off for the rest of the run and writes an event that says why."""

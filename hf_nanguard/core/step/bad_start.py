@@ -48,7 +48,9 @@ def _find_garbage(model: nn.Module, step: int) -> Iterator[Event]:
             )
             values: dict[str, JsonValue] = {"num_bad": int(count), "num_entries": len(mask), "rows": list(rows)}
             culprit, cause = Culprit(phase="parameter", parameter=parameter), Cause.UNINITIALISED_WEIGHT
-            yield Event(step, Signal.PARAM_NONFINITE, Action.OBSERVED, message, None, 0, values, culprit, cause)
+            yield Event(
+                step, Signal.PARAM_NONFINITE, Action.OBSERVED, message, values=values, culprit=culprit, cause=cause
+            )
 
 
 def _mark_garbage(table: Tensor) -> Tensor:
@@ -84,4 +86,13 @@ def _describe_eps(name: str, eps: float, dtype: str, step: int) -> Event:
     )
     culprit, values = Culprit(phase="optimizer"), {"eps": eps}
     cause = Cause.ADAM_EPS_UNDERFLOW
-    return Event(step, Signal.OPTIMIZER_NONFINITE, Action.OBSERVED, message, None, 0, values, culprit, cause, remedies)
+    return Event(
+        step,
+        Signal.OPTIMIZER_NONFINITE,
+        Action.OBSERVED,
+        message,
+        values=values,
+        culprit=culprit,
+        cause=cause,
+        remedies=remedies,
+    )

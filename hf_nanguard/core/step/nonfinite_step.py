@@ -257,7 +257,9 @@ class Containment:
             culprit, cause = replace(culprit, phase="optimizer"), update.cause
             remedies = try_update_remedies(optimizer, update, named[0][1])
         signal, action = Signal.PARAM_NONFINITE, Action.OBSERVED
-        event = Event(reading.step, signal, action, message, None, 0, values, culprit, cause, remedies)
+        event = Event(
+            reading.step, signal, action, message, values=values, culprit=culprit, cause=cause, remedies=remedies
+        )
         reason = f"Training was halted: {message}. Dropping batches cannot fix this. Resume from an earlier checkpoint."
         return Failure(reason, event)
 

@@ -87,7 +87,7 @@ class Settlement:
             norm_dev = runner.measure() if norm is None else same_on_all_ranks(norm)
         [norm_host] = read_host([local(norm_dev)])
         decision = decide([], norm_host, self.policy, self.norms)
-        reading = self.reading or StepReading(step, group, [], norm_host, norm_dev, decision, ranks.rank)
+        reading = self.reading or StepReading(step, group, [], norm_host, norm_dev, decision)
         if reading.decision.signal not in NONFINITE:
             return StepOutcome(norm=norm_dev)
         why = "the guard failed before it was decided"
@@ -113,7 +113,7 @@ class Settlement:
         if not math.isfinite(norm_host) and group.has_bad_term:  # dropped on the device, yet its gradient is not finite
             decision = replace(decision, signal=Signal.LOSS_NONFINITE)
         reading = StepReading(
-            step, group, losses, norm_host, norm_dev, decision, self.journal.ranks.rank, norm is not None,
+            step, group, losses, norm_host, norm_dev, decision, norm is not None,
             learning_rate=runner.learning_rate,
         )  # fmt: skip
         self.reading = reading
@@ -135,7 +135,9 @@ class Settlement:
             values = {"grad_norm": norm, "true_norm": exact, "num_bad_parameters": 0}
             culprit, cause = Culprit(phase="backward"), Cause.NORM_OVERFLOW
             self.journal.write_once(
-                Event(step, Signal.GRAD_NONFINITE, Action.OBSERVED, message, None, 0, values, culprit, cause)
+                Event(
+                    step, Signal.GRAD_NONFINITE, Action.OBSERVED, message, values=values, culprit=culprit, cause=cause
+                )
             )
         self.has_overflowed = True
         return exact
@@ -247,7 +249,7 @@ class Settlement:
         if is_zero and not self.has_reported_zero:
             message = f"loss and gradients are exactly zero at step {reading.step}; nothing is learned from this batch"
             values = {"loss": 0.0, "grad_norm": 0.0}
-            event = Event(reading.step, Signal.LOSS_ZERO, Action.OBSERVED, message, rank=reading.rank, values=values)
+            event = Event(reading.step, Signal.LOSS_ZERO, Action.OBSERVED, message, values=values)
             self.journal.write(event)
             self.has_reported_zero = True
 
@@ -278,8 +280,8 @@ def emit_watched(journal: Journal, group: AccumulationGroup, watched: list[float
         message = f"{name} {what} at step {step} (largest magnitude {largest})"
         values = {"largest": largest, "bound": bound}
         culprit = Culprit(phase="forward", term=name)
-        rank = journal.ranks.rank
-        journal.write(Event(step, Signal.PREDICTION_NONFINITE, Action.OBSERVED, message, None, rank, values, culprit))
+        event = Event(step, Signal.PREDICTION_NONFINITE, Action.OBSERVED, message, values=values, culprit=culprit)
+        journal.write(event)
 
 
 def emit_bad_terms(journal: Journal, group: AccumulationGroup, losses: list[float], step: int) -> None:
@@ -295,5 +297,5 @@ def emit_bad_terms(journal: Journal, group: AccumulationGroup, losses: list[floa
             message = f"{name} is {micro.term_values[name]} in micro-batch {micro.index} of step {step}; {rest}"
             values = {"terms": micro.term_values}
             culprit = Culprit(phase="loss", term=name, rows=micro.rows)
-            rank = journal.ranks.rank
-            journal.write(Event(step, Signal.LOSS_NONFINITE, action, message, micro.index, rank, values, culprit))
+            event = Event(step, Signal.LOSS_NONFINITE, action, message, micro.index, values=values, culprit=culprit)
+            journal.write(event)

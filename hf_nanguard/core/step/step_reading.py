@@ -66,7 +66,6 @@ class StepReading:
     norm: float  # of the gradients, on the host
     norm_dev: Tensor  # the same on the device
     decision: Decision
-    rank: int
     clipped: bool = False  # whether the gradients were clipped already, so that they no longer show which one was bad
     census: Census = field(default_factory=Census)  # filled once the gradients have been checked
     learning_rate: float | None = None
@@ -148,7 +147,14 @@ class StepReading:
         culprit = Culprit(phase=phase, parameter=self.census.suspect, term=term, rows=rows)
         signal = signal or self.decision.signal or Signal.GRAD_NONFINITE
         event = Event(
-            self.step, signal, action, message, place, self.rank, {**self.as_values(place), **values}, culprit, cause
+            self.step,
+            signal,
+            action,
+            message,
+            place,
+            values={**self.as_values(place), **values},
+            culprit=culprit,
+            cause=cause,
         )
         return event if blamed is None or blamed.verdict is None else explain_event(event, blamed.verdict)
 
@@ -242,10 +248,9 @@ class BadMicroBatch:
             action,
             self.message + note,
             self.micro.index,
-            reading.rank,
-            {**self.values, **reading.measured},
-            self.culprit,
-            self.cause,
+            values={**self.values, **reading.measured},
+            culprit=self.culprit,
+            cause=self.cause,
         )
         return event if self.verdict is None else explain_event(event, self.verdict)
 

@@ -98,7 +98,7 @@ class CheckpointCustody:
         culprit = Culprit(phase="parameter", parameter=name)
         values: dict[str, JsonValue] = {"folder": folder, "num_bad_parameters": len(bad)}
         self.guard.journal.write(
-            Event(step, Signal.CHECKPOINT_NONFINITE, action, message, None, ranks.rank, values, culprit)
+            Event(step, Signal.CHECKPOINT_NONFINITE, action, message, values=values, culprit=culprit)
         )
         hint = "" if self.last_good is None else f" The last good checkpoint is {self.last_good}."
         logger.error("hf_nanguard: %s%s", message, hint)

@@ -142,7 +142,7 @@ class SavedCheckpoints:
         good = None if self.last_good is None else str(self.last_good)
         values: dict[str, JsonValue] = {"folder": str(folder), "moved_to": moved, "last_good": good}
         self.journal.write_once(
-            Event(step, Signal.CHECKPOINT_NONFINITE, action, message, None, 0, values, Culprit(phase="parameter"))
+            Event(step, Signal.CHECKPOINT_NONFINITE, action, message, values=values, culprit=Culprit(phase="parameter"))
         )
         if self.acts and self.trainer.state.best_global_step == step:
             state = self.trainer.state

@@ -150,10 +150,9 @@ class NoSignalDetector:
             f"No learning signal in {self.num_steps} optimizer steps in a row ({self.first_step} to {step}): "
             f"{' or '.join(what)}. {' '.join((*filter(None, [signal.evidence]), *advice))}"
         )
-        rank = 0 if signal.is_global else self.journal.ranks.rank
         write = self.journal.write_once if signal.is_global else self.journal.write
         values, culprit = {"grad_norm": grad_norm}, Culprit(phase=signal.phase)
-        write(Event(step, Signal.NO_LEARNING_SIGNAL, Action.OBSERVED, message, None, rank, values, culprit))
+        write(Event(step, Signal.NO_LEARNING_SIGNAL, Action.OBSERVED, message, values=values, culprit=culprit))
 
 
 class OnlineData(Protocol):

@@ -1,5 +1,7 @@
 """Counts samples without an unmasked label: they train nothing, and a batch in which others have labels looks healthy."""
 
+from dataclasses import replace
+
 from ...core.event import Culprit, Event
 from ...core.journal import Journal
 from ...core.vocabulary import Action, Cause, Signal
@@ -44,9 +46,8 @@ class MaskedSamples:
     def _write(self, step: int, message: str, rows: list[int], samples: tuple[int, ...] = ()) -> None:
         values = {"num_samples": len(samples) or self.num_samples, "num_rows": len(rows)}
         culprit = Culprit(phase="input", samples=list(samples) or None, rows=rows[:MAX_ROWS] or None)
-        cause, rank = Cause.ALL_LABELS_MASKED, self.journal.ranks.rank
-        event = Event(step, Signal.LABELS_MASKED, Action.OBSERVED, message, None, rank, values, culprit, cause)
-        self.journal.write(event)
+        event = Event(step, Signal.LABELS_MASKED, Action.OBSERVED, message, values=values, culprit=culprit)
+        self.journal.write(replace(event, cause=Cause.ALL_LABELS_MASKED))
 
 
 def format_rows(rows: list[int]) -> str:

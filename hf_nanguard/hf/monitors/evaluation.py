@@ -46,7 +46,7 @@ class Evaluation:
         batches out of it."""
         if self.losses is None:  # several datasets: each has told for itself
             return
-        step, rank = self.trainer.state.global_step, self.guard.ranks.rank
+        step = self.trainer.state.global_step
         self._spoiled -= metrics.keys()
         told = {k: v for k, v in metrics.items() if k.endswith("loss") or k == self.best_metric}
         bad = {k: v for k, v in told.items() if isinstance(v, float) and not math.isfinite(v)}
@@ -54,7 +54,7 @@ class Evaluation:
         for name, value in bad.items():
             first = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
             where = f", first in evaluation batch {first}" if first is not None else ""
-            self._write(f"{name} is {value} at step {step}{where}", first, rank, {name: value})
+            self._write(f"{name} is {value} at step {step}{where}", first, {name: value})
         # The loss that the host has computed comes with its running time.
         names = [k for k in told if k not in bad and k.removesuffix("_loss") + "_runtime" in metrics]
         if names and filters_evaluation(self.trainer):
@@ -75,9 +75,9 @@ class Evaluation:
         self._spoiled.add(name)
         step = self.trainer.state.global_step
         what = f"the loss of evaluation batch {batch} is {loss} at step {step}, and {name} is the mean of the others"
-        self._write(what, batch, rank, {name: mean, "loss": loss})
+        self._write(what, batch, {name: mean, "loss": loss}, rank)
 
-    def _write(self, what: str, batch: int | None, rank: int, values: dict[str, float]) -> None:
+    def _write(self, what: str, batch: int | None, values: dict[str, float], rank: int | None = None) -> None:
         step, culprit = self.trainer.state.global_step, Culprit(phase="loss")
         message = f"{what}; it cannot become the best metric"
         self.guard.journal.write(

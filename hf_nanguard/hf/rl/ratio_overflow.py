@@ -4,7 +4,7 @@ Counts stay on the device until the step reads its losses. The log-ratios of a s
 reference until then, so that the event can name the token; they are read only if a count is not zero.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
@@ -88,7 +88,5 @@ class RatioOverflow:
             rows=None if row is None else [row],
             tokens=None if token is None else [[sample, token]],
         )
-        signal, action, rank = Signal.RATIO_OVERFLOW, Action.REPAIRED, self.journal.ranks.rank
-        self.journal.write(
-            Event(step, signal, action, message, term.micro_step, rank, {"log_ratio": value}, culprit, cause)
-        )
+        event = Event(step, Signal.RATIO_OVERFLOW, Action.REPAIRED, message, term.micro_step)
+        self.journal.write(replace(event, values={"log_ratio": value}, culprit=culprit, cause=cause))

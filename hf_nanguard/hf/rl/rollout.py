@@ -238,7 +238,9 @@ class Rollout:
             values: dict[str, JsonValue] = {"num_bad_parameters": len(bad)}
             values["bad_parameters"] = dict(list(bad.items())[:12])
             culprit, cause = Culprit(phase="parameter", parameter=name), Cause.PARAM_NONFINITE
-            event = Event(self.step, Signal.PARAM_NONFINITE, Action.HALTED, message, None, 0, values, culprit, cause)
+            event = Event(
+                self.step, Signal.PARAM_NONFINITE, Action.HALTED, message, values=values, culprit=culprit, cause=cause
+            )
         else:
             message = (
                 f"Most completions were unusable in {self.num_mostly_unusable} generations in a row up to step {self.step}, "
@@ -274,7 +276,7 @@ class Rollout:
         """Adds an event that is written once the generation is finished."""
         evaluates = "" if self.trainer.model.training else "in the evaluation "
         message = f"{message} ({evaluates}at step {self.step})."
-        self.events.append(Event(self.step, signal, action, message, rank=self.ranks.rank, **more))
+        self.events.append(Event(self.step, signal, action, message, **more))
 
     def _blame(self, samples: Collection[int], phase: str) -> Culprit:
         rows = None if self.rows is None else sorted({self.rows[sample] for sample in samples})

@@ -84,10 +84,10 @@ class LossErrors:
             message += "; it cannot be dropped because its forward had begun and the parameters are sharded"
         if drops and can_drop:
             return Finding(signal, message, BatchAction.DROP, None, "loss")
-        step, rank = self.trainer.state.global_step, self.guard.ranks.rank
+        step = self.trainer.state.global_step
         message += f", in micro-batch {index} of step {step}{format_rows(rows or [])}"
         culprit = Culprit(phase="loss", rows=rows)
-        self.guard.journal.write(Event(step, signal, Action.REFUSED, message, index, rank, culprit=culprit))
+        self.guard.journal.write(Event(step, signal, Action.REFUSED, message, index, culprit=culprit))
         return None
 
     @contextmanager

@@ -49,7 +49,7 @@ def report_removed_rows(trainer: HostTrainer, guard: Guard, prepared: PreparedRo
     )
     values: dict[str, Any] = {"num_rows": len(removed), "num_given": prepared.num_given}
     culprit = Culprit(phase="input", rows=removed[:MAX_ROWS])
-    guard.journal.write(Event(0, Signal.LABELS_MASKED, Action.OBSERVED, message, None, 0, values, culprit))
+    guard.journal.write(Event(0, Signal.LABELS_MASKED, Action.OBSERVED, message, values=values, culprit=culprit))
 
 
 def check_resumed_rate(trainer: HostTrainer, guard: Guard) -> None:

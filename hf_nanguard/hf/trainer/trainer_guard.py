@@ -263,8 +263,8 @@ class TrainerGuard:
             step = self.trainer.state.global_step
             values = {"num_repaired": sampling.num_repaired, "num_ended": sampling.num_ended}
             self.guard.journal.write(
-                Event(step, Signal.LOGITS_NONFINITE, Action.REPAIRED, f"at step {step}, {sampling.describe()}", None,
-                      self.guard.ranks.rank, values, Culprit(phase="sampling"))
+                Event(step, Signal.LOGITS_NONFINITE, Action.REPAIRED, f"at step {step}, {sampling.describe()}",
+                      values=values, culprit=Culprit(phase="sampling"))
             )  # fmt: skip
 
     def _batch_check(self) -> BatchCheck:

@@ -88,7 +88,7 @@ class Bench:
         losses = read_host(self.group.losses)
         [norm] = read_host([norm_dev])
         decision = decide(losses, norm, self.policy, SpikeDetector())
-        reading = StepReading(STEP, self.group, losses, norm, norm_dev, decision, 0, clipped)
+        reading = StepReading(STEP, self.group, losses, norm, norm_dev, decision, clipped)
         return self.containment.contain(reading, self.runner)
 
     def told(self):
@@ -401,7 +401,7 @@ def test_the_same_bad_gradients_are_shown_once(caplog):
     for step, bad in enumerate(census):
         decision = Decision(StepAction.REDO, Signal.GRAD_NONFINITE)
         norm = torch.tensor(NAN)
-        containment.log_gradients(StepReading(step, AccumulationGroup(None), [], NAN, norm, decision, 0, census=bad))
+        containment.log_gradients(StepReading(step, AccumulationGroup(None), [], NAN, norm, decision, census=bad))
     blocks = [record.message for record in caplog.records if "bad gradients" in record.message]
     assert [block.splitlines()[0] for block in blocks] == [
         "---- bad gradients at step 0 ----", "---- bad gradients at step 2 ----",

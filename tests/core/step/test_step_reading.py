@@ -19,7 +19,7 @@ def _micro(index, loss=None, rows=None, findings=()):
     return MicroBatch(index, None, RngState.capture(), findings, rows, loss)
 
 
-def _incident(losses, norm=NAN, bad=None, signal=Signal.GRAD_NONFINITE, rank=0, **fields):
+def _incident(losses, norm=NAN, bad=None, signal=Signal.GRAD_NONFINITE, **fields):
     micro_batches = [_micro(i, loss, rows=[10 * i, 10 * i + 1]) for i, loss in enumerate(losses)]
     census = Census() if bad is None else judge(NAMES, bad)
     decision = Decision(StepAction.REDO, signal)
@@ -30,7 +30,6 @@ def _incident(losses, norm=NAN, bad=None, signal=Signal.GRAD_NONFINITE, rank=0, 
         norm,
         torch.tensor(norm),
         decision,
-        rank,
         census=census,
         **fields,
     )
@@ -62,8 +61,8 @@ def test_one_clause_says_what_is_wrong(losses, bad, said):
 
 
 def test_the_event_of_a_bad_gradient_names_the_parameter_and_no_micro_batch():
-    event = _incident([1.0, 2.0], INF, {"up": "inf"}, rank=3).event(Action.SKIPPED, "said", extra=5)
-    assert (event.step, event.rank, event.micro_step) == (7, 3, None)
+    event = _incident([1.0, 2.0], INF, {"up": "inf"}).event(Action.SKIPPED, "said", extra=5)
+    assert (event.step, event.micro_step) == (7, None)
     assert (event.signal, event.action, event.message) == (Signal.GRAD_NONFINITE, Action.SKIPPED, "said")
     assert (event.culprit.phase, event.culprit.parameter, event.culprit.rows) == ("backward", "up", None)
     assert event.values == {
@@ -99,8 +98,8 @@ def _finding(**fields):
 def test_a_finding_blames_the_rows_of_its_samples_only():
     micro = _micro(2, rows=[40, 41, 42, 43])
     bad = BadMicroBatch.of_finding(micro, _finding(samples=(1, 3), tokens=((1, 5), (3, 0))), 7)
-    event = bad.event(Action.DROPPED, _incident([1.0], rank=1))
-    assert (event.step, event.micro_step, event.rank) == (7, 2, 1)
+    event = bad.event(Action.DROPPED, _incident([1.0]))
+    assert (event.step, event.micro_step) == (7, 2)
     assert (event.signal, event.cause) == (Signal.LABEL_OUT_OF_RANGE, Cause.LABEL_OUT_OF_RANGE)
     culprit = event.culprit
     assert (culprit.phase, culprit.samples, culprit.rows, culprit.tokens) == (
