@@ -25,8 +25,8 @@ from .base import Monitor
 
 SHOWN_TENSORS = 12
 BAD_START = (
-    "It was so before the first step of this run, so load other weights or initialize those entries. "
-    "With on_bad_start='observe' the run trains nevertheless."
+    "It was so before the first step of this run. Load other weights or initialize these entries; "
+    "on_bad_start='observe' trains nevertheless."
 )
 
 
