@@ -126,7 +126,7 @@ def _explain_damage(error: Exception) -> str:
 
 
 def _explain_refusal(error: pickle.UnpicklingError) -> str:
-    """Returns what torch's loader refused: its message begins with advice to load the file nevertheless."""
+    """Returns what torch's loader refused: its message begins with advice to load the file anyway."""
     lines = str(error).splitlines()
     named = next((line.strip() for line in lines if "GLOBAL" in line or "REDUCE" in line or "BUILD" in line), "")
     detail = f" ({printable(named, 200)})" if named else ""
