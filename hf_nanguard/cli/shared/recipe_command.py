@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from .command_parser import Subparsers, load_recipe, needs_trl
+from .command_parser import Subparsers, load_recipe
 from .setting_flags import add_flags
 
 PRESETS = ("balanced", "ultra_conservative")
@@ -76,9 +76,8 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the recipe and returns its exit code."""
-    with needs_trl(arguments.command):
-        from ...examples.recipe.guarded_run import run_recipe
     recipe = load_recipe(arguments.command, arguments.command)
+    from ...examples.recipe.guarded_run import run_recipe
 
     parser = recipe.make_parser(f"nanguard {arguments.command}")
     if "--help_all" in arguments.words:
