@@ -53,45 +53,38 @@ def draw_headroom(run: Path, file: Path) -> None:
     panel.plot(*zip(*points, strict=True), color=BLUE, linewidth=1.4)
     for event, color, text in ((forecast, BLUE, "forecast"), (broken, RED, "overflow")):
         panel.axvline(event["step"], color=color, linewidth=0.9, linestyle=":")
-        label = f"{text} at step {event['step']} "
+        height = points[0][1] * (0.8 if event is broken else 0.95)
+        label = f"{text} at step {event['step']}"
         panel.annotate(
-            label,
-            (event["step"], points[0][1] * (0.8 if event is broken else 0.95)),
-            color=color,
-            fontsize=8,
-            ha="right",
+            label, (event["step"], height), (-5, 0), textcoords="offset points", color=color, fontsize=8, ha="right"
         )
     _finish(figure, panel, "step", "bits before float16 overflows", file)
 
 
 def draw_walk(file: Path) -> None:
     """Draws how an autopsy walks back from a bad loss to the first operator whose inputs were finite."""
-    figure, panel = pyplot.subplots(figsize=(8, 1.5), layout="constrained")
-    panel.set(xlim=(-0.5, len(CHAIN) - 0.6), ylim=(-1.0, 0.6))
+    figure, panel = pyplot.subplots(figsize=(7.2, 1.7), layout="constrained")
+    end = len(CHAIN) - 1
+    panel.set(xlim=(-0.5, end + 0.5), ylim=(-0.9, 1.1))
     panel.axis("off")
     last: Any = None
     for place, (text, is_finite) in enumerate(CHAIN):
-        color = GREY if is_finite else RED
-        box = {
-            "boxstyle": "round,pad=0.4",
-            "facecolor": "none",
-            "edgecolor": color,
-            "linewidth": 2 if place == ORIGIN else 1,
-        }
-        shown = panel.text(place, 0.2, text, ha="center", va="center", fontsize=7, color=color, bbox=box)
+        color, width = GREY if is_finite else RED, 2 if place == ORIGIN else 1
+        box = {"boxstyle": "round,pad=0.4", "facecolor": "none", "edgecolor": color, "linewidth": width}
+        shown = panel.text(place, 0, text, ha="center", va="center", fontsize=7, color=color, bbox=box)
         if place:
             ends = {"patchA": last.get_bbox_patch(), "patchB": shown.get_bbox_patch()}
-            panel.annotate("", (place, 0.2), (place - 1, 0.2), arrowprops={"arrowstyle": "-|>", "color": color, **ends})
+            panel.annotate("", (place, 0), (place - 1, 0), arrowprops={"arrowstyle": "-|>", "color": color, **ends})
         last = shown
-    end = len(CHAIN) - 1
-    panel.annotate(
-        "", (ORIGIN + 0.35, -0.4), (end, -0.4), arrowprops={"arrowstyle": "-|>", "color": RED, "linestyle": "--"}
+    back = {"arrowstyle": "-|>", "color": RED, "linestyle": "--"}
+    panel.annotate("", (ORIGIN, 0.6), (end, 0.6), arrowprops=back)
+    notes = (
+        ((ORIGIN + end) / 2, 0.75, "the autopsy walks back along NaN", RED),
+        (1.5, -0.75, "finite, so not blamed", GREY),
+        (ORIGIN, -0.75, "origin: finite inputs, result NaN", BLUE),
     )
-    panel.text((ORIGIN + 0.35 + end) / 2, -0.75, "the autopsy walks back along NaN", ha="center", fontsize=8, color=RED)
-    panel.text(
-        ORIGIN - 0.1, -0.6, "origin: finite inputs,\nresult NaN", ha="center", va="center", fontsize=8, color=BLUE
-    )
-    panel.text(1.2, -0.6, "finite, so not blamed", ha="center", va="center", fontsize=8, color=GREY)
+    for place, height, text, color in notes:
+        panel.text(place, height, text, ha="center", fontsize=8, color=color)
     figure.savefig(file, transparent=True, metadata={"Date": None})
     pyplot.close(figure)
 

@@ -217,7 +217,7 @@ class Boundary:
 
     @contextmanager
     def inside(self, part: str, make: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
-        """Runs the block inside a context; if that cannot be made, entered or left, the block runs all the same."""
+        """Runs the block inside a context; if that cannot be made, entered or left, the block runs anyway."""
         context = ExitStack()
         self.call(part, lambda: context.enter_context(make()))
         try:
@@ -243,7 +243,7 @@ class Boundary:
                 if self.ranks is not None:
                     self.ranks.agree()
                 return result
-            except RankError:  # told by that rank
+            except RankError:  # reported by that rank
                 why = f"{part} failed on another rank"
                 self._count(part)
             except Exception as error:

@@ -118,7 +118,7 @@ def _not_regular(path: Path) -> OSError:
 
 
 def _read_byte(descriptor: int, place: int) -> bytes:
-    os.lseek(descriptor, place, os.SEEK_SET)  # appends go to the end all the same
+    os.lseek(descriptor, place, os.SEEK_SET)  # appends go to the end anyway
     return os.read(descriptor, 1)
 
 

@@ -30,19 +30,10 @@ from hf_nanguard import GuardedTrainingArguments, clamp_weight, examples, guarde
 SIDE, BAD_ROW = 12, 33
 MAX_PREDICTION = 1e6
 DEFAULTS = {
-    "compare": True,
-    "max_grad_norm": 0.5,
-    "save_strategy": "no",
-    "report_to": ["none"],
-    "remove_unused_columns": False,
-    "dataloader_pin_memory": False,
-    "output_dir": "runs/diffusion",
-    "max_steps": 80,
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 2,
-    "learning_rate": 3e-3,
-    "logging_steps": 10,
-}
+    "compare": True, "output_dir": "runs/diffusion", "max_steps": 80, "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 2, "learning_rate": 3e-3, "max_grad_norm": 0.5, "logging_steps": 10,
+    "save_strategy": "no", "report_to": ["none"], "remove_unused_columns": False, "dataloader_pin_memory": False,
+}  # fmt: skip
 PLANTED = {
     "none": "No failure is planted.",
     "snr_weight": "Planted: noise levels start at 0, where the signal-to-noise ratio is 1/0 (term signal).",
@@ -73,13 +64,8 @@ class ScriptArguments:
 def make_parser() -> examples.RecipeParser:
     """Returns the parser of this recipe's arguments, those of the guard, `--config` and `--preset`."""
     types = (ScriptArguments, GuardedTrainingArguments)
-    return examples.RecipeParser(
-        types,
-        "diffusion",
-        DEFAULTS,
-        kept=("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
-        description=__doc__,
-    )
+    kept = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+    return examples.RecipeParser(types, "diffusion", DEFAULTS, kept=kept, description=__doc__)
 
 
 class Denoiser(nn.Module):

@@ -24,22 +24,12 @@ from hf_nanguard.examples import pictures
 
 BAD_ROW = 5
 DEFAULTS = {
-    "compare": True,
-    "output_dir": "runs/grpo_vlm",
-    "max_steps": 40,
-    "per_device_train_batch_size": 16,
-    "num_generations": 8,
-    "max_completion_length": 4,
-    "learning_rate": 5e-3,
-    "lr_scheduler_type": "constant",
-    "logging_steps": 2,
-    "save_strategy": "no",
-    "bf16": False,
-    "gradient_checkpointing": False,
-    "dataloader_pin_memory": False,
+    "compare": True, "output_dir": "runs/grpo_vlm", "max_steps": 40, "per_device_train_batch_size": 16,
+    "num_generations": 8, "max_completion_length": 4, "learning_rate": 5e-3, "lr_scheduler_type": "constant",
+    "logging_steps": 2, "save_strategy": "no", "bf16": False, "gradient_checkpointing": False, "dataloader_pin_memory": False,
     # An image token in a completion would ask for an image.
     "generation_kwargs": {"suppress_tokens": [pictures.WORDS.index(pictures.IMAGE)]},
-}
+}  # fmt: skip
 PLANTED = {
     "none": "No failure is planted.",
     "picture": f"Planted: a pixel of the picture in row {BAD_ROW} is NaN, so all scores of completions about it are NaN.",

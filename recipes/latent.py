@@ -31,19 +31,10 @@ LENGTH, NUM_LATENTS = 16, 8
 BAD_ROW = 21
 MASKED = -100
 DEFAULTS = {
-    "compare": True,
-    "max_grad_norm": 0.5,
-    "save_strategy": "no",
-    "report_to": ["none"],
-    "remove_unused_columns": False,
-    "dataloader_pin_memory": False,
-    "output_dir": "runs/latent",
-    "max_steps": 100,
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 2,
-    "learning_rate": 5e-3,
-    "logging_steps": 5,
-}
+    "compare": True, "output_dir": "runs/latent", "max_steps": 100, "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2, "learning_rate": 5e-3, "max_grad_norm": 0.5, "logging_steps": 5,
+    "save_strategy": "no", "report_to": ["none"], "remove_unused_columns": False, "dataloader_pin_memory": False,
+}  # fmt: skip
 PLANTED = {
     "none": "No failure is planted.",
     "empty_mask": f"Planted: no token of row {BAD_ROW} is masked, so its mean over masked tokens is 0/0 (term text).",
@@ -76,13 +67,8 @@ class ScriptArguments:
 def make_parser() -> examples.RecipeParser:
     """Returns the parser of this recipe's arguments, those of the guard, `--config` and `--preset`."""
     types = (ScriptArguments, GuardedTrainingArguments)
-    return examples.RecipeParser(
-        types,
-        "latent",
-        DEFAULTS,
-        kept=("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
-        description=__doc__,
-    )
+    kept = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps")
+    return examples.RecipeParser(types, "latent", DEFAULTS, kept=kept, description=__doc__)
 
 
 class TextLatentModel(nn.Module):

@@ -126,10 +126,11 @@ def _explain_damage(error: Exception) -> str:
 
 
 def _explain_refusal(error: pickle.UnpicklingError) -> str:
-    """Returns what torch's loader refused: its message begins with advice to load the file nevertheless."""
+    """Returns what torch's loader refused: its message begins with advice to load the file anyway."""
     lines = str(error).splitlines()
-    named = next((line.strip() for line in lines if "GLOBAL" in line or "REDUCE" in line or "BUILD" in line), lines[-1])
-    return f"is damaged, or contains code that loading it would run; it was not loaded ({printable(named, 200)})"
+    named = next((line.strip() for line in lines if "GLOBAL" in line or "REDUCE" in line or "BUILD" in line), "")
+    detail = f" ({printable(named, 200)})" if named else ""
+    return f"is not a checkpoint, or contains code that loading it would run; it was not loaded{detail}"
 
 
 def walk(content: Any) -> Iterator[tuple[str, Tensor | float]]:

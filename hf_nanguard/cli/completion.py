@@ -35,7 +35,9 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Prints a script with which a shell completes nanguard's commands, options and their values.",
         epilog=EPILOG,
     )
-    parser.add_argument("shell", choices=shtab.SUPPORTED_SHELLS, help="your shell")
+    parser.add_argument(
+        "shell", choices=shtab.SUPPORTED_SHELLS, metavar="SHELL", help=f"one of {', '.join(shtab.SUPPORTED_SHELLS)}"
+    )
     parser.set_defaults(run=run)
 
 

@@ -8,21 +8,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
 from ..plain_text import REDACTED, printable
 from .shared.command_parser import Subparsers, between
+from .shared.slow_stages import IMPORTS, slow_stages
 
 if TYPE_CHECKING:
     from ..core.autopsy.bundle.reader import Bundle
     from ..core.autopsy.evidence.verdict import Verdict
 
-PATIENCE = 2.0
 ORIGIN = ("op", "module", "source", "phase", "leaf")
 EPILOG = """examples:
   nanguard replay --remedies runs/sft/nanguard/autopsy/step-42
@@ -80,7 +79,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replays a bundle, in a child process unless told otherwise, and returns the exit code."""
+    """Replays a bundle, in a child process or with `--in-process` in this one, and returns the exit code."""
     if arguments.in_process:
         return run_here(arguments)
     from ..bundle_replay.limited_process import Limits, run_limited
@@ -104,7 +103,7 @@ def as_words(arguments: argparse.Namespace) -> list[str]:
 
 def run_here(arguments: argparse.Namespace) -> int:
     """Replays a bundle in this process and returns the exit code."""
-    with redirect_stdout(sys.stderr), progress("importing the libraries") as say:
+    with redirect_stdout(sys.stderr), slow_stages(IMPORTS) as say:
         try:
             bundle, verdict = examine(arguments, say)
         except ArgumentError as error:  # its message may contain text of the bundle
@@ -130,28 +129,6 @@ def examine(arguments: argparse.Namespace, say: Callable[[str], None]) -> tuple[
     say("building the model")
     options = (arguments.checkpoint, arguments.factory, arguments.remedies, arguments.device)
     return bundle, examine_bundle(bundle, *options, say)
-
-
-@contextmanager
-def progress(stage: str) -> Iterator[Callable[[str], None]]:
-    """Yields a function that sets the current stage, which is printed to the error output while it takes long."""
-    stop = threading.Event()
-
-    def show() -> None:
-        while not stop.wait(PATIENCE):
-            print(f"nanguard: {stage} ...", file=sys.stderr, flush=True)
-
-    def say(text: str) -> None:
-        nonlocal stage
-        stage = text
-
-    thread = threading.Thread(target=show, daemon=True)
-    thread.start()
-    try:
-        yield say
-    finally:
-        stop.set()
-        thread.join()
 
 
 # ---- comparison with the recorded verdict ----

@@ -62,9 +62,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="continue from the newest good checkpoint of the output folder, and start the script again after a crash, a "
         "halt or a kill; see docs/run.md",
     )  # fmt: skip
-    parser.add_argument(
-        "--max-restarts", metavar="N", type=between(0, 1000), default=3, help="with --resume (default: 3)"
-    )
+    parser.add_argument("--max-restarts", metavar="N", type=between(0, 1000), help="with --resume (default: 3)")
     parser.add_argument("--full-traceback", action="store_true", help="show the guard's own frames in tracebacks")
     add_flags(parser.add_argument_group("settings of the guard"))
     parser.set_defaults(run=run)
@@ -87,6 +85,10 @@ def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def run(arguments: argparse.Namespace) -> int:
     """Replaces this process by the script, with the guard in its environment. Returns only where processes cannot do that."""
     settings = gather(vars(arguments), os.environ, arguments.config)
+    if arguments.max_restarts is not None and not arguments.resume:
+        raise ArgumentError(
+            f"--max-restarts {arguments.max_restarts} must come with --resume, which restarts the script."
+        )
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise ArgumentError("nanguard run cannot guard under -I, -E and -S of Python. Leave them out.")
     command = [sys.executable, *find_flags(sys.orig_argv), *find_command(arguments.words)]
@@ -99,7 +101,7 @@ def run(arguments: argparse.Namespace) -> int:
             raise ArgumentError(
                 "--resume restarts a launcher as a whole, so it goes before it: nanguard run --resume torchrun ... train.py."
             )
-        supervisor = Supervisor(arguments.max_restarts, say)
+        supervisor = Supervisor(3 if arguments.max_restarts is None else arguments.max_restarts, say)
         return end_alike(
             supervisor.run(command, partial(build_environment, variables, settings, arguments.full_traceback))
         )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from ..errors import ArgumentError
 from ..plain_text import printable
 from .shared.command_parser import Subparsers
+from .shared.slow_stages import slow_imports
 
 if TYPE_CHECKING:
     from ..checkpoints.scan_result import ScanResult
@@ -54,10 +55,11 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Scans and returns the exit code."""
-    import torch
+    with slow_imports():
+        import torch
 
-    from ..checkpoints.scan import make_checks, scan_paths
-    from ..checkpoints.scan_result import worst_exit_code
+        from ..checkpoints.scan import make_checks, scan_paths
+        from ..checkpoints.scan_result import worst_exit_code
 
     torch.set_num_threads(1)  # the scan has threads of its own
     if arguments.best:

@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not 0.05 <= arguments.interval <= 3600:
         raise ArgumentError(f"--interval must be from 0.05 to 3600 seconds, got {arguments.interval:g}.")
     folder = Path(arguments.run_folder)
-    if not folder.is_dir() and not folder.parent.is_dir():
+    if not folder.is_dir() and (arguments.once or not folder.parent.is_dir()):
         raise ArgumentError(f"No such folder: {folder}.")
     console = build_console()
     watched = WatchedRun(folder)

@@ -72,7 +72,7 @@ def check_config(*configurations: Configuration, task: str | None = None, skip: 
             A trainer, its arguments, a dictionary of them, a YAML file (of a recipe, TRL, axolotl or accelerate) or the folder of
             a run. Given several, e.g. a file of arguments and one of accelerate, they are judged together.
         task (`str`, *optional*):
-            The kind of training (`sft`, `grpo`, ...), where it cannot be told from the configuration.
+            The kind of training (`sft`, `grpo`, ...), where the configuration does not say it.
         skip (`Collection[str]`, *optional*):
             Names of rules, or topics (`precision`, `hyperparameters`, `resources`), to leave out.
 

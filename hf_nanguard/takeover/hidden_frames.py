@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+from ..errors import NanGuardError
+
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
 
 
@@ -26,7 +28,7 @@ def hide_in_tracebacks(say: Callable[[str], None]) -> None:
 def hide_frames(error: BaseException | None, seen: set[int]) -> int:
     """Removes the guard's frames from the tracebacks of an error and of its causes, and returns how many.
 
-    If the guard itself raised the error, all frames stay.
+    All frames stay if the error is a bug of the guard: it came from the guard's code and is none that the guard raises on purpose.
     """
     if error is None or id(error) in seen:
         return 0
@@ -36,7 +38,8 @@ def hide_frames(error: BaseException | None, seen: set[int]) -> int:
         frames.append(entry)
         entry = entry.tb_next
     ours = [frame.tb_frame.f_code.co_filename.startswith(PACKAGE) for frame in frames]
-    kept = [frame for frame, own in zip(frames, ours, strict=True) if not own or ours[-1]]
+    is_bug = ours[-1:] == [True] and not isinstance(error, NanGuardError)
+    kept = [frame for frame, own in zip(frames, ours, strict=True) if not own or is_bug]
     for frame in reversed(kept):
         entry = TracebackType(entry, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     error.__traceback__ = entry

@@ -72,7 +72,8 @@ def test_without_its_argument_a_command_says_what_to_give(words, told, capsys):
         (["demo", "--bogus", "3"], ["--bogus", "nanguard demo --help"]),
         (["run", "--bogus", "train.py"], ["--bogus", "nanguard run --help"]),
         (["run", "--config"], ["--config"]),
-        (["completion"], ["shell"]),
+        (["run", "--max-restarts", "3", "train.py"], ["--max-restarts 3", "--resume"]),
+        (["completion"], ["SHELL", "bash", "zsh"]),
     ],
     ids=lambda value: " ".join(value) or "nothing",
 )

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from hf_nanguard import ArgumentError, GuardArguments, NanGuardCallback, replay
 from hf_nanguard.cli import replay as command
 from hf_nanguard.cli.main import build_parser, main
+from hf_nanguard.cli.shared import slow_stages
 from hf_nanguard.core.autopsy.bundle.writer import write_bundle
 from hf_nanguard.core.autopsy.evidence.verdict import Blame, Remedy, Verdict, format_verdict
 from hf_nanguard.core.autopsy.trace.origin import Origin
@@ -224,7 +225,7 @@ def test_inputs_that_cannot_be_run_are_told_in_a_sentence(suspect, found, tmp_pa
 
 
 def test_a_slow_replay_shows_what_it_does(found, capsys, monkeypatch):
-    monkeypatch.setattr(command, "PATIENCE", 0.01)
+    monkeypatch.setattr(slow_stages, "PATIENCE", 0.01)
     code, out, err = run(str(found[0]), "--json", capsys=capsys)
     assert code == 0
     json.loads(out)

@@ -68,8 +68,10 @@ def test_watch_once(folder, capsys):
 
 
 def test_watch_before_the_run(tmp_path, capsys):
-    assert main(["watch", "--once", str(tmp_path / "later")]) == 0
+    assert main(["watch", "--once", str(tmp_path)]) == 0
     assert "nothing logged yet" in capsys.readouterr().out
+    assert main(["watch", "--once", str(tmp_path / "mistyped")]) == 2
+    assert capsys.readouterr().err == f"nanguard: No such folder: {tmp_path / 'mistyped'}.\n"
 
 
 def test_watch_follows_until_ctrl_c(tmp_path, interruptible):

@@ -8,16 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from hf_nanguard import GuardArguments, NonFiniteError
 from hf_nanguard.cli.main import main
 from hf_nanguard.report.run_files import read_jsonl
 from hf_nanguard.takeover.hidden_frames import hide_frames, hide_in_tracebacks
 from hf_nanguard.takeover.takeover import Takeover
+from hf_nanguard.testing import Fault, plant
+from tests.trainers import build
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
@@ -213,6 +217,17 @@ def test_frames_of_the_guard_are_left_out_and_that_is_said(tmp_path, monkeypatch
     assert frames not in shown
     assert len(said) == 1
     assert "frames of the guard hidden above; --full-traceback shows all." in said[0]
+
+
+def test_a_halt_shows_the_script_and_not_the_guard(tmp_path):
+    trainer = build("plain", tmp_path, extra={"guard": GuardArguments(nanguard_on_nonfinite="halt")})
+    plant(trainer, Fault("loss", step=1))
+    with pytest.raises(NonFiniteError) as raised:
+        trainer.train()
+    assert hide_frames(raised.value, set()) > 10
+    files = [Path(frame.filename) for frame in traceback.extract_tb(raised.value.__traceback__)]
+    assert files[0] == Path(__file__)
+    assert not any("hf_nanguard" in file.parts and "tests" not in file.parts for file in files)
 
 
 def test_a_hook_of_the_script_stays_and_errors_of_the_guard_are_shown_whole(monkeypatch):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import TypeAlias
 
 from ...errors import ArgumentError
+from .slow_stages import slow_imports
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -25,9 +26,10 @@ def between(lowest: int, highest: int) -> Callable[[str], int]:
 
 @contextmanager
 def needs_trl(command: str) -> Iterator[None]:
-    """Says which library a command needs if an import inside the context fails."""
+    """Says which library a command needs if an import inside the context fails, and what takes so long."""
     try:
-        yield
+        with slow_imports():
+            yield
     except ModuleNotFoundError as error:
         raise ArgumentError(f"nanguard {command} needs {error.name}. Run pip install 'hf-nanguard[trl]'.") from error
 

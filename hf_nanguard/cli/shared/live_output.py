@@ -31,12 +31,22 @@ def print_plain(console: Console, text: str) -> None:
     print_line(console, text)
 
 
+class _ConsoleHandler(logging.Handler):
+    """Prints each message as it is: above the progress bar, if there is one."""
+
+    def __init__(self, console: Console):
+        super().__init__()
+        self.console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        for line in self.format(record).splitlines():
+            print_plain(self.console, line)
+
+
 @contextmanager
 def guard_log(console: Console) -> Iterator[None]:
     """Prints log messages of the guard on the command's console."""
-    from rich.logging import RichHandler
-
-    handler = RichHandler(console=console, show_time=False, show_path=False, highlighter=None)
+    handler = _ConsoleHandler(console)
     guard_logger = logging.getLogger("hf_nanguard")
     guard_logger.addHandler(handler)
     propagate, guard_logger.propagate = guard_logger.propagate, False

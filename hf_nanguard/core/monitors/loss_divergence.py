@@ -10,7 +10,7 @@ All is measured in logarithms and by quantiles, because a diverged loss is far n
 - Above the best: new data (a curriculum, another task) and a learning rate that restarts raise a loss above its best as well, but
   then it falls again. So it must also have lost half of what was gained, and not be falling.
 
-A loss with a memory (RL, a moving target, data in an order) also wanders away from where it was without being sick. So except at
+A loss with a memory (RL, a moving target, data in an order) also wanders away from where it was without being broken. So except at
 once, the level must be further away than such a series gets by itself ([`Wander`]), unless the gradient norm has grown as much as
 the loss: that of a diverging model does, nearly always.
 """
@@ -64,7 +64,7 @@ class Wander:
     """How far a series gets by itself: that of a random walk with noise on top, whose steps are estimated from all of it.
 
     The series is kept as at most `NUM_BLOCKS` means of blocks, which become longer with it. Noise averages out in a block and a
-    walk does not, so the two are told apart. A steady rise or fall does not count, nor do a few jumps.
+    walk does not, which tells the two apart. A steady rise or fall does not count, nor do a few jumps.
     """
 
     def __init__(self) -> None:

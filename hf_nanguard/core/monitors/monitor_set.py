@@ -190,7 +190,7 @@ class MonitorSet:
         return results
 
     def _try(self, monitor: Monitor, call: Callable[[Monitor], T], results: list[T]) -> bool:
-        """Returns whether the monitor has failed on a rank that has told all others."""
+        """Returns whether the monitor has failed on a rank, which has told all others."""
         try:
             results.append(call(monitor))
         except RankError:

@@ -24,6 +24,10 @@ from ..vocabulary import Action, Cause, Signal
 from .base import Monitor
 
 SHOWN_TENSORS = 12
+BAD_START = (
+    "It was so before the first step of this run. Load other weights or initialize these entries; "
+    "on_bad_start='observe' trains anyway."
+)
 
 
 @dataclass(frozen=True)
@@ -224,7 +228,7 @@ class WeightMonitor(Monitor):
         failure = self.check_before_save(step)
         bad = self.reported.copy()
         if failure is None or halts:
-            return failure and replace(failure, reason=f"{failure.reason} It was so before the first step of this run.")
+            return failure and replace(failure, reason=f"{failure.reason} {BAD_START}")
         if failure.event is not None:
             self.journal.write_once(failure.event)
         self.ignored = frozenset(bad)

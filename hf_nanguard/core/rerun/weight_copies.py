@@ -62,7 +62,7 @@ class WeightCopies:
         self.find_owners = find_owners
         self.ignored = ignored
         self.tell = tell
-        self.told: set[str] = set()
+        self.reported: set[str] = set()
 
     def find(self) -> list[Holder]:
         """Returns the copies there are now."""
@@ -82,8 +82,8 @@ class WeightCopies:
         return found
 
     def _tell(self, name: str) -> None:
-        if name not in self.told:
-            self.told.add(name)
+        if name not in self.reported:
+            self.reported.add(name)
             self.tell(name)
 
     def _search(self) -> Iterator[Holder]:

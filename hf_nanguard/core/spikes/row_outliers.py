@@ -8,7 +8,7 @@ sample is out of line if it is above all of these:
     `GAP` times the largest of the others        hard samples are seldom alone
     `LEAST` times the median of the others
 
-The spread is that of the upper half, because hard samples are what a bad one must be told from. The others are the samples of
+The spread is that of the upper half, because hard samples are what a bad one must be distinguished from. The others are the samples of
 the same group and those of earlier groups that were examined; without `MIN_OTHERS` of them nothing is out of line, and the
 spread of few counts as larger than it is.
 """

@@ -1,6 +1,6 @@
 """What will go wrong is often known before the first step: rows that nobody initialised, an eps that rounds to zero.
 
-NaN in weights and optimizer state is found by `WeightMonitor.check_start`. Here is what is finite and bad all the same, which is
+NaN in weights and optimizer state is found by `WeightMonitor.check_start`. Here is what is finite and bad anyway, which is
 reported and changes nothing.
 """
 

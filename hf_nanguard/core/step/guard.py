@@ -407,7 +407,7 @@ class Guard:
             on_nonfinite (`str`, *optional*, defaults to `"keep"`):
                 `"keep"`: a bad term makes a bad micro-batch. `"drop"`: the loss continues without it, and an event says so. On the
                 device, if a zero gradient into it comes out as zero; else the step is redone without it. Where a step
-                cannot be redone (see the README) or the model is sharded, the micro-batch or step is lost in that case.
+                cannot be redone (see docs/limits.md) or the model is sharded, the micro-batch or step is lost in that case.
 
         Returns:
             `Tensor`: the weighted term, to be added to the loss.

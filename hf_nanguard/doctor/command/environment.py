@@ -109,7 +109,7 @@ def _find_parts(versions: dict[str, str], kind: str) -> dict[str, str]:
         "sampling guard in transformers": needs("transformers"),
         "sampling guard in vLLM": needs("vllm"),
         "loss scaler of float16": "active" if kind != "cpu" else "not active: there is no accelerator",
-        "containment of bad steps": "limited by DeepSpeed, see the README" if uses_deepspeed else "active",
+        "containment of bad steps": "limited by DeepSpeed, see docs/limits.md" if uses_deepspeed else "active",
     }
 
 

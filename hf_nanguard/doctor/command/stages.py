@@ -75,7 +75,7 @@ def _check_names(flag: str, given: Sequence[str], known: Sequence[str]) -> None:
         f", {', '.join(TOPICS)}, or the name of a rule, check or law" if len(known) > len(STAGES) else ""
     )
     hint = f" Did you mean {near[0]}?" if near else ""
-    raise ArgumentError(f"{flag} must be of {listed}, got {wrong!r}.{hint}")
+    raise ArgumentError(f"{flag} must be among {listed}, got {wrong!r}.{hint}")
 
 
 def run_stages(

@@ -140,7 +140,7 @@ def _check_tied(model: Any) -> LawResult | None:
 
 
 def _copy_model(model: Any) -> Any:
-    """Returns a copy without what somebody has put in the place of a forward, which would call the original."""
+    """Returns a copy without what somebody has put in place of a forward, which would call the original."""
     copied = copy.deepcopy(model)
     for module in copied.modules():
         for name in ("forward", "_original_forward"):

@@ -95,7 +95,7 @@ def check_bf16_rounding(facts: Facts) -> Finding | None:
         f"An Adam step is about as long as the learning rate, and a bfloat16 weight w only changes if that exceeds |w|/512: of "
         f"weights around {TYPICAL_WEIGHT} about {share:.0%} move, the others round back."
     )
-    change = "Load the model in float32 (dtype: float32) and keep bf16: true, which computes in bfloat16 all the same."
+    change = "Load the model in float32 (dtype: float32) and keep bf16: true, which computes in bfloat16 anyway."
     return (warning if share < 0.05 else note)(what, why, change)
 
 

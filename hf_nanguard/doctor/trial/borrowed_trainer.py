@@ -126,7 +126,7 @@ def _copy_collator(trainer: Trainer) -> Any:
     """Returns a copy of the collator, which may count or draw; what is not its own is shared."""
     shared = [trainer, trainer.model, trainer.processing_class, *find_models(trainer).values()]
     known = {id(each): each for each in shared if each is not None}
-    # The user's class may refuse a copy in any way; its attributes are put back all the same.
+    # The user's class may refuse a copy in any way; its attributes are put back anyway.
     return attempt(lambda: copy.deepcopy(trainer.data_collator, known), lambda error: trainer.data_collator)
 
 

@@ -51,7 +51,7 @@ class TrialBench:
         has_trained (`bool`):
             Whether it had taken steps before.
         own_forward (`Callable`, *optional*):
-            What somebody else than accelerate has put in the place of the model's forward.
+            What somebody else than accelerate has put in place of the model's forward.
     """
 
     def __init__(self, trainer: Any, has_trained: bool = False, own_forward: Any = None):

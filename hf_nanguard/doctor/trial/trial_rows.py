@@ -109,7 +109,7 @@ def vary_lengths(rows: list[Any]) -> list[Any]:
 
 
 def vary_labels(rows: list[Any]) -> list[Any]:
-    """Masks some labels of rows of one length, so that their numbers of labels differ all the same."""
+    """Masks some labels of rows of one length, so that their numbers of labels differ anyway."""
     if not all(isinstance(row, Mapping) and isinstance(row.get("labels"), list) for row in rows):
         return rows
     masked = [i * len(row["labels"]) // (2 * len(rows)) for i, row in enumerate(rows)]

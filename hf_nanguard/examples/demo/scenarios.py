@@ -36,7 +36,7 @@ def build_trainer(
 ) -> Trainer:
     """Returns a trainer, stock if `guard` is `None`, for one epoch over `rows` in their order."""
     own: Options = {"num_train_epochs": 1, "learning_rate": 2e-3, "train_sampling_strategy": "sequential", "seed": seed}
-    args = SFTConfig(str(folder), per_device_train_batch_size=BATCH_SIZE, **{**COMMON, **own, **options})
+    args = SFTConfig(str(folder), per_device_train_batch_size=BATCH_SIZE, max_length=32, **{**COMMON, **own, **options})
     model: nn.Module = sums.build_model(seed, dropout=0.1)
     parts = {
         "model": model.to(dtype), "args": args, "train_dataset": rows, "eval_dataset": sums.build_examples(64, seed + 1),

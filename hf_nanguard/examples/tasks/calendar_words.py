@@ -5,13 +5,22 @@ have to be aligned.
 """
 
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel, WordPiece
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
-from transformers import GptOssConfig, GptOssForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
+from torch import nn
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from .small_llama import build_llama, train_briefly
 
@@ -23,6 +32,31 @@ BAD_WORD = "undecimber"
 SPECIAL = ("<pad>", "<unk>", "<bos>", "<eos>")
 WORDS = ("after", "come", *DAYS, *MONTHS, BAD_WORD)
 PIECES = {"wednesday": ("wednes", "##day"), "september": ("sept", "##ember"), "november": ("nov", "##ember")}
+
+NUM_VALIDATION = 48
+
+
+@dataclass
+class Task:
+    """What a distillation needs."""
+
+    student: nn.Module
+    teacher: nn.Module
+    tokenizers: Sequence[PreTrainedTokenizerBase]  # the student's and the teacher's
+    train: list[str]
+    validation: list[str]
+
+
+def build_task(num_texts: int, teacher_steps: int, seed: int, spoiled: bool) -> Task:
+    """Returns the built-in task; if `spoiled`, the teacher's embedding of a word of one training text is NaN."""
+    tokenizers = build_tokenizers()
+    teacher = build_teacher(tokenizers[1], teacher_steps, seed)
+    if spoiled:
+        spoil_word(teacher, tokenizers[1])
+    train = build_texts(num_texts, seed=1, bad_text=num_texts // 2 if spoiled else None)
+    return Task(
+        build_student(len(tokenizers[0]), seed), teacher, tokenizers, train, build_texts(NUM_VALIDATION, seed=2)
+    )
 
 
 def build_texts(num_texts: int, seed: int, bad_text: int | None = None) -> list[str]:

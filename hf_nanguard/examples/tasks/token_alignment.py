@@ -8,8 +8,13 @@ probability of tokens that the student lacks is ignored.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
+
+from .small_llama import MASKED
 
 Span = tuple[int, int]
 STARTS_WORD = ("Ġ", "▁")  # byte-level and SentencePiece tokenizers mark a token that begins a word
@@ -51,3 +56,31 @@ def align_positions(student: Sequence[Span], teacher: Sequence[Span]) -> list[in
     places = {tuple(span): index for index, span in enumerate(teacher) if span[0] < span[1]}
     predicted = [places.get(tuple(span), 0) for span in [*student[1:], (0, 0)]]
     return [place - 1 for place in predicted]
+
+
+@dataclass
+class AlignedCollator:
+    """Tokenizes rows with a `text` with both tokenizers, truncated to `max_length` tokens, and aligns their positions."""
+
+    student: PreTrainedTokenizerBase
+    teacher: PreTrainedTokenizerBase
+    max_length: int
+
+    def __call__(self, rows: list[dict[str, str]]) -> dict[str, Tensor]:
+        texts = [row["text"] for row in rows]
+        ours, theirs = (
+            tokenizer(
+                texts, return_tensors="pt", padding=True, padding_side="right", truncation=True,
+                max_length=self.max_length, return_offsets_mapping=True,
+            )
+            for tokenizer in (self.student, self.teacher)
+        )  # fmt: skip
+        spans = zip(ours["offset_mapping"].tolist(), theirs["offset_mapping"].tolist(), strict=True)
+        return {
+            "input_ids": ours["input_ids"],
+            "attention_mask": ours["attention_mask"],
+            "labels": ours["input_ids"].masked_fill(ours["attention_mask"] == 0, MASKED),
+            "teacher_input_ids": theirs["input_ids"],
+            "teacher_attention_mask": theirs["attention_mask"],
+            "teacher_positions": torch.tensor([align_positions(*pair) for pair in spans]),
+        }

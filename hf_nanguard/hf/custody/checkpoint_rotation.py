@@ -116,7 +116,7 @@ class SavedCheckpoints:
         return names | {name.replace(".default.", ".") for name in names}  # PEFT leaves out the name of the adapter
 
     def _record(self, folder: Path) -> None:
-        """Writes good.json; a failure is logged, because the checkpoint is good all the same."""
+        """Writes good.json; a failure is logged, because the checkpoint is good anyway."""
         if not self.trainer.args.should_save or not folder.is_dir():
             return
         state = self.trainer.state

@@ -58,18 +58,15 @@ class Halting:
         return reason is None
 
     def halt(self, model: nn.Module, message: str) -> None:
-        """Logs why, saves the last good state and ends the run, by an error or a clean stop. Every rank must call it."""
-        message = show(message, self.guard.policy.bundle_text)
-        logger.error("hf_nanguard: %s", message)  # before anything is saved, because that may fail
-        advice = self._save_good(model) + self._find_earlier()
-        if advice:
-            logger.error("hf_nanguard: %s", advice.strip())
-        self.stop(model, message + advice)
+        """Saves the last good state and ends the run, by an error or a clean stop. Every rank must call it."""
+        self.stop(model, message + self._save_good(model) + self._find_earlier())
 
     def stop(self, model: nn.Module, message: str) -> None:
-        """Ends the run as it is."""
+        """Ends the run as it is, and says why: in the error, or in the log if the run stops without one."""
+        message = show(message, self.guard.policy.bundle_text)
         if self.guard.policy.on_halt == "raise":
-            raise NonFiniteError(show(message, self.guard.policy.bundle_text))
+            raise NonFiniteError(message)
+        logger.error("hf_nanguard: %s", message)
         self.trainer.control.should_training_stop = True
 
     @property

@@ -1,6 +1,6 @@
 """Quarantined rows: written when an event proves them, left out by later runs in the same output directory.
 
-A later run trains on the **next row of the dataset that is not quarantined** in the place of each quarantined one. So the number of steps, the
+A later run trains on the **next row of the dataset that is not quarantined** in place of each quarantined one. So the number of steps, the
 order of all other rows, the position after a resume, the share of each rank and the groups of a repeating sampler (GRPO) stay as they
 are: the run is bit-identical to one whose dataset has these rows in place of the quarantined ones. Rows are replaced where a batch sampler
 yields them, before any worker reads the dataset. A file that appears during a run counts from the next `train()` on.
@@ -94,8 +94,8 @@ class RowQuarantine:
             reasons.append(
                 f"{others} of its rows belong{'s' * (others == 1)} to another dataset than this one ({fingerprint})"
             )
-        if mended := len(known - {entry.row for entry in fitting}):
-            reasons.append(f"{mended} of its rows {'has' if mended == 1 else 'have'} another content than then")
+        if changed := len(known - {entry.row for entry in fitting}):
+            reasons.append(f"{changed} of its rows {'has' if changed == 1 else 'have'} another content than then")
         if spiked := len({entry.row for entry in fitting} - rows):
             reasons.append(
                 f"{spiked} of its rows {'has' if spiked == 1 else 'have'} caused finite spikes only, which "
@@ -151,7 +151,7 @@ class RowQuarantine:
         self.journal.write_once(replace(event, step=self.find_step()))
 
     def replace(self, batch: Any) -> Any:
-        """Returns what a batch sampler has yielded, with other rows in the place of those that are left out."""
+        """Returns what a batch sampler has yielded, with other rows in place of those that are left out."""
         if not self.replacements or not isinstance(batch, (list, tuple, Tensor, np.ndarray)):
             return batch
         rows = batch.tolist() if isinstance(batch, (Tensor, np.ndarray)) else list(batch)

@@ -1,4 +1,4 @@
-"""What the guard does in evaluation: nothing is dropped, a loss that is not finite is told and never becomes the best."""
+"""What the guard does in evaluation: nothing is dropped, a non-finite loss is reported and never becomes the best."""
 
 import math
 from collections.abc import Iterator
@@ -44,19 +44,19 @@ class Evaluation:
     def check(self, metrics: dict[str, float]) -> None:
         """Reports an evaluation loss that is not finite, with the first batch that made it so, also if the host has left such
         batches out of it."""
-        if self.losses is None:  # several datasets: each has told for itself
+        if self.losses is None:  # several datasets: each has reported its own
             return
         step = self.trainer.state.global_step
         self._spoiled -= metrics.keys()
-        told = {k: v for k, v in metrics.items() if k.endswith("loss") or k == self.best_metric}
-        bad = {k: v for k, v in told.items() if isinstance(v, float) and not math.isfinite(v)}
+        logged = {k: v for k, v in metrics.items() if k.endswith("loss") or k == self.best_metric}
+        bad = {k: v for k, v in logged.items() if isinstance(v, float) and not math.isfinite(v)}
         losses = read_host(self.losses) if bad else []
         for name, value in bad.items():
             first = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
             where = f", first in evaluation batch {first}" if first is not None else ""
             self._write(f"{name} is {value} at step {step}{where}", first, {name: value})
         # The loss that the host has computed comes with its running time.
-        names = [k for k in told if k not in bad and k.removesuffix("_loss") + "_runtime" in metrics]
+        names = [k for k in logged if k not in bad and k.removesuffix("_loss") + "_runtime" in metrics]
         if names and filters_evaluation(self.trainer):
             found = self.guard.boundary.together("evaluation", self._find_left_out, lambda why: None)
             if found is not None:

@@ -53,7 +53,7 @@ class HostMethods:
         self.entered: set[str] = set()
 
     def is_replaced(self, name: str) -> bool:
-        """Returns whether somebody has put something else in the place of a method since."""
+        """Returns whether somebody has put something else in place of a method since."""
         now = next(vars(host)[name] for host in self._classes if name in vars(host))
         return now is not self._found[name]
 

@@ -117,7 +117,7 @@ class StepRecorder:
         """Begins to record a `train()`."""
         self.phase = Phase.IDLE
         self.masked.begin_run()
-        # Rows are an explanation: a host in which they cannot be found is guarded all the same.
+        # Rows are an explanation: a host in which they cannot be found is guarded anyway.
         unknown = PreparedRows(is_rebuilt=True)
         self.batches.begin_run(
             self.guard.boundary.call("rows", find_prepared_rows, self.trainer, otherwise=lambda trainer: unknown)

@@ -1,4 +1,4 @@
-"""Reports an optimizer step that passes by the guard: a training loop, or a method in the place of the Trainer's, of its own."""
+"""Reports an optimizer step that passes by the guard: a training loop, or a method in place of the Trainer's, of its own."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
