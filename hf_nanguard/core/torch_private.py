@@ -276,6 +276,15 @@ def rebuild_buckets(model: nn.Module) -> None:
         model.reducer._rebuild_buckets()
 
 
+def forget_used_parameters(model: nn.Module) -> None:
+    """Makes DDP forget which parameters the passes under `no_sync` have used. With `find_unused_parameters` it keeps them until
+    its next reduction, and then fails at one without a gradient, or gives zeros to one that no rank has used.
+
+    Can go when DDP counts a parameter as used if it has a gradient."""
+    if isinstance(model, DistributedDataParallel) and model.find_unused_parameters and not model.static_graph:
+        model.reducer._reset_state()
+
+
 def sync_buffers(model: nn.Module, active: bool) -> None:
     """Lets DDP broadcast buffers in the next forward, or not.
 

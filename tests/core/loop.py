@@ -1,11 +1,13 @@
 """A hand-written loop with and without the guard: the same model, data, dropout and BatchNorm."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_nanguard.core.settings import Policy
@@ -166,3 +168,18 @@ def assert_same(first: dict[str, Any], second: dict[str, Any]) -> None:
         if not (torch.equal(value, second[name]) if isinstance(value, Tensor) else value == second[name])
     ]
     assert not different, f"differ: {different}"
+
+
+GROUPS: list[dist.ProcessGroup] = []
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    """A process group of this process alone, for DDP."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    # Were DDP the last to hold the group, torch would wait for its thread with the GIL, which that thread may wait for.
+    GROUPS.append(dist.group.WORLD)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

@@ -19,7 +19,7 @@ from ...boundary import Boundary
 from ..event import JsonObject
 from ..finite import is_sharded
 from ..rng import RngState
-from ..torch_private import copy_unscaled, plain_name, restore_unscaled, sync_buffers
+from ..torch_private import copy_unscaled, forget_used_parameters, plain_name, restore_unscaled, sync_buffers
 from .buffers import BufferKeeper
 from .loss_mark import mark_shard, marked_backward
 from .micro_batch import AccumulationGroup, MicroBatch, Payload, Weight
@@ -140,6 +140,7 @@ class Runner(ABC, Generic[Payload, Weight]):
         try:
             yield
         finally:
+            forget_used_parameters(self.model)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             buffers.restore()
@@ -230,6 +231,7 @@ class Runner(ABC, Generic[Payload, Weight]):
     def clear(self) -> None:
         """Sets all gradients to `None` and lets the scaler unscale again."""
         clear_gradients(self.parameters)
+        forget_used_parameters(self.model)
         if self.scaler is not None:
             forget_unscale(self.scaler)
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -23,6 +22,7 @@ from hf_nanguard.core.rerun.runner import LoopRunner
 from hf_nanguard.core.rng import RngState
 from hf_nanguard.core.vocabulary import Cause
 from hf_nanguard.plain_text import show
+from tests.core.loop import group_of_one
 
 
 def specimen_of(model: nn.Module, loss_fn: Callable, payload: dict) -> SuspectBatch:
@@ -549,15 +549,9 @@ def test_an_interrupt_in_a_bounded_run_or_an_upcast_module_passes_too():
             try_remedies(suspect, replace(origin, cause=cause), Blame(), allowed)
 
 
-GROUPS: list[dist.ProcessGroup] = []
-
-
 def test_ddp_still_reduces_afterwards():
     """A new `.data` of another dtype would cut the hooks by which DDP reduces gradients."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    # Were DDP the last to hold the group, torch would wait for its thread with the GIL, which that thread may wait for.
-    GROUPS.append(dist.group.WORLD)
-    try:
+    with group_of_one():
         model = DistributedDataParallel(Block(600.0, torch.float16))
         reduced: list = []
 
@@ -576,8 +570,6 @@ def test_ddp_still_reduces_afterwards():
         model.require_forward_param_sync = True
         model(x).float().mean().backward()
         assert reduced
-    finally:
-        dist.destroy_process_group()
 
 
 def test_adapters_of_peft_survive():
