@@ -187,11 +187,14 @@ def list_tensor_slots(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Returns whether a module runs as a compiled graph. Its class is known by name because importing it costs an import of
-    `torch._dynamo`.
+    """Returns whether a module runs as a compiled graph: wrapped, compiled in place, or by its `forward` alone. The class of the
+    wrapper is known by name because importing it costs an import of `torch._dynamo`.
 
     Can go when torch has a public name for this."""
-    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+    if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+        return True
+    forward = vars(module).get("forward", type(module).forward)
+    return hasattr(forward, "_torchdynamo_orig_callable") and not hasattr(forward, "_torchdynamo_disable")
 
 
 def has_compiled_part(model: nn.Module) -> bool:

@@ -62,6 +62,8 @@ def judge(names: list[str], bad: dict[str, str]) -> Census:
 def describe(census: Census) -> str:
     """Returns one clause that names what is bad."""
     total = len(census.bad) + len(census.good)
+    if not total:  # an engine such as DeepSpeed's keeps them elsewhere
+        return "the gradient norm is not finite, and no parameter holds a gradient that could be checked"
     if not census.bad:
         return f"all {total} gradients are finite"
     if census.suspect is None:
@@ -79,7 +81,7 @@ def format_bad_gradients(step: int, norm: float, census: Census, num_nan: int, n
         f"  total norm before clipping: {norm}",
         f"  NaN in {kinds['nan']} parameters ({num_nan} so far), inf in {kinds['inf']} ({num_inf} so far)",
     ]
-    if not census.bad:
+    if census.good and not census.bad:
         lines.append("  every gradient is finite, only their norm is not; no parameter is to blame")
     if census.bad and not census.good:
         return "\n".join(map(printable, [*lines, f"  all {len(census.bad)} parameters are bad"]))

@@ -25,6 +25,17 @@ def is_hf_stream(dataset: object) -> bool:
     return library is not None and isinstance(dataset, library.IterableDataset)
 
 
+def count_loaded_rows(dataset: Any) -> int | None:
+    """Returns how many rows the files of a dataset had, `None` if that is not known. What packs, merges or filters rows changes
+    their number, but not this record of it.
+
+    Can go when datasets keeps the row numbers.
+    """
+    splits = dataset.info.splits if is_hf_dataset(dataset) else None
+    loaded = None if splits is None else splits.get(str(dataset.split))
+    return None if loaded is None else loaded.num_examples
+
+
 # The last words of the names of columns that identify a row.
 ID_WORDS = {"id", "uid", "uuid", "guid", "idx", "index", "key", "path", "file", "filename", "url"}
 

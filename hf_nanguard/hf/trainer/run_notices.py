@@ -8,7 +8,7 @@ from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Signal
 from ..compat import trainer as compat
 from ..compat.accelerate import dispatches_batches, steps_in_backward
-from ..compat.prepared_dataset import PreparedRows
+from ..compat.prepared_dataset import PreparedRows, count_loaded_rows
 from ..compat.trainer_protocol import HostTrainer
 from ..data.masked_samples import MAX_ROWS, format_rows
 from .arguments import GuardArguments
@@ -77,9 +77,17 @@ def log_unknown_copy(guard: Guard, name: str) -> None:
 
 def log_summary(trainer: HostTrainer, guard: Guard, record: RunRecord, prepared: PreparedRows) -> None:
     """Ends a run that had events with what they were, which dataset its rows are of, and where to read more."""
-    name = type(trainer).__name__
-    of_rows = f"dataset rows are those of the dataset that {name} has prepared" if prepared.is_rebuilt else None
-    notes = [note for note in (guard.recovery.format_end(), of_rows) if note is not None]
+    notes = [note for note in (guard.recovery.format_end(), _describe_rows(trainer, prepared)) if note is not None]
     text = guard.journal.summary.format_end(record.events.path, *notes)
     if text is not None and guard.ranks.rank == 0:
         logger.warning(text)
+
+
+def _describe_rows(trainer: HostTrainer, prepared: PreparedRows) -> str | None:
+    """Returns which dataset the rows of events are of, unless it is the one that the user has."""
+    loaded = count_loaded_rows(trainer.train_dataset)
+    size = None if loaded is None else len(trainer.train_dataset)
+    if loaded == size and not prepared.is_rebuilt:
+        return None
+    sizes = "" if loaded == size else f": it has {size} rows, its files had {loaded}"
+    return f"dataset rows are those of the prepared dataset that {type(trainer).__name__} trains on{sizes}"

@@ -47,6 +47,12 @@ def test_none_bad():
     assert describe(census) == "all 6 gradients are finite"
 
 
+def test_gradients_that_an_engine_keeps_elsewhere_are_not_called_finite():
+    census = take_census([])
+    assert describe(census).startswith("the gradient norm is not finite, and no parameter holds a gradient")
+    assert "every gradient is finite" not in format_bad_gradients(3, NAN, census, 0, 0)
+
+
 def test_a_model_of_one_parameter_can_be_blamed():
     assert take_census([("only", torch.tensor([NAN]))]).suspect == "only"
 

@@ -1,9 +1,10 @@
 """Events name the rows of the dataset that was passed in, whatever TRL has made of it."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
-from datasets import Dataset
+from datasets import Dataset, load_dataset
 from torch import nn
 from transformers import TrainingArguments
 
@@ -11,7 +12,7 @@ from hf_nanguard import GuardedTrainer, attach
 from hf_nanguard.hf.compat.prepared_dataset import find_ids, find_prepared_rows
 from hf_nanguard.hf.trainer import step_recorder
 from hf_nanguard.testing import Fault, plant
-from tests.models import token_dataset
+from tests.models import token_dataset, token_rows
 from tests.trainers import build, common_arguments, events_of
 
 LONG = (0, 5, 11, 12, 30)
@@ -132,7 +133,7 @@ def test_the_document_of_a_flat_batch_is_named(settings, tmp_path, caplog):
     [document] = culprit["samples"]
     assert culprit["tokens"] == [[document, 0]]
     assert f"text:    [{document}] {given[11]['text']}\n" in caplog.text
-    assert ("rows are those of the dataset that SFTTrainer has prepared" in caplog.text) == ("packing" in settings)
+    assert ("rows are those of the prepared dataset that SFTTrainer trains on" in caplog.text) == ("packing" in settings)
     assert [remedy["name"] for remedy in event["remedies"] if remedy["works"]] == ["drop_rows"]
 
 
@@ -140,6 +141,20 @@ def test_rows_of_a_stream_are_those_of_the_prepared_one(tmp_path):
     stream = dataset(()).to_iterable_dataset()
     trainer = build("sft", tmp_path, extra={"train_dataset": stream}, max_length=8, guard=False, max_steps=1)
     assert find_prepared_rows(trainer).is_rebuilt
+
+
+@pytest.mark.parametrize("groups", [False, True])
+def test_a_dataset_that_does_not_have_the_rows_of_its_file_is_told_apart(groups, tmp_path, caplog):
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(token_rows(24)))
+    given = load_dataset("json", data_files=str(file), split="train", cache_dir=str(tmp_path))
+    if groups:  # as a framework that packs does
+        given = given.map(lambda batch: {name: column[::2] for name, column in batch.items()}, batched=True)
+    trainer = build("plain", tmp_path / "run", extra={"train_dataset": given})
+    plant(trainer, Fault("loss", step=1, micro_step=1))
+    trainer.train()
+    note = "dataset rows are those of the prepared dataset that GuardedTrainer trains on: it has 12 rows, its files had 24"
+    assert (note in caplog.text) == groups
 
 
 def test_an_index_of_the_users_own_is_left_alone(tmp_path):

@@ -89,13 +89,25 @@ def test_generated_code_is_left_as_it_is(tmp_path):
     assert events_of(ours) == []
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_a_hand_written_loop_is_monitored_and_its_terms_count_once(in_place):
+def compile_forward(model):
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+def compile_in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
+def wrap(model):
+    return torch.compile(model, backend="eager")
+
+
+@pytest.mark.parametrize("compile_it", [wrap, compile_in_place, compile_forward])
+def test_a_hand_written_loop_is_monitored_and_its_terms_count_once(compile_it):
     model = tiny_llama()
-    compiled = torch.compile(model, backend="eager")
-    if in_place:
-        model.compile(backend="eager")
-        compiled = model
+    compiled = compile_it(model)
+    torch._dynamo.utils.counters.clear()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     guard = Guard(compiled, optimizer, Policy(activation_steps=1))
     ids = torch.randint(3, 60, (2, 8))
@@ -112,3 +124,4 @@ def test_a_hand_written_loop_is_monitored_and_its_terms_count_once(in_place):
     row = guard.monitor_set.metrics()
     assert row["nanguard/headroom_bits"] > 100
     assert find_hooked(model) == []
+    assert torch._dynamo.utils.counters["frames"]["total"] == 1  # hooks did not make anything compile anew
