@@ -32,6 +32,11 @@ def mark_incomplete(folder: Path) -> None:
     write_file(folder / SENTINEL, b"hf_nanguard found this checkpoint to be bad.\n")
 
 
+def remove_mark(folder: Path) -> None:
+    """Removes the mark of a save that is going on: a preemption's own, or that of an earlier save that was interrupted."""
+    (folder / SENTINEL).unlink(missing_ok=True)
+
+
 def _names(place: Path, name: str):
     yield place / name
     number = 1

@@ -17,6 +17,7 @@ CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 SENTINEL = "checkpoint-is-incomplete.txt"
 TRAINER_STATE = "trainer_state.json"
 INDEX_SUFFIX = ".index.json"
+CONFIGS = ("config.json", "adapter_config.json")  # which the host reads when it resumes
 MAX_JSON = 256 * 2**20  # a log history of many steps may be large
 DISTRIBUTED_METADATA = ".metadata"
 OPTIMIZER = ("optimizer.pt", "optimizer.bin", "optimizer_*", "global_step*")
@@ -71,11 +72,20 @@ def find_missing(folder: Path) -> Iterator[str]:
         yield f"was not saved to the end: {SENTINEL} is in it"
     for index in sorted(folder.glob(f"*{INDEX_SUFFIX}")):
         yield from _check_index(index)
+    yield from _check_configs(folder)
     if CHECKPOINT.fullmatch(folder.name):
         yield from _check_training_state(folder)
     for part in sorted({path.parent for path in folder.glob("*/*.distcp")}):
         if not (part / DISTRIBUTED_METADATA).is_file():
             yield f"has no {part.name}/{DISTRIBUTED_METADATA}, without which its shards cannot be read"
+
+
+def _check_configs(folder: Path) -> Iterator[str]:
+    for config in (folder / name for name in CONFIGS if (folder / name).exists()):
+        try:
+            read_json(config)
+        except ValueError as error:
+            yield f"has a {config.name} that cannot be read ({first_line(error)})"
 
 
 def _check_index(index: Path) -> Iterator[str]:

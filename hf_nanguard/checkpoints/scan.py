@@ -131,6 +131,10 @@ class _Scan:
         self.result.accept(record.accepted)
         if record.path == self.path.name and record.digest != digest_folder(self.path):
             self.result.notes.append("it has changed since it was saved: the digest in good.json is another")
+            zero = [finding for finding in self.result.findings if finding.problem is Problem.ALL_ZERO]
+            if zero:  # blocks that a machine without power had not written yet
+                text = f"has changed since it was saved, and now {len(zero)} matrices are zero"
+                self._add(Problem.DAMAGED, self.path / zero[0].file, zero[0].tensor, text)
 
     def _open(self, file: Path) -> OpenedFile | None:
         try:

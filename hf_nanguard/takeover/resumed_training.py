@@ -1,10 +1,14 @@
-"""In the script of `nanguard run --resume`: `train()` without a checkpoint continues from the newest good one.
+"""In the script of `nanguard run --resume`: `train()` continues from the newest good checkpoint.
 
-A script calls `train()` once for each output folder; a second call there starts as it would without us.
+A script may look for checkpoints itself: a bad one is replaced, and after a restart so is one that is older than what the run
+has saved since. It may also save to a new folder at each start: then the folder of the attempt before is looked at. A script
+calls `train()` once for each output folder; a second call there starts as it would without us.
 """
 
+import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -17,7 +21,9 @@ def resume_training(trainer_class: Any, progress: Progress, reason: str | None, 
 
     `reason` is why the script was restarted, `None` at its first start. It becomes an event of the run.
     """
-    train, resumed = trainer_class.train, set()
+    from ..hf.compat.trainer import ending_when_complete
+
+    train, resumed = trainer_class.train, list[Path]()
     watched: WeakSet = WeakSet()
 
     def train_on(trainer: Any, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -25,36 +31,72 @@ def resume_training(trainer_class: Any, progress: Progress, reason: str | None, 
         if trainer not in watched:
             watched.add(trainer)
             watch_training(trainer, progress)
-        if not resume_from_checkpoint and trial is None and folder not in resumed:
-            resumed.add(folder)
-            resume_from_checkpoint = find_checkpoint(trainer, say)
+        if trial is None and folder not in resumed:
+            search = Search(folder, len(resumed), progress, is_restart=reason is not None)
+            resumed.append(folder)
+            resume_from_checkpoint = find_checkpoint(trainer, resume_from_checkpoint, search, say)
             if reason is not None:
                 emit_restart(trainer, reason, resume_from_checkpoint)
-        return train(trainer, resume_from_checkpoint, trial, *args, **kwargs)
+        with ending_when_complete(trainer):
+            return train(trainer, resume_from_checkpoint, trial, *args, **kwargs)
 
     train_on.__wrapped__ = train  # type: ignore[attr-defined] # what inspect.signature shows
     trainer_class.train = train_on
     note_errors(progress)
+    if reason is None:
+        progress.begin()
 
 
-def find_checkpoint(trainer: Any, say: Callable[[str], None]) -> str | None:
-    """Returns the newest good checkpoint of the trainer's output folder. The first rank looks, and all take what it finds."""
+@dataclass(frozen=True)
+class Search:
+    """Where checkpoints are looked for: `position` counts the trainings of the script."""
+
+    folder: Path
+    position: int
+    progress: Progress
+    is_restart: bool
+
+    def choose(self, asked: Any) -> tuple[Any, str]:
+        """Returns what to resume from in place of what the script asks for, and which newer ones were skipped."""
+        from ..checkpoints.checkpoint_files import CHECKPOINT, TRAINER_STATE
+        from ..checkpoints.good_checkpoint import choose_checkpoint
+        from ..checkpoints.scan import scan_checkpoint
+
+        earlier = map(Path, self.progress.note_folder(self.position, str(self.folder)))
+        skipped, otherwise = [], None
+        if isinstance(asked, (str, os.PathLike)):
+            newest = choose_checkpoint(self.folder, needs_optimizer=True).path if self.is_restart else None
+            if newest is not None and self.progress.is_of_this_run(newest / TRAINER_STATE):
+                return str(newest), ""
+            result = scan_checkpoint(asked) if CHECKPOINT.search(str(asked)) and Path(asked).is_dir() else None
+            if result is None or result.is_good:
+                return asked, ""
+            skipped.append(f"{asked}: {result.why_not_good}")
+            is_own = Path(asked).absolute().parent == self.folder
+            otherwise = None if is_own else asked  # the guard judges that of another run
+        for folder in (self.folder, *earlier):
+            choice = choose_checkpoint(folder, needs_optimizer=True)
+            skipped += [choice.format_skipped()] if choice.skipped else []
+            if choice.path is not None:
+                return str(choice.path), "; ".join(skipped)
+        return otherwise, "; ".join(skipped)
+
+
+def find_checkpoint(trainer: Any, asked: Any, search: Search, say: Callable[[str], None]) -> Any:
+    """Returns what to resume from: the newest good checkpoint of the run, or what the script asks for, if it is a good checkpoint
+    and an earlier attempt has saved none. The first rank looks, and all take what it finds."""
     from accelerate.utils import broadcast_object_list
 
-    from ..checkpoints.good_checkpoint import choose_checkpoint
-
-    found: list[str | None] = [None]
+    found = [asked]
     if trainer.args.process_index == 0:
-        choice = choose_checkpoint(Path(trainer.args.output_dir), needs_optimizer=True)
-        found = [None if choice.path is None else str(choice.path)]
-        skipped = f" (not from {choice.format_skipped()})" if choice.skipped else ""
-        if choice.path is not None or skipped:
-            say(f"training resumes from {found[0] or 'its beginning'}{skipped}.")
+        found[0], skipped = search.choose(asked)
+        if skipped or (found[0] is not None and found[0] != asked):
+            say(f"training resumes from {found[0] or 'its beginning'}{f' (not from {skipped})' if skipped else ''}.")
     broadcast_object_list(found)
     return found[0]
 
 
-def emit_restart(trainer: Any, reason: str, checkpoint: str | None) -> None:
+def emit_restart(trainer: Any, reason: str, checkpoint: Any) -> None:
     """Writes the event of a restart, if the trainer is guarded."""
     from ..core.event import Event
     from ..core.vocabulary import Action, Signal
@@ -63,8 +105,9 @@ def emit_restart(trainer: Any, reason: str, checkpoint: str | None) -> None:
     if not isinstance(trainer, GuardedTrainerMixin) or trainer.args.process_index != 0 or not trainer.nanguard.on:
         return
     text = f"The run was restarted after {reason}; it resumes from {checkpoint or 'its beginning'}."
-    values: dict[str, Any] = {"reason": reason, "checkpoint": checkpoint}
-    step = int(checkpoint.rpartition("-")[2]) if checkpoint is not None else 0
+    values: dict[str, Any] = {"reason": reason, "checkpoint": None if checkpoint is None else str(checkpoint)}
+    number = str(checkpoint or "").rpartition("-")[2]
+    step = int(number) if number.isdecimal() else 0
     event = Event(step, Signal.RUN_RESTARTED, Action.REWOUND, text, values=values)
     trainer.nanguard.guard.journal.write(event)
 

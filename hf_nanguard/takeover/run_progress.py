@@ -1,5 +1,6 @@
 """How far a supervised run has come, on disk, so that its supervisor knows it even after `kill -9`."""
 
+import json
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ WIDTH = 20  # digits, so that a step is always overwritten as a whole
 
 @dataclass(frozen=True)
 class Progress:
-    """A folder with the last step that was begun, and the class of the error that ended the process."""
+    """A folder with the last step that was begun, the class of the error that ended the process, and where trainings save."""
 
     folder: str
 
@@ -22,9 +23,28 @@ class Progress:
         """Notes the class of an uncaught error."""
         self._overwrite("error", f"{name[:200]}\n")
 
-    def _overwrite(self, name: str, text: str) -> None:
+    def note_folder(self, position: int, folder: str) -> list[str]:
+        """Notes where the training at a position of the script saves; returns where it did in earlier attempts, the last first.
+        A script may name a new folder each time it starts."""
+        before = [json.loads(line) for line in self._read(f"folder-{position}").splitlines()]
+        if folder not in before:
+            self._overwrite(f"folder-{position}", json.dumps(folder) + "\n", os.O_APPEND)
+        return [each for each in reversed(before) if each != folder]
+
+    def begin(self) -> None:
+        """Notes that the first attempt begins."""
+        self._overwrite("begin", "")
+
+    def is_of_this_run(self, path: Path) -> bool:
+        """Returns whether a file was written since the first attempt has begun."""
         try:
-            descriptor = os.open(os.path.join(self.folder, name), os.O_WRONLY | os.O_CREAT, 0o600)
+            return path.stat().st_mtime >= Path(self.folder, "begin").stat().st_mtime
+        except OSError:
+            return False
+
+    def _overwrite(self, name: str, text: str, how: int = 0) -> None:
+        try:
+            descriptor = os.open(os.path.join(self.folder, name), os.O_WRONLY | os.O_CREAT | how, 0o600)
         except OSError:  # the supervisor is gone: nobody reads it
             return
         try:
@@ -44,7 +64,7 @@ class Progress:
         return self._read("error").partition("\n")[0] or None
 
     def clear(self) -> None:
-        """Forgets everything before the next attempt."""
+        """Forgets how an attempt ended, before the next one."""
         for name in ("step", "error"):
             with suppress(OSError):  # there is none, or it cannot be removed
                 Path(self.folder, name).unlink()

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import random
 import shutil
+import signal
 import time
 import warnings
 from pathlib import Path
@@ -151,6 +152,43 @@ def test_a_best_checkpoint_that_was_damaged_later_is_not_loaded(way, tmp_path):
     assert "checkpoint-1 was not loaded" in event["message"]
 
 
+class Preemption(TrainerCallback):
+    """Asks for the checkpoint of the host's own callback for preemptible machines, as SIGTERM does after some seconds."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.saver.jit_manager.is_checkpoint_requested = True
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_checkpoint_of_a_preemption_is_kept(way, tmp_path):
+    """The host marks it as incomplete until after it was saved, and so read back."""
+    trainer = custody_of(way, tmp_path, enable_jit_checkpoint=True, save_steps=100, save_total_limit=1)
+    preemption, before = Preemption(2), signal.getsignal(signal.SIGTERM)
+    [preemption.saver] = [
+        each for each in trainer.callback_handler.callbacks if type(each).__name__ == "JITCheckpointCallback"
+    ]
+    trainer.add_callback(preemption)
+    trainer.train()
+    signal.signal(signal.SIGTERM, before)
+    assert trainer.state.global_step == 3  # it ended early
+    assert checkpoints(tmp_path) == ["checkpoint-3"]
+    assert read_good(tmp_path).path == "checkpoint-3"
+    assert events_of(trainer) == []
+
+
+def test_the_mark_of_an_interrupted_save_does_not_outlive_the_next_one(tmp_path):
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / "checkpoint-is-incomplete.txt").touch()
+    trainer = custody_of("guarded", tmp_path, max_steps=2)
+    trainer.train()
+    assert read_good(tmp_path).path == "checkpoint-2"
+    assert events_of(trainer) == []
+
+
 # ---- resume ----
 
 
@@ -167,6 +205,7 @@ DAMAGE = {
     "no weights": lambda folder: (folder / "model.safetensors").unlink(),
     "no trainer state": lambda folder: (folder / "trainer_state.json").unlink(),
     "truncated trainer state": lambda folder: truncate(folder, "trainer_state.json"),
+    "truncated config": lambda folder: truncate(folder, "config.json"),
     "marked as incomplete": lambda folder: (folder / "checkpoint-is-incomplete.txt").touch(),
     "empty folder": lambda folder: (shutil.rmtree(folder), folder.mkdir()),
 }

@@ -1,6 +1,7 @@
 """`train()` under `nanguard run --resume`: it continues from the newest good checkpoint, as if it had never stopped."""
 
 import inspect
+import os
 import sys
 from pathlib import Path
 
@@ -97,6 +98,75 @@ def test_what_the_script_asks_for_itself_is_kept(tmp_path, resume):
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert said == []
     assert trainer.state.global_step == 6
+
+
+def test_a_script_that_looks_for_its_checkpoint_itself_does_not_resume_from_a_bad_one(tmp_path, resume):
+    resume()
+    make(tmp_path, steps=4).train()
+    newest = tmp_path / "checkpoint-4"
+    (newest / "model.safetensors").write_bytes(b"")
+    said = resume()
+    trainer = make(tmp_path)
+    trainer.train(resume_from_checkpoint=str(newest))
+    assert said[0].startswith(
+        f"training resumes from {tmp_path / 'checkpoint-2'} (not from {newest}: model.safetensors is empty"
+    )
+    assert trainer.state.global_step == 6
+    (newest / "model.safetensors").write_bytes(b"")
+    other = make(tmp_path / "other")  # the rest of a folder that is not its own may be of another run
+    with pytest.raises(Exception, match=r"model\.safetensors|while deserializing"):
+        other.train(resume_from_checkpoint=str(newest))
+
+
+def test_a_script_that_always_resumes_starts_without_a_checkpoint(tmp_path, resume):
+    said = resume()
+    trainer = make(tmp_path)
+    trainer.train(resume_from_checkpoint=True)
+    assert (said, trainer.state.global_step) == ([], 6)
+
+
+def test_a_restart_continues_from_what_the_run_has_saved_and_not_from_where_it_once_began(tmp_path, resume):
+    make(tmp_path / "before", steps=2).train()
+    asked = str(tmp_path / "before" / "checkpoint-2")
+    said = resume()
+    with pytest.raises(KeyError):
+        make(tmp_path / "run", Crash(5)).train(resume_from_checkpoint=asked)
+    assert said == []
+    said = resume("KeyError at step 4")
+    trainer = make(tmp_path / "run")
+    trainer.train(resume_from_checkpoint=asked)
+    assert said == [f"training resumes from {tmp_path / 'run' / 'checkpoint-4'}."]
+    assert trainer.state.global_step == 6
+
+
+def test_a_checkpoint_from_before_the_run_is_no_reason_to_leave_what_the_script_asks_for(tmp_path, resume):
+    make(tmp_path, steps=4).train()
+    for path in (tmp_path / "checkpoint-4").iterdir():
+        os.utime(path, (1, 1))
+    resume()
+    said = resume("KeyError at step 2")
+    make(tmp_path, steps=6).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert said == []
+
+
+def test_a_script_with_a_new_folder_at_each_start_continues(tmp_path, resume):
+    said = resume()
+    for name in ("first", "second"):  # a script that trains twice
+        trainer = make(tmp_path / f"{name}-at-10", *([Crash(5)] if name == "second" else []))
+        if name == "first":
+            trainer.train()
+    with pytest.raises(KeyError):
+        trainer.train()
+    said = resume("KeyError at step 4")
+    for name, step in (
+        ("first", 6),
+        ("second", 4),
+    ):  # the first is complete, after which the host alone trains a step more
+        trainer = make(tmp_path / f"{name}-at-11")
+        trainer.train()
+        assert said.pop() == f"training resumes from {tmp_path / f'{name}-at-10' / f'checkpoint-{step}'}."
+        assert trainer.state.global_step == 6
+    assert said == []
 
 
 def test_a_second_training_in_the_same_folder_starts_as_usual(tmp_path, resume):

@@ -1,8 +1,8 @@
 """Every private name of the transformers Trainer that we touch, each with the condition under which it can go."""
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -16,7 +16,7 @@ from transformers import trainer as trainer_module
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
-from .accelerate import local_collectives
+from .accelerate import local_collectives, replaced_method
 from .trainer_protocol import HostTrainer
 
 ITEMS = "num_items_in_batch"
@@ -290,3 +290,21 @@ def find_keepers(trainer: HostTrainer) -> dict[str, Any]:
         name = type(each).__name__
         keepers[f"{name}[{number}]" if name in keepers else name] = each
     return keepers
+
+
+def ending_when_complete(trainer: HostTrainer) -> AbstractContextManager[None]:
+    """Makes a `train()` inside the block end at once if it resumes from the last step of a run.
+
+    Can go when the Trainer does: with `max_steps` that end inside an epoch it trains one step more.
+    """
+
+    def wrap(run_epoch: Callable[..., None]) -> Callable[..., None]:
+        def run(*args: Any, **kwargs: Any) -> None:
+            if trainer.state.global_step < trainer.state.max_steps:
+                run_epoch(*args, **kwargs)
+            else:
+                trainer.control.should_training_stop = True
+
+        return run
+
+    return replaced_method(trainer, "_run_epoch", wrap)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from transformers import TrainerState
 
-from ...checkpoints.bad_checkpoint import mark_incomplete, quarantine
+from ...checkpoints.bad_checkpoint import mark_incomplete, quarantine, remove_mark
 from ...checkpoints.good_record import GoodRecord, digest_folder, read_good, write_good
 from ...checkpoints.scan import scan_checkpoint
 from ...checkpoints.scan_result import NONFINITE
@@ -79,6 +79,8 @@ class SavedCheckpoints:
         with deferred_rotation() as rotations:
             yield
         self.journal.ranks.any(False)  # waits until every rank has written its part
+        if self.trainer.args.should_save:
+            remove_mark(folder)  # the host removes that of a preemption after this
         reason = self._agree(self._check(folder) if self.trainer.args.should_save else None)
         if reason is None:
             self.note_good(folder)
