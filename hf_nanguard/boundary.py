@@ -11,17 +11,20 @@ Whatever a host calls of the guard passes one of these:
 The other direction is [`attempt`]: the guard calls code that is not its own.
 
 An error that came out of the host's own method belongs to the user's run and passes unchanged, as do the errors that the guard
-raises on purpose (`NanGuardError`) and everything that is no `Exception` (Ctrl-C). Any other error is the guard's own: it is
-reported with its location, and the run continues as without that part, which is turned off after a few failures.
+raises on purpose (`NanGuardError`), those of signal handlers, which come while the guard happens to be running, and everything
+that is no `Exception` (Ctrl-C). Any other error is the guard's own: it is reported with its location, and the run continues as
+without that part, which is turned off after a few failures.
 """
 
+import inspect
 import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from itertools import pairwise
 from typing import Any, Protocol, TypeVar
 
 from .errors import NanGuardError
@@ -74,7 +77,28 @@ def attempt(call: Callable[[], T], failed: Callable[[Exception], U]) -> T | U:
     try:
         return call()
     except Exception as error:
+        if is_of_a_signal(error):
+            raise
         return failed(error)
+
+
+def is_of_a_signal(error: Exception) -> bool:
+    """Returns whether a signal handler has raised an error, such as one that ends a run when its time is over.
+
+    A handler is a function that was called with a number and the frame that it has interrupted. Which handlers are installed says
+    less: one that raises has often removed itself before.
+    """
+    entry = error.__traceback__
+    while entry is not None:
+        frame = entry.tb_frame
+        code, values = frame.f_code, frame.f_locals
+        given = [values.get(name) for name in code.co_varnames[: code.co_argcount]]
+        if code.co_flags & inspect.CO_VARARGS:
+            given += values.get(code.co_varnames[code.co_argcount + code.co_kwonlyargcount], ())
+        if any(isinstance(one, int) and other is frame.f_back is not None for one, other in pairwise(given)):
+            return True
+        entry = entry.tb_next
+    return False
 
 
 def find_place(error: Exception) -> str:
@@ -129,6 +153,7 @@ class Boundary:
         self.num_failures: Counter[str] = Counter()
         self.off: set[str] = set()
         self._ending: BaseException | None = None
+        self._is_reporting = False
 
     def begin_run(self) -> None:
         """Turns all parts on again."""
@@ -148,8 +173,8 @@ class Boundary:
             raise
 
     def passes(self, error: Exception) -> bool:
-        """Returns whether an error ends the run: one that the guard raises on purpose."""
-        return isinstance(error, NanGuardError) or error is self._ending
+        """Returns whether an error ends the run: one that the guard raises on purpose, or one that is not its own."""
+        return isinstance(error, NanGuardError) or error is self._ending or is_of_a_signal(error)
 
     @property
     def is_alone(self) -> bool:
@@ -257,12 +282,15 @@ class Boundary:
     def note(
         self, part: str, error: Exception, max_failures: int = MAX_FAILURES, can_turn_off: bool = True
     ) -> GuardFailure:
-        """Counts and reports an error of the guard. The first few of a part are reported."""
+        """Counts and reports an error of the guard. The first few of a part are reported, but not those of a report."""
         number = self._count(part, max_failures if can_turn_off else None)
         failure = GuardFailure(part, quote_error(error), find_place(error), number, part in self.off)
-        if number <= max_failures:
-            with suppress(Exception):  # a journal, a log handler or a disk that fails too
-                self.report(failure)
+        if number <= max_failures and not self._is_reporting:
+            self._is_reporting = True
+            try:
+                attempt(lambda: self.report(failure), lambda error: None)
+            finally:
+                self._is_reporting = False
         return failure
 
     def _count(self, part: str, max_failures: int | None = MAX_FAILURES) -> int:

@@ -10,20 +10,27 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TextIO
+from typing import Any, TextIO
 
+from .boundary import attempt
 from .plain_text import make_record_printable
 
 
 def make_harmless(logger: logging.Logger) -> None:
-    """Makes the lines of a logger printable, and ignores errors of whoever handles them."""
+    """Makes the lines of a logger printable, and ignores errors of whoever makes records of them or handles these."""
     logger.addFilter(make_record_printable)
-    logger.handle = partial(_handle, logger.handle)  # type: ignore[method-assign] # its class is the application's choice
+    # Its class is the application's choice, as is the factory of records.
+    logger.makeRecord = partial(_make_record, logger.makeRecord)  # type: ignore[method-assign]
+    logger.handle = partial(_handle, logger.handle)  # type: ignore[method-assign]
+
+
+def _make_record(make: Callable[..., logging.LogRecord], *args: Any, **kwargs: Any) -> logging.LogRecord:
+    return attempt(lambda: make(*args, **kwargs), lambda error: logging.LogRecord(*args[:7]))
 
 
 def _handle(handle: Callable[[logging.LogRecord], None], record: logging.LogRecord) -> None:
-    with nothing_left_in(sys.stderr), suppress(Exception):
-        handle(record)
+    with nothing_left_in(sys.stderr):
+        attempt(lambda: handle(record), lambda error: None)
 
 
 @contextmanager

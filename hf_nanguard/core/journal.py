@@ -76,7 +76,7 @@ class Journal:
         event["message"] = printable(event["message"])
         self.summary.add(event)
         if self.on_event is not None:
-            self.on_event(event)
+            self.boundary.call("on_event", self.on_event, event)
         signal = Signal(event["signal"])
         loud = signal not in self.written or event["action"] in (Action.HALTED, Action.REWOUND)
         self.written.add(signal)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ...boundary import attempt
 from ...plain_text import quote_error
 from ..autopsy.evidence.suspect_batch import SuspectBatch, find_fields
 from ..rerun.micro_batch import MicroBatch
@@ -75,14 +76,20 @@ def measure_samples(suspect: SuspectBatch, deadline: float, rank: int) -> Measur
     if given and suspect.rows is None and suspect.documents is None:
         measured.failure = f"{len(given)} rows of the dataset are {number} entries of the batch"
         return measured
-    try:
+
+    def measure() -> list[SampleReading]:
+        samples = []
         for sample in range(number):
             if time.monotonic() > deadline:
                 raise TimeoutError
             loss, norm = measured.whole if number == 1 else suspect.measure([sample])
             row = rows[sample] if sample < len(rows) else None
-            measured.samples.append(SampleReading(index, sample, row, loss, norm, rank))
-    except Exception as error:  # a batch that cannot be cut: packing, BatchNorm, a loss of this size; or out of time
-        measured.samples.clear()
+            samples.append(SampleReading(index, sample, row, loss, norm, rank))
+        return samples
+
+    def fail(error: Exception) -> list[SampleReading]:  # a batch that cannot be cut: packing, BatchNorm; or out of time
         measured.failure = quote_error(error)
+        return []
+
+    measured.samples = attempt(measure, fail)
     return measured

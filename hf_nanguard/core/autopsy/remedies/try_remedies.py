@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ....boundary import attempt
 from ....plain_text import quote_error
 from ...event import Remedy
 from ...rerun.nested_inputs import quote_name
@@ -60,16 +61,17 @@ def try_remedies(
 def _try(suspect: SuspectBatch, idea: Idea) -> Remedy | None:
     remarks: list[str] = []
     suspect.reset()
-    try:
+
+    def run() -> tuple[bool, str]:
         with idea.alter(remarks):
             outcome = suspect.run(idea.samples)
-        works, failure = outcome.healthy, ""
         if not math.isfinite(outcome.loss):
-            failure = f"the loss was {outcome.loss}"
-        elif outcome.bad:
-            failure = f"the loss was finite, but {len(outcome.bad)} gradients were not"
-    except Exception as error:  # the user's code in a precision it was not written for may raise anything
-        works, failure = False, _describe_error(error)
+            return outcome.healthy, f"the loss was {outcome.loss}"
+        why = f"the loss was finite, but {len(outcome.bad)} gradients were not"
+        return outcome.healthy, why if outcome.bad else ""
+
+    try:  # the user's code, in a precision that it was not written for
+        works, failure = attempt(run, lambda error: (False, _describe_error(error)))
     finally:
         suspect.reset()
     if not (idea.certain or remarks):
