@@ -139,7 +139,7 @@ def _dispatch_to_mode(operator: Any, mode: TorchDispatchMode, *args: Any, **kwar
 
 @dataclass(frozen=True, eq=False)
 class StateSlot:
-    """Where a module keeps a buffer or a frozen parameter.
+    """Where a module keeps a buffer or a parameter.
 
     Can go when `named_buffers` can also return the module, and `nn.Module` can replace a buffer without the checks of
     `__setattr__`."""
@@ -159,7 +159,7 @@ class StateSlot:
 
 
 def list_state_slots(model: nn.Module) -> list[StateSlot]:
-    """Returns the slots of all buffers, and of frozen parameters that are plain tensors; one used twice comes twice.
+    """Returns the slots of all buffers, and of parameters that are plain tensors; one used twice comes twice.
 
     Can go together with [`StateSlot`]."""
     slots = [
@@ -168,11 +168,11 @@ def list_state_slots(model: nn.Module) -> list[StateSlot]:
         for table in (module._buffers, module._parameters)
         for name in table
     ]
-    return [slot for slot in slots if (tensor := slot.get()) is not None and (slot.is_buffer or _is_frozen(tensor))]
+    return [slot for slot in slots if (tensor := slot.get()) is not None and (slot.is_buffer or _is_plain(tensor))]
 
 
-def _is_frozen(parameter: Tensor) -> bool:
-    return type(parameter) is nn.Parameter and not parameter.requires_grad and not parameter.is_meta
+def _is_plain(parameter: Tensor) -> bool:
+    return type(parameter) is nn.Parameter and not parameter.is_meta
 
 
 def list_tensor_slots(model: nn.Module) -> list[tuple[dict[str, Any], str]]:

@@ -35,6 +35,7 @@ class Run:
         trainer_class: the class of the trainer.
         extra: further arguments of the constructor.
         arguments: training arguments.
+        config: their class.
         change: called with the trainer once it is built.
         train: called with the trainer to train it.
     """
@@ -44,14 +45,15 @@ class Run:
     trainer_class: type[Trainer] = Trainer
     extra: dict[str, Any] = field(default_factory=dict)
     arguments: dict[str, Any] = field(default_factory=dict)
+    config: type[TrainingArguments] = TrainingArguments
     change: Callable[[Any], object] = id
     train: Callable[[Any], object] = lambda trainer: trainer.train()
 
     def build(self, folder: Any, wrap: Callable[[type], Callable[..., Any]] = lambda cls: cls, **given: Any) -> Any:
         """Builds the trainer from its class, or from what `wrap` makes of it."""
         arguments = {"gradient_accumulation_steps": 2, "max_steps": 3, "remove_unused_columns": False}
-        args = TrainingArguments(**common_arguments(folder, **{**arguments, **self.arguments}))
-        trainer = wrap(self.trainer_class)(self.model, args, train_dataset=self.rows, **{**self.extra, **given})
+        args = self.config(**common_arguments(folder, **{**arguments, **self.arguments}))
+        trainer = wrap(self.trainer_class)(self.model, args=args, train_dataset=self.rows, **{**self.extra, **given})
         self.change(trainer)
         return trainer
 
@@ -88,6 +90,10 @@ class Table:
         """Adds a set-up."""
         self.cases.append(pytest.param(make, id=make.__name__))
         return make
+
+    def add(self, name: str, make: Callable[[], Run], quick: bool = False) -> None:
+        """Adds a set-up by name."""
+        self.cases.append(pytest.param(make, id=name, marks=[] if quick else [pytest.mark.slow]))
 
     def slow_setup(self, make: Callable[[], Run]) -> Callable[[], Run]:
         """Adds a set-up that is run by `make slow`."""
@@ -163,6 +169,8 @@ def spoiled(output: Any) -> Any:
         return output * float("nan") if output.is_floating_point() else output
     if isinstance(output, Mapping):
         return type(output)(**{name: spoiled(value) for name, value in output.items()})
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        return type(output)(*map(spoiled, output))
     return type(output)(map(spoiled, output)) if isinstance(output, (tuple, list)) else output
 
 

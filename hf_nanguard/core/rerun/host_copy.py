@@ -119,6 +119,12 @@ def has_fields(value: object) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Optimizer, type)) and not callable(value)
 
 
+def count_bytes(tensor: Tensor) -> int:
+    """Returns how many bytes a tensor has, on this rank if it is sharded."""
+    part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part.numel() * part.element_size()
+
+
 def find_tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
     """Yields the tensors of nested containers and objects."""
     if isinstance(value, Tensor):
@@ -131,3 +137,23 @@ def find_tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
         inner = value if type(value) in SEQUENCES else vars(value).values()
     for item in inner:
         yield from find_tensors(item, depth + 1)
+
+
+class OptimizerState:
+    """The state of an optimizer, with state that it keeps in containers and objects, and the settings of its groups."""
+
+    def __init__(self, optimizer: Optimizer):
+        self.optimizer = optimizer
+
+    def copy(self, reused: tuple[dict, list] | None) -> tuple[dict, list]:
+        before = {} if reused is None else reused[0]
+        groups = [
+            {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
+        ]
+        return copy_tree(dict(self.optimizer.state), before), copy_tree(groups)
+
+    def restore(self, saved: tuple[dict, list], step: int) -> None:
+        state, groups = saved
+        restore_tree(self.optimizer.state, state)
+        for group, settings in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update({key: restore_tree(group.get(key), value) for key, value in settings.items()})

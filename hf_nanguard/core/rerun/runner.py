@@ -134,8 +134,7 @@ class Runner(ABC, Generic[Payload, Weight]):
         """Restores gradients, buffers, random state and loss scaler after the block."""
         gradients = [(parameter, parameter.grad) for parameter in self.parameters]
         rng = RngState.capture(self.device_type)
-        buffers = BufferKeeper(self.model)
-        buffers.keep()
+        buffers = self.buffers.keep_apart()
         unscaled = {} if self.scaler is None else copy_unscaled(self.scaler)
         try:
             yield

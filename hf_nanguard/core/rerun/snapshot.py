@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from ..rng import RngState
 from ..torch_private import StateSlot
 from .buffers import BufferKeeper
-from .host_copy import HostCopy, copy_tensor, copy_tree, find_tensors, restore_tensor, restore_tree, wait_for_copies
+from .host_copy import HostCopy, OptimizerState, copy_tensor, count_bytes, find_tensors, restore_tensor, wait_for_copies
 from .kept_attributes import KeptAttributes, keep_module
 from .runner import Runner
 from .traceless_skip import ScalerState
@@ -74,7 +74,7 @@ class Modules:
             (slot, tensor, copy_tensor(tensor))
             for index, slot, tensor in live
             if tensor is not None and not tensor.is_meta
-            if index in keeper.written or (slot.is_buffer and tensor.numel() < SMALL)
+            if (index in keeper.written and not tensor.requires_grad) or (slot.is_buffer and tensor.numel() < SMALL)
         ]
         return ModuleCopy(chosen, [keep_module(module) for module in keeper.modules])
 
@@ -84,26 +84,6 @@ class Modules:
         for slot, tensor, value in saved.tensors:
             slot.put(tensor)
             restore_tensor(tensor, value)
-
-
-class OptimizerState:
-    """The state of an optimizer, with state that it keeps in containers and objects, and the settings of its groups."""
-
-    def __init__(self, optimizer: Optimizer):
-        self.optimizer = optimizer
-
-    def copy(self, reused: tuple[dict, list] | None) -> tuple[dict, list]:
-        before = {} if reused is None else reused[0]
-        groups = [
-            {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
-        ]
-        return copy_tree(dict(self.optimizer.state), before), copy_tree(groups)
-
-    def restore(self, saved: tuple[dict, list], step: int) -> None:
-        state, groups = saved
-        restore_tree(self.optimizer.state, state)
-        for group, settings in zip(self.optimizer.param_groups, groups, strict=True):
-            group.update({key: restore_tree(group.get(key), value) for key, value in settings.items()})
 
 
 class Schedule:
@@ -155,14 +135,9 @@ def list_parts(runner: Runner, optimizer: Optimizer, scheduler: Any = None) -> t
 
 def estimate_bytes(runner: Runner, optimizer: Optimizer) -> int:
     """Returns how many bytes a snapshot needs on this rank, also before the optimizer's first step."""
-    trained = sum(_bytes(parameter) for parameter in runner.parameters)
-    state = sum(_bytes(tensor) for tensor in find_tensors(dict(optimizer.state)))
+    trained = sum(count_bytes(parameter) for parameter in runner.parameters)
+    state = sum(count_bytes(tensor) for tensor in find_tensors(dict(optimizer.state)))
     return trained + (state or MOMENTS * trained)
-
-
-def _bytes(tensor: Tensor) -> int:
-    part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part.numel() * part.element_size()
 
 
 @dataclass

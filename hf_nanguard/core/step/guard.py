@@ -333,6 +333,7 @@ class Guard:
 
     def _settle_and_step(self, group: AccumulationGroup, runner: LoopRunner) -> StepOutcome:
         before = None if runner.scaler is None else ScalerState(runner.scaler)
+        self.boundary.call("buffers", runner.buffers.note_writes)
         off = self.policy.mode == "off"
         outcome = StepOutcome(norm=runner.measure()) if off else self.settle(group, runner, self.steps_done)
         if not outcome.stepped or outcome.failure is not None:

@@ -200,6 +200,8 @@ class Containment:
         suspicious = not result.good and not any(micro.must_be_dropped for micro in group.micro_batches)
         if suspicious and blamed:  # a row of an embedding that only some samples need is no reason to end the run
             suspicious = not all(bad.verdict is not None and bad.verdict.spares_others for bad in blamed)
+        if suspicious:
+            runner.buffers.restore()  # the passes of the bad micro-batches may have written weights
         bad_weights = self.find_bad_parameter(reading, runner, suspicious)
         if outcome is None:
             outcome = self.skip(reading, runner, signal, message)

@@ -190,6 +190,8 @@ class GuardedStep:
         if runner is None or not (record.group.micro_batches or record.group.failure):
             self.unguarded.report()
             return host_clip() if norm is None else norm
+        if not self.deepspeed:  # whose engine has stepped already
+            call("buffers", runner.buffers.note_writes)
         norm = self._mark(record, model, runner, host_clip, norm)
         is_clipped = norm is not None
         given = torch.as_tensor(norm, device=self.trainer.args.device) if is_clipped else None
@@ -227,7 +229,8 @@ class GuardedStep:
         """Classifies the settled step by what it could learn from."""
         norm = self.guard.last_norm
         if self.online is None:
-            signal: StepSignal | None = StepSignal.of_batches(record.no_signals, norm)
+            is_used_up = self.runner is not None and self.runner.buffers.has_updates
+            signal: StepSignal | None = StepSignal.of_batches(record.no_signals, None if is_used_up else norm)
         else:
             signal = self.online.step_signal(norm)
         if signal is not None:

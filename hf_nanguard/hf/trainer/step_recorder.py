@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -79,6 +80,8 @@ class StepRecorder:
         self.masked = MaskedSamples(guard.journal)
         self.loss_errors = LossErrors(trainer, guard)
         self.num_backwards = 0  # largest number in one training_step, counted where several ranks run it
+        self._runner: TrainerRunner | None = None  # of the running micro-batch,
+        self._thread = 0  # and the thread it runs in
         self._notes: list[BatchNote] = []
         self._batch_rows: list[list[int] | None] = []
         self._held: tuple[HeldInputs, RngState] | None = None  # of the running micro-batch
@@ -186,6 +189,7 @@ class StepRecorder:
         findings = self._notes[index].findings
         must_be_dropped = any(finding.action in (BatchAction.DROP, BatchAction.HALT) for finding in findings)
         self._held, self._rng_before, self.phase = None, RngState.capture(self._device_type), Phase.RUNNING
+        self._runner, self._thread = runner, get_ident()
         rows = None
         try:
             with (
@@ -212,6 +216,7 @@ class StepRecorder:
                 loss = training_step(model, batch.again(), num_items)
         finally:
             self.phase = Phase.COLLECTING if self.phase is Phase.RUNNING else self.phase
+            self._runner = None
         payload, rng = self._held or (None, self._rng_before)
         self._held = None
         rows = self._rows_of(payload, index) if rows is None else rows
@@ -270,6 +275,12 @@ class StepRecorder:
     def current_rows(self) -> list[int] | None:
         """Returns the dataset rows of the batch that is being prepared."""
         return self._batch_rows[len(self.guard.group.micro_batches)] if self.phase is Phase.RUNNING else None
+
+    def keep_optimizer(self, optimizer: torch.optim.Optimizer, is_own: bool) -> None:
+        """Keeps an optimizer that is about to step inside a `training_step`: one of the model, from whatever thread, or of another
+        model, if it is not another trainer's in a thread of its own."""
+        if self._runner is not None and (is_own or self._thread == get_ident()):
+            self._runner.buffers.keep_optimizer(optimizer)
 
     def restore_running_loss(self, losses: list[Tensor], extra: float = 0.0) -> None:
         """Sets the running loss of the log to what it was before the group, plus these losses.

@@ -59,11 +59,14 @@ class UnguardedUpdates:
             self._checks_updates = False
 
     def _check_update(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
-        """Runs before every `optimizer.step()` of the process: an update of the model that was not settled is reported."""
+        """Runs before every `optimizer.step()` of the process: an update of the model that was not settled is reported, and what
+        steps inside a `training_step` is kept, so that it can be put back."""
         if not self.recorder.watches or self.recorder.phase in (Phase.DECIDED, Phase.SKIPPED):
             return
         mine = {id(parameter) for parameter in self.trainer.model.parameters()}
-        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
+        is_mine = any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
+        self.recorder.keep_optimizer(optimizer, is_mine)
+        if is_mine:
             self.report()
             if self.recorder.settles:  # nobody will
                 self.recorder.abandon()
@@ -74,10 +77,11 @@ class UnguardedUpdates:
             return
         self._has_reported_update = True
         hidden = self.host.find_hidden(self.trainer) or find_own_loop(type(self.trainer))
-        inside = self.recorder.phase is Phase.RUNNING
+        inside = self.recorder.phase is Phase.RUNNING and not hidden
         why = f"{', '.join(hidden)} of {type(self.trainer).__name__} replaces the method of the Trainer" if hidden else (
             "training_step updates the weights itself" if inside else "its training loop is not that of the Trainer"
         )  # fmt: skip
         step = self.trainer.state.global_step
-        message = f"step {step} and others like it are not guarded because {why}"
+        what = "guarded by their losses alone, not by their gradients," if inside else "not guarded"
+        message = f"step {step} and others like it are {what} because {why}"
         self.guard.journal.write_once(Event(step, Signal.GUARD_FAILED, Action.OBSERVED, message))

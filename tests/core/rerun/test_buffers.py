@@ -1,5 +1,7 @@
 """Buffers that a forward writes are kept, and only those."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -87,6 +89,7 @@ def test_static_buffers_are_not_kept_after_the_first_group():
     keeper = BufferKeeper(model)
     keeper.keep()
     model(torch.ones(3, 4))
+    keeper.note_writes()
     keeper.keep()
     assert {slot.name for slot, *_ in keeper.kept} == {"written", "replaced"}
 
@@ -177,6 +180,7 @@ def test_a_buffer_that_is_written_late_is_learned_then():
     for _ in range(4):
         keeper.keep()
         model(torch.ones(3))
+        keeper.note_writes()
     keeper.keep()
     before = values_of(model)
     model(torch.full((3,), NAN))
@@ -210,6 +214,7 @@ def test_frozen_parameters_that_a_forward_writes_are_put_back(replaces):
     for _ in range(2):
         keeper.keep()
         model(torch.ones(1, 2))
+        keeper.note_writes()
     keeper.keep()
     before = [parameter.clone() for parameter in model.follower.parameters()]
     for _ in range(3):
@@ -218,14 +223,61 @@ def test_frozen_parameters_that_a_forward_writes_are_put_back(replaces):
     assert all(map(torch.equal, model.follower.parameters(), before))
 
 
-def test_frozen_parameters_that_nobody_writes_are_not_copied():
+def test_parameters_that_only_the_optimizer_writes_are_not_copied():
     model = nn.Sequential(nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     keeper = BufferKeeper(model)
     for _ in range(3):
         with OperationCounter() as counted:
             keeper.keep()
         assert counted.ops == []
         model(torch.ones(1, 2)).sum().backward()
+        with OperationCounter() as counted:
+            keeper.note_writes()
+        assert counted.ops == []
+        optimizer.step()
+
+
+def test_parameters_that_a_pass_writes_are_put_back():
+    model = nn.Embedding(4, 2, max_norm=1.0)  # scales the rows that it looks up
+    nn.init.constant_(model.weight, 3.0)
+    keeper = BufferKeeper(model)
+    for row in range(2):
+        keeper.keep()
+        before = model.weight.detach().clone()
+        model(torch.tensor([row]))
+        assert not torch.equal(model.weight, before)
+        keeper.note_writes()
+    keeper.restore()
+    assert torch.equal(model.weight, before)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+def test_an_optimizer_that_steps_inside_the_group_is_put_back(steps_before):
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(other.parameters())
+    keeper = BufferKeeper(model)
+
+    def step(value):
+        optimizer.zero_grad()
+        (other(torch.ones(1, 2)).sum() * value).backward()
+        keeper.keep_optimizer(optimizer)
+        optimizer.step()
+
+    def state():
+        return copy.deepcopy([other.state_dict(), optimizer.state_dict()["state"]])
+
+    for _ in range(steps_before):
+        keeper.keep()
+        step(1.0)
+    keeper.keep()
+    before = state()
+    step(1.0)
+    step(NAN)
+    assert all(parameter.isnan().all() for parameter in other.parameters())
+    keeper.restore()
+    assert str(state()) == str(before)
+    assert keeper.keep_apart().optimizers.keys() == {optimizer}
 
 
 class Queue(nn.Module):
