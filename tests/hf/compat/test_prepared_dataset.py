@@ -133,7 +133,9 @@ def test_the_document_of_a_flat_batch_is_named(settings, tmp_path, caplog):
     [document] = culprit["samples"]
     assert culprit["tokens"] == [[document, 0]]
     assert f"text:    [{document}] {given[11]['text']}\n" in caplog.text
-    assert ("rows are those of the prepared dataset that SFTTrainer trains on" in caplog.text) == ("packing" in settings)
+    assert ("rows are those of the prepared dataset that SFTTrainer trains on" in caplog.text) == (
+        "packing" in settings
+    )
     assert [remedy["name"] for remedy in event["remedies"] if remedy["works"]] == ["drop_rows"]
 
 
@@ -153,7 +155,9 @@ def test_a_dataset_that_does_not_have_the_rows_of_its_file_is_told_apart(groups,
     trainer = build("plain", tmp_path / "run", extra={"train_dataset": given})
     plant(trainer, Fault("loss", step=1, micro_step=1))
     trainer.train()
-    note = "dataset rows are those of the prepared dataset that GuardedTrainer trains on: it has 12 rows, its files had 24"
+    note = (
+        "dataset rows are those of the prepared dataset that GuardedTrainer trains on: it has 12 rows, its files had 24"
+    )
     assert (note in caplog.text) == groups
 
 
