@@ -104,6 +104,8 @@ def make_parser() -> examples.RecipeParser:
 class DistillationTrainer(Trainer):
     """A plain `Trainer` with ce and kd. If guarded, they are checked by name, and a non-finite kd is dropped."""
 
+    model: nn.Module
+
     def __init__(
         self, *args, script: ScriptArguments, teacher: nn.Module, shared: tuple[list[int], list[int]], **kwargs
     ):
@@ -179,16 +181,21 @@ def load_task(student: str, teacher: str, train_file: str, allow_pickle: bool) -
     texts = [line for line in Path(train_file).read_text(encoding="utf-8").splitlines() if line.strip()]
     if len(texts) < 2:
         raise ArgumentError(f"--train_file must contain at least 2 texts, got {len(texts)} in {train_file!r}.")
-    models, tokenizers = [], []
-    for flag, name in {"--model_name_or_path": student, "--teacher_name_or_path": teacher}.items():
-        safe = examples.require_safetensors(name, flag, allow_pickle)
-        models.append(AutoModelForCausalLM.from_pretrained(name, **safe))
-        tokenizers.append(AutoTokenizer.from_pretrained(name))
-        if not tokenizers[-1].is_fast:
-            raise ArgumentError(f"{flag} must have a fast tokenizer, which returns offsets, got {name!r}.")
-        tokenizers[-1].pad_token = tokenizers[-1].pad_token or tokenizers[-1].eos_token
+    student_model, student_tokenizer = load_model(student, "--model_name_or_path", allow_pickle)
+    teacher_model, teacher_tokenizer = load_model(teacher, "--teacher_name_or_path", allow_pickle)
+    tokenizers = (student_tokenizer, teacher_tokenizer)
     num_train = len(texts) - max(1, len(texts) // 10)
-    return calendar_words.Task(*models, tokenizers, texts[:num_train], texts[num_train:])
+    return calendar_words.Task(student_model, teacher_model, tokenizers, texts[:num_train], texts[num_train:])
+
+
+def load_model(name: str, flag: str, allow_pickle: bool) -> tuple[nn.Module, Any]:
+    """Loads a model and its tokenizer."""
+    model = AutoModelForCausalLM.from_pretrained(name, **examples.require_safetensors(name, flag, allow_pickle))
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    if not tokenizer.is_fast:
+        raise ArgumentError(f"{flag} must have a fast tokenizer, which returns offsets, got {name!r}.")
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    return model, tokenizer
 
 
 @examples.one_sentence
@@ -200,6 +207,7 @@ def build_trainer(
     """Returns a trainer of both models and the texts, stock or guarded."""
     if training_args.learning_rate not in (TrainingArguments.learning_rate, script_args.student_lr):
         raise ArgumentError(f"Use --student_lr instead of --learning_rate here, got {training_args.learning_rate}.")
+    assert script_args.student_lr is not None  # __post_init__ has set it
     training_args.learning_rate = script_args.student_lr
     if script_args.plant == "eps":
         training_args.optim, training_args.adam_epsilon = "adamw_torch", 1e-8

@@ -68,7 +68,8 @@ class Search:
             newest = choose_checkpoint(self.folder, needs_optimizer=True).path if self.is_restart else None
             if newest is not None and self.progress.is_of_this_run(newest / TRAINER_STATE):
                 return str(newest), ""
-            result = scan_checkpoint(asked) if CHECKPOINT.search(str(asked)) and Path(asked).is_dir() else None
+            named = Path(asked)
+            result = scan_checkpoint(named) if CHECKPOINT.search(str(asked)) and named.is_dir() else None
             if result is None or result.is_good:
                 return asked, ""
             skipped.append(f"{asked}: {result.why_not_good}")

@@ -31,11 +31,13 @@ class KeptOptimizer:
     """
 
     def __init__(self, optimizer: Optimizer, reused: "KeptOptimizer | None" = None):
-        before: dict[Tensor, HostCopy] = {} if reused is None else reused.parameters
+        before = {} if reused is None else reused.parameters
         trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.state = OptimizerState(optimizer)
-        self.saved = self.state.copy(None if reused is None else reused.saved)
-        self.parameters = {parameter: copy_tensor(parameter, before.get(parameter)) for parameter in trained}
+        self.saved: tuple[dict, list] = self.state.copy(None if reused is None else reused.saved)
+        self.parameters: dict[Tensor, HostCopy] = {
+            parameter: copy_tensor(parameter, before.get(parameter)) for parameter in trained
+        }
 
     def restore(self) -> None:
         """Puts the optimizer and its parameters back."""

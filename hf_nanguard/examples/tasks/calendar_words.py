@@ -5,7 +5,6 @@ have to be aligned.
 """
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +41,7 @@ class Task:
 
     student: nn.Module
     teacher: nn.Module
-    tokenizers: Sequence[PreTrainedTokenizerBase]  # the student's and the teacher's
+    tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]  # the student's and the teacher's
     train: list[str]
     validation: list[str]
 
