@@ -881,6 +881,17 @@ def test_a_checkpoint_is_saved_where_it_is_said(tmp_path):
     assert compat.checkpoint_folder(trainer, None) == tmp_path / "checkpoint-3"
 
 
+def test_a_run_that_is_complete_trains_no_step_more(tmp_path):
+    settings = {"guard": False, "max_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    build("plain", tmp_path, **settings).train()
+    resumed, steps = build("plain", tmp_path, **settings), []
+    resumed.training_step = lambda *args, **kwargs: steps.append(type(resumed).training_step(resumed, *args, **kwargs))
+    with compat.ending_when_complete(resumed):
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert (resumed.state.global_step, steps) == (3, [])
+    assert "_run_epoch" not in vars(resumed)
+
+
 @pytest.mark.parametrize("num_iterations", [1, 2])
 def test_the_next_micro_batch_of_an_online_trainer_generates_or_not(num_iterations, tmp_path):
     trainer = build("grpo", tmp_path, guard=False, num_iterations=num_iterations)

@@ -222,7 +222,7 @@ def test_a_halt_is_logged_and_recorded_before_anything_is_saved(error, tmp_path,
 
     def fail(*args, **kwargs):
         assert [event["action"] for event in events_of(trainer)][-1] == "halted"
-        assert "alted after 10 bad steps" in caplog.text
+        assert "halted: 10 bad steps in a row" in caplog.text
         raise error
 
     monkeypatch.setattr(torch, "save", fail)
