@@ -137,19 +137,11 @@ def log_failure(failure: GuardFailure) -> None:
 
 
 class Boundary:
-    """Turns errors of the guard into reports.
-
-    Args:
-        report (`Callable`, *optional*):
-            Called with every [`GuardFailure`]. Errors in it are ignored, because there is nobody left to tell.
-        ranks (`Agreement`, *optional*):
-            The ranks that decide together. If there are several, no override is turned off, because the other ranks may
-            wait for this one.
-    """
+    """Turns errors of the guard into reports."""
 
     def __init__(self, report: Callable[[GuardFailure], None] = log_failure, ranks: Agreement | None = None):
-        self.report = report
-        self.ranks = ranks
+        self.report = report  # errors in it are ignored, because there is nobody left to tell
+        self.ranks = ranks  # if there are several, no override is turned off: other ranks may wait for this one
         self.num_failures: Counter[str] = Counter()
         self.off: set[str] = set()
         self._ending: BaseException | None = None

@@ -8,14 +8,8 @@ from .checkpoint_files import QUARANTINE, SENTINEL
 
 
 def quarantine(folder: Path, limit: int | None) -> Path:
-    """Moves a checkpoint to `_bad_checkpoints/` beside it and returns where it is now.
-
-    Args:
-        folder (`Path`):
-            The checkpoint.
-        limit (`int`, *optional*):
-            How many bad ones to keep (`save_total_limit`); older ones are deleted.
-    """
+    """Moves a checkpoint to `_bad_checkpoints/` beside it, where the newest `limit` stay (all if `None`); returns where it is
+    now."""
     place = folder.parent / QUARANTINE
     place.mkdir(exist_ok=True)
     target = next(path for path in _names(place, folder.name) if not path.exists())

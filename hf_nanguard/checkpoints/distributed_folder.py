@@ -24,11 +24,7 @@ class _InertUnpickler(pickle.Unpickler):
 
 
 def read_shards(folder: Path) -> Iterator[tuple[str, OpenedFile]]:
-    """Yields the name of each part of a tensor and its content, one after the other.
-
-    Raises:
-        DamagedFileError: if the index or a shard cannot be read.
-    """
+    """Yields the name of each part of a tensor and its content; a `DamagedFileError` if the index or a shard cannot be read."""
     for name, file, offset, length in _read_index(folder / DISTRIBUTED_METADATA):
         path = folder / Path(file).name
         try:

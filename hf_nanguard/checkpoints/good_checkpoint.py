@@ -24,13 +24,8 @@ class Choice:
 def choose_checkpoint(run: Path, needs_optimizer: bool = False, before: Path | None = None) -> Choice:
     """Returns the newest checkpoint of a run that is complete, readable and finite.
 
-    Args:
-        run (`Path`):
-            The output directory of the run.
-        needs_optimizer (`bool`, *optional*, defaults to `False`):
-            Take one without optimizer state only if no good one has it.
-        before (`Path`, *optional*):
-            A checkpoint of the run; only older ones are considered.
+    One without optimizer state is taken only if no good one has it, if `needs_optimizer`. With `before`, a checkpoint of the
+    run, only older ones are considered.
     """
     candidates = list_checkpoints(run)
     if before is not None:

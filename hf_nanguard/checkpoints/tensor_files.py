@@ -44,11 +44,8 @@ class OpenedFile:
 
 
 def open_tensors(path: Path) -> OpenedFile:
-    """Opens a file of tensors. The tensors are views of the file: nothing is read yet.
-
-    Raises:
-        DamagedFileError: if it is truncated, of another format, or names something that must not be loaded.
-    """
+    """Opens a file of tensors as views of it: nothing is read yet. One that is truncated, of another format, or names something
+    that must not be loaded, is a `DamagedFileError`."""
     try:
         if path.stat().st_size == 0:
             raise DamagedFileError("is empty")

@@ -22,20 +22,13 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """The processes that train together.
-
-    Args:
-        device (`torch.device`, *optional*, defaults to the CPU):
-            The device of the tensors that are communicated; with NCCL this must be the rank's accelerator.
-        alone (`bool`, *optional*, defaults to `False`):
-            Whether to ignore an initialised process group, so that this process decides alone.
-    """
+    """The processes that train together; `alone` ignores an initialised process group, so that this process decides by itself."""
 
     def __init__(self, device: torch.device | str = "cpu", alone: bool = False):
         together = not alone and dist.is_available() and dist.is_initialized()
         self.size = dist.get_world_size() if together else 1
         self.rank = dist.get_rank() if together else 0
-        self.device = torch.device(device)
+        self.device = torch.device(device)  # of tensors that are sent; with NCCL the accelerator of this rank
         self.num_exchanges = 0  # begun so far
 
     def any(self, fact: bool) -> bool:

@@ -17,12 +17,7 @@ NAME = "nanguard"
 
 
 def register(guard: Given = None) -> None:
-    """Adds `nanguard` to the callbacks that `swift --callbacks` knows.
-
-    Args:
-        guard (`GuardArguments` or `dict`, *optional*):
-            The settings.
-    """
+    """Adds `nanguard`, with these settings, to the callbacks that `swift --callbacks` knows."""
     from swift.callbacks import callbacks_map
 
     settings = read_guard_arguments(guard)

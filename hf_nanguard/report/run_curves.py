@@ -58,15 +58,8 @@ class RunCurves:
 
 
 def read_curves(run: str | Path) -> RunCurves:
-    """Reads the files of a run. Of steps that a resumed run has run again, only the last time counts.
-
-    Args:
-        run (`str` or `Path`):
-            The output directory of a run, or its `nanguard` folder.
-
-    Raises:
-        ArgumentError: if there are no such files.
-    """
+    """Reads the files of a run, given its output directory or its `nanguard` folder; an `ArgumentError` if there are none. Of
+    steps that a resumed run has run again, only the last time counts."""
     files = RunFiles(run)
     if not files.folder.is_dir():
         raise ArgumentError(

@@ -24,20 +24,12 @@ class JsonlWriter:
 
     Every object carries the id of its run, because several runs may write to one folder. A full or read-only disk, or a path
     that is not a regular file, must not end a run: objects that cannot be written are lost, and the first failure is logged.
-
-    Args:
-        path (`str` or `Path`):
-            The file.
-        run (`str`, *optional*):
-            The id of the run; a new one by default.
-        private (`bool`, *optional*, defaults to `True`):
-            Whether only the owner may read the file, because it contains training data.
     """
 
     def __init__(self, path: str | Path, run: str | None = None, private: bool = True):
         self.path = Path(path)
         self.run = run or new_run_id()
-        self.private = private
+        self.private = private  # only the owner may read the file, because it contains training data
         self._failed = False
 
     def __call__(self, item: Mapping[str, object]) -> None:
@@ -176,12 +168,8 @@ class FollowedFile:
 
 
 class RunFiles:
-    """Log rows and events of a run, each returned once.
-
-    Args:
-        run (`str` or `Path`):
-            The output directory of a run, or its `nanguard` folder. Neither need exist yet.
-    """
+    """Log rows and events of a run, each returned once, from its output directory or its `nanguard` folder; neither need exist
+    yet."""
 
     def __init__(self, run: str | Path):
         path = Path(run)

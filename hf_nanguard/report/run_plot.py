@@ -22,11 +22,8 @@ MAX_POINTS = 100  # up to which each row is drawn as a point too
 
 
 def draw_run(curves: RunCurves, path: Path) -> None:
-    """Draws a run to a file whose name ends in `.svg` or `.png`.
-
-    Raises:
-        ArgumentError: for another ending, without matplotlib, or if the file cannot be written.
-    """
+    """Draws a run to a file whose name ends in `.svg` or `.png`. Another ending, or a file that cannot be written, is an
+    `ArgumentError`, and so is a missing matplotlib."""
     if path.suffix not in FORMATS:
         raise ArgumentError(
             f"The picture must be a file that ends in {' or '.join(FORMATS)}, got {printable(str(path))}."

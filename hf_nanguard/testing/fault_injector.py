@@ -77,19 +77,7 @@ class _BadGradient(torch.autograd.Function):
 
 
 def add_bad_gradient(loss: Tensor, parameter: Tensor, value: float = NAN) -> Tensor:
-    """Makes the first entry of a parameter's gradient bad and leaves the loss as it is.
-
-    Args:
-        loss (`Tensor`):
-            The loss.
-        parameter (`Tensor`):
-            The parameter.
-        value (`float`, *optional*, defaults to NaN):
-            The number that is added to the first entry of its gradient.
-
-    Returns:
-        `Tensor`: A loss of the same value.
-    """
+    """Returns a loss of the same value, by which the first entry of a parameter's gradient becomes bad: `value` is added to it."""
     return loss + _BadGradient.apply(parameter, value)
 
 

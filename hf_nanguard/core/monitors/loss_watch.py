@@ -18,18 +18,11 @@ SIGNED_RATIO, SIGNED_FLOOR, SIGNED_LEVEL = 10.0, 1.0, 3.0  # for a loss around 0
 
 
 class LossWatch:
-    """Observes the losses of a run. Only rank 0 writes, about its own losses.
-
-    Args:
-        journal (`Journal`):
-            Where events are written.
-        holds_divergence (`bool`, *optional*, defaults to `False`):
-            Whether a divergence is kept for [`LossWatch.take_divergence`], on every rank, and not written.
-    """
+    """Observes the losses of a run. Only rank 0 writes, about its own losses."""
 
     def __init__(self, journal: Journal, holds_divergence: bool = False):
         self.journal = journal
-        self.holds_divergence = holds_divergence
+        self.holds_divergence = holds_divergence  # for `take_divergence`, on every rank, instead of writing it
         self.is_signed = False
         self.begin_run()
 

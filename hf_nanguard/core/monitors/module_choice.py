@@ -24,17 +24,10 @@ def find_outer_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def pick_modules(model: nn.Module, patterns: str | Sequence[str] | None = None) -> dict[str, nn.Module]:
-    """Returns the modules to monitor by name, in the order of `model.named_modules()`.
+    """Returns the modules to monitor by name, in the order of `model.named_modules()`; an `ArgumentError` if no module matches.
 
-    Args:
-        model (`nn.Module`):
-            The model, without DDP wrapper.
-        patterns (`str` or `Sequence[str]`, *optional*):
-            `fnmatch` patterns of module names, separated by commas in a string. Leading parts may be left out:
-            `"layers.*.mlp"` also matches `"base_model.model.model.layers.0.mlp"`. Blocks and outer layers by default.
-
-    Raises:
-        ArgumentError: if no module matches.
+    `patterns` are `fnmatch` patterns of module names, separated by commas in a string. Leading parts may be left out:
+    `"layers.*.mlp"` also matches `"base_model.model.model.layers.0.mlp"`. Blocks and outer layers by default.
     """
     if patterns is None:
         chosen = {**find_blocks(model), **find_outer_layers(model)}

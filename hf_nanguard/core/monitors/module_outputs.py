@@ -240,11 +240,8 @@ def tabulate(
 
 
 def read_table(table: Tensor, modules: Iterable[str]) -> dict[str, Activation]:
-    """Returns the rows of a table by module, those without a measure left out. One host read.
-
-    Raises:
-        RankError: if a rank has failed.
-    """
+    """Returns the rows of a table by module, those without a measure left out; a `RankError` if a rank has failed. One host
+    read."""
     *rows, last = table.tolist()
     if last[0] > 0:
         raise RankError("another rank has failed")

@@ -74,14 +74,8 @@ class MonitorSet:
         self.loaded: JsonObject = {}  # the state of a checkpoint that was loaded before the monitors were built
 
     def begin(self, monitors: tuple[Monitor, ...], run_forwards: Callable[[], None] | None = None) -> None:
-        """Replaces the monitors and restores their state from the checkpoint that was loaded, if any.
-
-        Args:
-            monitors (`tuple[Monitor, ...]`):
-                The monitors.
-            run_forwards (`Callable`, *optional*):
-                Given if the model ignores hooks: runs the forwards of the step under way again, with hooks, and leaves no trace.
-        """
+        """Replaces the monitors and restores their state from the checkpoint that was loaded, if any. `run_forwards` is given
+        if the model ignores hooks: it runs the forwards of the step under way again, with hooks, and leaves no trace."""
         self.close()
         self.monitors, self.failed, self.run_forwards = monitors, (), run_forwards
         for monitor in monitors:

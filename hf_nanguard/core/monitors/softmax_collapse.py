@@ -48,14 +48,11 @@ def measure_attention(
 ) -> Tensor:
     """Measures an attention layer on a few queries of one or two samples.
 
-    Queries have the shape (batch, heads, queries, features), keys (batch, groups, keys, features), where each group serves the
-    same number of heads. Scores are multiplied by `scaling` (by default one over the root of the features) and squashed to
-    `softcap`; then the `mask` (true where a query sees a key, or a number to add) and the `bias`, which hides nothing, apply.
-    Without a mask, `causal` lets query i see the keys up to i only.
-
-    Returns:
-        `Tensor`: the largest score before the softmax, and minus the mean relative entropy of queries that see at least
-        `MIN_KEYS` keys.
+    Returns the largest score before the softmax, and minus the mean relative entropy of queries that see at least `MIN_KEYS`
+    keys. Queries have the shape (batch, heads, queries, features), keys (batch, groups, keys, features), where each group
+    serves the same number of heads. Scores are multiplied by `scaling` (by default one over the root of the features) and
+    squashed to `softcap`; then the `mask` (true where a query sees a key, or a number to add) and the `bias`, which hides
+    nothing, apply. Without a mask, `causal` lets query i see the keys up to i only.
     """
     length, num_keys = query.shape[2], key.shape[2]
     picked = pick_positions(length)
@@ -93,14 +90,11 @@ def measure_attention(
 
 @torch.no_grad()
 def measure_router(logits: Tensor, real: Tensor | None = None) -> Tensor:
-    """Measures a router on up to `TOKENS` tokens.
+    """Measures a router on up to `TOKENS` tokens: minus the mean relative entropy of a token's distribution, minus the relative
+    entropy of the mean distribution, the share of the expert that is the first choice of most tokens, and the largest logit.
 
     Logits have the shape (..., experts); probabilities, which some routers return, are recognized by their sums. `real` says
     which tokens are not padding.
-
-    Returns:
-        `Tensor`: minus the mean relative entropy of a token's distribution, minus the relative entropy of the mean
-        distribution, the share of the expert that is the first choice of most tokens, and the largest logit.
     """
     rows = logits.detach().flatten(0, -2)
     stride = max(1, -(-rows.shape[0] // TOKENS))

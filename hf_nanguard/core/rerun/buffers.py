@@ -21,14 +21,7 @@ MOST_BYTES = 2**30  # of trained weights, and of optimizers, that are copied eac
 
 
 class KeptOptimizer:
-    """An optimizer and its parameters as they were before a step.
-
-    Args:
-        optimizer (`Optimizer`):
-            The optimizer.
-        reused (`KeptOptimizer`, *optional*):
-            An earlier copy whose memory is no longer needed.
-    """
+    """An optimizer and its parameters as they were before a step; `reused` is an earlier copy whose memory is no longer needed."""
 
     def __init__(self, optimizer: Optimizer, reused: "KeptOptimizer | None" = None):
         before = {} if reused is None else reused.parameters

@@ -38,18 +38,7 @@ class Holder:
 
 
 class WeightCopies:
-    """The copies of the weights of a model that somebody keeps.
-
-    Args:
-        model (`nn.Module`):
-            The model in training.
-        find_owners (`Callable`):
-            Returns where to search: objects by name.
-        ignored (`Collection[str]`):
-            Names of what is not searched, as `owner.attribute`.
-        tell (`Callable`):
-            Called once for each name that holds as much as the model and is not known to be a copy.
-    """
+    """The copies of the weights of a model that somebody keeps."""
 
     def __init__(
         self,
@@ -59,9 +48,9 @@ class WeightCopies:
         tell: Callable[[str], None],
     ):
         self.model = model
-        self.find_owners = find_owners
-        self.ignored = ignored
-        self.tell = tell
+        self.find_owners = find_owners  # returns where to search: objects by name
+        self.ignored = ignored  # names of what is not searched, as `owner.attribute`
+        self.tell = tell  # of each name that holds as much as the model and is not known to be a copy
         self.reported: set[str] = set()
 
     def find(self) -> list[Holder]:

@@ -83,18 +83,8 @@ class OutlierWatch:
         self.next_step = 0
 
     def suspect(self, step: int, losses: Sequence[float], norm: float, uses_losses: bool) -> Suspicion | None:
-        """Adds the values of a step; returns why it may be examined, `None` if nothing is out of line.
-
-        Args:
-            step (`int`):
-                Its number.
-            losses (`Sequence[float]`):
-                Of its micro-batches, each as if it were the whole step.
-            norm (`float`):
-                Of its gradient.
-            uses_losses (`bool`):
-                Whether the losses count, which only this rank knows.
-        """
+        """Adds the values of a step; returns why it may be examined, `None` if nothing is out of line. `losses` are of its
+        micro-batches, each as if it were the whole step, and count only if they are judged, which only this rank knows."""
         found: Suspicion | None = None
         outliers = []
         before, threshold = self.losses.detector.usual, self.losses.detector.threshold()

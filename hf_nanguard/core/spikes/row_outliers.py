@@ -56,13 +56,8 @@ def _quantile(ranked: Sequence[float], share: float) -> float:
 def find_outliers(samples: Sequence[float], others: Sequence[float], extremes: Sequence[float] = ()) -> list[int]:
     """Returns the positions of the samples that are out of line: a minority, or none.
 
-    Args:
-        samples (`Sequence[float]`):
-            Logarithms of what was measured of each sample of a group.
-        others (`Sequence[float]`):
-            The same of samples that are known to be usual.
-        extremes (`Sequence[float]`, *optional*):
-            The same of the largest samples of earlier groups, which were not out of line.
+    All are logarithms of what was measured: of each sample of a group, of `others` that are known to be usual, and of the
+    largest samples of earlier groups (`extremes`), which were not out of line.
     """
     order = sorted(range(len(samples)), key=lambda index: -samples[index])
     for number in range(max(1, (len(samples) - 1) // 2), 0, -1):

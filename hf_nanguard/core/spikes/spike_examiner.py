@@ -60,21 +60,11 @@ class SpikeExaminer:
     def examine(
         self, group: AccumulationGroup, runner: Runner, step: int, losses: list[float], norm: float, is_spike: bool
     ) -> SpikeExamination | None:
-        """Examines a step if it is out of line and an examination is due. Every rank calls it, for every step with a finite norm.
+        """Examines a step if it is out of line and an examination is due. Every rank calls it, for every step with a finite
+        norm.
 
-        Args:
-            group (`AccumulationGroup`):
-                The micro-batches, still held.
-            runner (`Runner`):
-                Runs them again.
-            step (`int`):
-                Number of the step.
-            losses (`list[float]`):
-                Of the micro-batches, as the loop weighs them; none if they change their sign.
-            norm (`float`):
-                Of the gradient.
-            is_spike (`bool`):
-                Whether the step is a spike, and not only out of line. The same on every rank.
+        `losses` are of the micro-batches, as the loop weighs them; none if they change their sign. `is_spike`, the same on
+        every rank, says whether the step is a spike, and not only out of line.
         """
         if not self.policy.autopsy:
             return None

@@ -126,12 +126,8 @@ class Redo:
         return RedoResult(blamed, spared, reports, good, num_good, outcome)
 
     def explain(self, reading: StepReading, runner: Runner) -> Explanation:
-        """Examines the first bad micro-batch of a group that is not redone. Every rank calls it.
-
-        Returns:
-            `tuple[BadMicroBatch | None, bool | None]`: the micro-batch, and whether this rank reports it; `None` if no rank
-            knows more than what was read of the step as a whole.
-        """
+        """Examines the first bad micro-batch of a group that is not redone. Every rank calls it. Returns the micro-batch and
+        whether this rank reports it; `None` for both if no rank knows more than what was read of the step as a whole."""
         return self.boundary.together("redo", lambda: self._explain(reading, runner), lambda why: (None, None))
 
     def _explain(self, reading: StepReading, runner: Runner) -> Explanation:

@@ -114,16 +114,9 @@ class Recovery:
     # ---- in the order of a step ----
 
     def begin_step(self, step: int, check: Callable[[int], Failure | None], is_boundary: bool = True) -> Failure | None:
-        """Takes a snapshot before the first forward of a step if one is due and the state is healthy. Every rank calls it.
-
-        Args:
-            step (`int`):
-                Number of the step.
-            check (`Callable`):
-                Checks weights and optimizer state; what it finds is returned.
-            is_boundary (`bool`, *optional*, defaults to `True`):
-                Whether the loop can begin anew here; an online trainer cannot between two generations.
-        """
+        """Takes a snapshot before the first forward of a step if one is due and the state is healthy; returns what `check`
+        finds in weights and optimizer state. None is taken unless `is_boundary`: an online trainer cannot begin anew between
+        two generations. Every rank calls it."""
         if not self.is_due(step, is_boundary):
             return None
         if self.journal.ranks.any(self.is_suspect() or self.escalation.bad_in_a_row > 0):
@@ -166,16 +159,8 @@ class Recovery:
     # ---- a failure ----
 
     def resolve(self, failure: Failure, step: int, repeats: Callable[[], bool] | None = None) -> str | None:
-        """Rewinds the run, or returns why it has to halt. Every rank calls it.
-
-        Args:
-            failure (`Failure`):
-                Why the run cannot continue.
-            step (`int`):
-                The step that it continues with.
-            repeats (`Callable`, *optional*):
-                Returns whether the last batches are bad with the weights of now as well.
-        """
+        """Rewinds the run, which continues with `step`, or returns why it has to halt. `repeats` returns whether the last
+        batches are bad with the weights of now as well. Every rank calls it."""
         snapshot = self._choose(failure)
         if snapshot is None or self.num_rewinds == self.policy.max_rewinds:
             return self._give_up(failure, snapshot, step)

@@ -19,41 +19,18 @@ MAX_ROWS = 8
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What became of a step.
+    """What became of a step."""
 
-    Args:
-        stepped (`bool`):
-            Whether the optimizer may step.
-        norm (`Tensor`, *optional*):
-            The norm to clip by; `None` if the step is skipped.
-        redone (`list[Tensor]`, *optional*):
-            The losses to log in place of the group's own if it was redone or skipped; `None` if they stand.
-        fresh (`bool`):
-            Whether the gradients differ from those that the loop computed.
-        num_dropped (`int`):
-            How many micro-batches of this rank were dropped.
-        clip_to (`float`, *optional*):
-            A tighter bound for the norm than that of the loop.
-        halt (`str`, *optional*):
-            Why the run has to end; `None` if it continues.
-        failure (`Failure`, *optional*):
-            Why the run cannot continue from its current state. The caller of `settle` rewinds or halts it.
-        rewound (`bool`):
-            Whether the run went back to a snapshot after the step.
-        scaler_skips (`bool`):
-            Whether the loss scaler is about to skip this step, as it does while it searches its scale.
-    """
-
-    stepped: bool = True
-    norm: Tensor | None = None
-    redone: list[Tensor] | None = None
-    fresh: bool = False
-    num_dropped: int = 0
-    clip_to: float | None = None
-    halt: str | None = None
-    scaler_skips: bool = False
-    failure: Failure | None = None
-    rewound: bool = False
+    stepped: bool = True  # whether the optimizer may step
+    norm: Tensor | None = None  # to clip by; `None` if the step is skipped
+    redone: list[Tensor] | None = None  # losses to log in place of the group's own if it was redone or skipped
+    fresh: bool = False  # whether the gradients differ from those that the loop computed
+    num_dropped: int = 0  # micro-batches of this rank
+    clip_to: float | None = None  # a tighter bound for the norm than that of the loop
+    halt: str | None = None  # why the run has to end
+    scaler_skips: bool = False  # the loss scaler is about to skip it, as it does while it searches its scale
+    failure: Failure | None = None  # why the run cannot continue from its current state; the caller rewinds or halts it
+    rewound: bool = False  # whether the run went back to a snapshot after the step
 
 
 @dataclass(frozen=True)

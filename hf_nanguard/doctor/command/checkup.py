@@ -18,26 +18,13 @@ STAGES = ("rules", "data", "laws", "steps")
 
 @dataclass
 class Stage:
-    """One stage.
+    """One stage."""
 
-    Args:
-        name (`str`):
-            Its name, one of `STAGES`.
-        examination (`Examination`):
-            What it found.
-        seconds (`float`):
-            How long it took.
-        problem (`str`, *optional*):
-            Why it could not run.
-        details (`dict`):
-            What else it measured, for `--json`.
-    """
-
-    name: str
+    name: str  # one of `STAGES`
     examination: Examination = field(default_factory=Examination)
     seconds: float = 0.0
-    problem: str | None = None
-    details: dict[str, Any] = field(default_factory=dict)
+    problem: str | None = None  # why it could not run
+    details: dict[str, Any] = field(default_factory=dict)  # what else it measured, for `--json`
 
 
 def run_stage(name: str, examine: Callable[[Stage], None]) -> Stage:

@@ -36,26 +36,13 @@ VARIABLES = (
 
 @dataclass
 class Environment:
-    """What this machine and its packages allow.
+    """What this machine and its packages allow."""
 
-    Args:
-        versions (`dict[str, str]`):
-            Packages by name; those that are not installed are left out.
-        devices (`list[str]`):
-            A line for each device.
-        dtypes (`dict[str, str]`):
-            What the device that trains can do in each dtype.
-        variables (`dict[str, str]`):
-            Environment variables that are set and change a run.
-        parts (`dict[str, str]`):
-            Parts of the guard, each with `active` or why it is not.
-    """
-
-    versions: dict[str, str] = field(default_factory=dict)
-    devices: list[str] = field(default_factory=list)
-    dtypes: dict[str, str] = field(default_factory=dict)
-    variables: dict[str, str] = field(default_factory=dict)
-    parts: dict[str, str] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)  # of packages that are installed
+    devices: list[str] = field(default_factory=list)  # a line for each
+    dtypes: dict[str, str] = field(default_factory=dict)  # what the device that trains can do in each
+    variables: dict[str, str] = field(default_factory=dict)  # of the environment that change a run
+    parts: dict[str, str] = field(default_factory=dict)  # of the guard, each with `active` or why it is not
 
     def as_dict(self) -> dict[str, Any]:
         """Returns everything as JSON values."""

@@ -21,18 +21,8 @@ SIGNALS = {
 
 
 def quarantine_found(folder: Path, dataset: Any, sample: Sample, report: DatasetReport) -> list[int]:
-    """Appends the bad rows of a report to `quarantine.jsonl` of the run with this output directory, and returns those that are new.
-
-    Args:
-        folder (`Path`):
-            The `output_dir` of the run.
-        dataset (`Any`):
-            The dataset of the trainer.
-        sample (`Sample`):
-            The sampled rows, which know how the dataset was prepared.
-        report (`DatasetReport`):
-            What was found in them.
-    """
+    """Appends the bad rows of a report on a sample to `quarantine.jsonl` of the run with this output directory, and returns
+    those that are new."""
     found = {
         each.rule: set(each.rows) & set(report.bad_rows)
         for each in report.findings

@@ -81,22 +81,8 @@ def _check_names(flag: str, given: Sequence[str], known: Sequence[str]) -> None:
 def run_stages(
     options: Options, files: Sequence[ConfigFile], build: Builder, folder: Path, console: Console, progress: Progress
 ) -> Checkup:
-    """Runs the stages that were asked for.
-
-    Args:
-        options (`Options`):
-            What was asked for.
-        files (`Sequence[ConfigFile]`):
-            What was read of the configuration; without any, the rules judge the built trainer.
-        build (`Callable`):
-            Builds the trainer. Raises an [`ArgumentError`] if it cannot be built.
-        folder (`Path`):
-            Where events and autopsies go.
-        console (`Console`):
-            Where each stage is printed when it ends.
-        progress (`Callable`):
-            Makes a progress bar.
-    """
+    """Runs the stages that were asked for, and prints each when it ends. Without files, the rules judge the built trainer.
+    `build` raises an [`ArgumentError`] if it cannot build one. Events and autopsies go to `folder`."""
     checkup, wants_rules = Checkup(), "rules" in options.stages
     later = [name for name in options.stages if name != "rules"]
 

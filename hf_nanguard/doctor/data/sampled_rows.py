@@ -39,26 +39,13 @@ TEXTS = (*CONVERSATIONS, "input_ids", "prompt_ids", "chosen_ids", "rejected_ids"
 
 @dataclass(frozen=True)
 class SampledRow:
-    """One row.
+    """One row."""
 
-    Args:
-        number (`int`):
-            Its number in the dataset that the user passed in, if that can be known.
-        example (`Any`):
-            What the dataset returned.
-        batch (`Mapping`, *optional*):
-            What the collator made of it alone; `None` if it failed or makes something else.
-        error (`str`, *optional*):
-            Why dataset or collator failed.
-        source (`Mapping`, *optional*):
-            Texts and tokens of the row, with columns that the model does not take, such as its messages.
-    """
-
-    number: int
-    example: Any
-    batch: Mapping[str, Any] | None = None
-    error: str | None = None
-    source: Mapping[str, Any] = field(default_factory=dict)
+    number: int  # in the dataset that the user passed in, if that can be known
+    example: Any  # what the dataset returned
+    batch: Mapping[str, Any] | None = None  # what the collator made of it alone, `None` if it could not
+    error: str | None = None  # why dataset or collator failed
+    source: Mapping[str, Any] = field(default_factory=dict)  # texts, tokens, and columns the model does not take
 
     def field(self, name: str) -> Tensor | None:
         """Returns a tensor of the batch."""
@@ -86,16 +73,8 @@ class Sample:
 
 
 def take_sample(trainer: HostTrainer, num_rows: int | None, report: Report | None = None) -> Sample:
-    """Takes rows, evenly spread over the dataset or the first of a stream, and collates each alone.
-
-    Args:
-        trainer (`Trainer`):
-            The trainer; nothing of it changes.
-        num_rows (`int`, *optional*):
-            How many; all if it is `None`.
-        report (`Callable`, *optional*):
-            Called after every row.
-    """
+    """Takes rows (all if `num_rows` is `None`), evenly spread over the dataset or the first of a stream, and collates each
+    alone. Nothing of the trainer changes. `report` is called after every row."""
     facts, model = find_trainer_facts(trainer), trainer.accelerator.unwrap_model(trainer.model)
     prepared = find_prepared_rows(trainer)
     processor: Any = trainer.processing_class

@@ -54,14 +54,8 @@ def find_mixed_precision(bf16: bool | None, fp16: bool | None) -> str:
 
 
 def find_argument_facts(values: Mapping[str, Any], task: str) -> Facts:
-    """Returns what training arguments say, given all of them by name.
-
-    Args:
-        values (`Mapping[str, Any]`):
-            Names and values as in [`~transformers.TrainingArguments`], its subclasses and TRL's `ModelConfig`.
-        task (`str`):
-            The kind of training.
-    """
+    """Returns what training arguments say, given all of them by name, as in [`~transformers.TrainingArguments`], its subclasses
+    and TRL's `ModelConfig`."""
     bf16, fp16 = read_flag(values, "bf16"), read_flag(values, "fp16")
     if bf16 is None and task != "trainer":  # TRL's default
         bf16 = not fp16

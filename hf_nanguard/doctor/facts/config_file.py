@@ -20,16 +20,8 @@ from .run_folder import read_run
 def read_config(
     path: str | Path, task: str | None = None, flags: Mapping[str, Any] = MappingProxyType({})
 ) -> ConfigFile:
-    """Reads a YAML file or the folder of a run.
-
-    Args:
-        path (`str` or `Path`):
-            The file or folder. Pickles (`training_args.bin`) are never loaded.
-        task (`str`, *optional*):
-            The kind of training, where the file does not say it.
-        flags (`Mapping[str, Any]`, *optional*):
-            Arguments that take precedence over those of the file.
-    """
+    """Reads a YAML file or the folder of a run, whose pickles (`training_args.bin`) are never loaded. `task` is the kind of
+    training, where the file does not say it; `flags` are arguments that take precedence over those of the file."""
     if Path(path).is_dir():
         return read_run(Path(path))
     values = read_yaml(str(path), "The configuration")

@@ -14,29 +14,14 @@ REFERENCE = "docs/doctor.md#files"
 
 @dataclass
 class ConfigFile:
-    """What a file or folder says.
-
-    Args:
-        path (`str`):
-            Its path.
-        kind (`str`):
-            `arguments`, `axolotl`, `llamafactory`, `accelerate`, `run` or `trainer`.
-        facts (`Facts`):
-            What the rules can use of it.
-        unjudged (`list[str]`):
-            Names in it that no rule knows.
-        examination (`Examination`):
-            Findings about the file itself.
-        remarks (`list[str]`):
-            How it was understood, where that is not certain.
-    """
+    """What a file or folder says."""
 
     path: str
-    kind: str
-    facts: Facts
-    unjudged: list[str] = field(default_factory=list)
-    examination: Examination = field(default_factory=Examination)
-    remarks: list[str] = field(default_factory=list)
+    kind: str  # `arguments`, `axolotl`, `llamafactory`, `accelerate`, `run` or `trainer`
+    facts: Facts  # what the rules can use of it
+    unjudged: list[str] = field(default_factory=list)  # names in it that no rule knows
+    examination: Examination = field(default_factory=Examination)  # findings about the file itself
+    remarks: list[str] = field(default_factory=list)  # how it was understood, where that is not certain
 
     def report_unknown(self, unknown: Mapping[str, str], reader: str, severity: Severity = Severity.ERROR) -> None:
         """Takes names that no argument has, each with the one that was probably meant, or nothing."""

@@ -87,29 +87,14 @@ def note(what: str, why: str, change: str) -> Finding:
 
 @dataclass(frozen=True)
 class Rule:
-    """One rule over plain facts.
+    """One rule over plain facts."""
 
-    Args:
-        name (`str`):
-            Its name, by which `--skip` can leave it out.
-        topic (`str`):
-            `precision`, `hyperparameters` or `resources`.
-        about (`str`):
-            What it checks, as it is listed when it was found sound.
-        needs (`tuple[str, ...]`):
-            The facts that must be known; otherwise the rule is not applied.
-        check (`Callable`):
-            Returns a finding, `None` if all is well.
-        reference (`str`):
-            Where more about it can be read; its section of the documentation by default.
-    """
-
-    name: str
-    topic: str
-    about: str
-    needs: tuple[str, ...]
-    check: Callable[[Facts], Finding | None]
-    reference: str = ""
+    name: str  # by which `--skip` can leave it out
+    topic: str  # `precision`, `hyperparameters` or `resources`
+    about: str  # what it checks, as it is listed when it was found sound
+    needs: tuple[str, ...]  # the facts that must be known; otherwise the rule is not applied
+    check: Callable[[Facts], Finding | None]  # returns a finding, `None` if all is well
+    reference: str = ""  # where more about it can be read; its section of the documentation by default
 
     def applies(self, facts: Facts) -> bool:
         """Returns whether all facts it needs are known."""

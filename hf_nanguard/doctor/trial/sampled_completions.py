@@ -18,25 +18,14 @@ MAX_TOKENS = 16
 
 @dataclass
 class Sampled:
-    """Scored completions.
+    """Scored completions, with log-probabilities of the drawn tokens."""
 
-    Args:
-        batch (`dict`):
-            As the trainer's loss gets it.
-        prompts (`Tensor`, *optional*):
-            What the sampler was given.
-        drawn, scaled, plain (`Tensor`, *optional*):
-            Log-probabilities of the drawn tokens: as drawn, with temperature but without top-p and the like, with neither.
-        rewards (`Tensor`, *optional*):
-            One for each completion.
-    """
-
-    batch: Completions
-    prompts: Tensor | None
-    drawn: Tensor | None
-    scaled: Tensor | None
-    plain: Tensor | None
-    rewards: Tensor | None
+    batch: Completions  # as the trainer's loss gets it
+    prompts: Tensor | None  # what the sampler was given
+    drawn: Tensor | None  # as drawn
+    scaled: Tensor | None  # with temperature, but without top-p and the like
+    plain: Tensor | None  # with neither
+    rewards: Tensor | None  # one for each completion
 
 
 class _Scores:

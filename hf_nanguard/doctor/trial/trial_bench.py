@@ -43,21 +43,12 @@ class Run:
 
 
 class TrialBench:
-    """A borrowed and prepared trainer with a few rows of its data.
-
-    Args:
-        trainer (`Trainer`):
-            The trainer, inside [`borrowed`] and after [`prepare`].
-        has_trained (`bool`):
-            Whether it had taken steps before.
-        own_forward (`Callable`, *optional*):
-            What somebody else than accelerate has put in place of the model's forward.
-    """
+    """A trainer, inside [`borrowed`] and after [`prepare`], with a few rows of its data."""
 
     def __init__(self, trainer: Any, has_trained: bool = False, own_forward: Any = None):
         self.trainer = trainer
-        self.has_trained = has_trained
-        self.own_forward = own_forward
+        self.has_trained = has_trained  # whether it had taken steps before
+        self.own_forward = own_forward  # what somebody else than accelerate has put in place of the model's forward
         self.model: nn.Module = trainer.model_wrapped
         self.bare: Any = trainer.model  # without what accelerate and others wrap around it
         self.device = trainer.args.device

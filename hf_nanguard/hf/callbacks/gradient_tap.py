@@ -24,14 +24,7 @@ NOT_TAPPED = "The gradients could not be measured: no output of the model's forw
 
 
 class GradientTap:
-    """Measures the gradients of the backward pass that ends an accumulation group.
-
-    Args:
-        model (`nn.Module`):
-            The model, without DDP wrapper.
-        boundary (`Boundary`, *optional*):
-            What the hooks pass, which run inside the forward and the backward.
-    """
+    """Measures the gradients of the backward pass that ends an accumulation group. Its hooks pass the `boundary`."""
 
     def __init__(self, model: nn.Module, boundary: Boundary | None = None):
         self.model = model

@@ -26,12 +26,9 @@ NOT_SKIPPED = (
 class ReducedGuard(GradientMonitorCallback):
     """Skips a step with a non-finite gradient as a whole, and names the parameters.
 
-    It needs a loop that calls `on_step_begin`, `on_pre_optimizer_step` and `on_step_end` around each step; one that does not
-    is reported. The schedule is held only where accelerate has prepared the optimizer.
-
-    Args:
-        guard (`GuardArguments`, *optional*):
-            The settings, of which only `nanguard_mode` has an effect.
+    It needs a loop that calls `on_step_begin`, `on_pre_optimizer_step` and `on_step_end` around each step; one that does not is
+    reported. The schedule is held only where accelerate has prepared the optimizer. Of the settings, only `nanguard_mode` has
+    an effect.
     """
 
     def __init__(self, guard: GuardArguments | None = None):

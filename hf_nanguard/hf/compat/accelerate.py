@@ -26,17 +26,10 @@ def steps_in_backward(trainer: HostTrainer) -> bool:
 
 @contextmanager
 def replaced_method(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replaces a method on one object for the duration of the block, and restores what was there.
+    """Replaces a method on one object for the duration of the block, and restores what was there. `wrap` returns the
+    replacement, given the method as it is now.
 
     Can go when the hosts offer hooks at the places where it is used.
-
-    Args:
-        owner (`Any`):
-            The object. The replacement hides the method of its class.
-        name (`str`):
-            The method.
-        wrap (`Callable`):
-            Returns the replacement, given the method as it is now.
     """
     attributes = vars(owner)
     before = attributes.get(name)
@@ -129,23 +122,17 @@ def local_collectives(active: bool) -> Iterator[None]:
 
 
 class Exchange:
-    """Counts what a loss exchanges with other ranks: forwards, in which DDP broadcasts buffers, and accelerate's
-    collectives. A loss that raised has done some of them; the batch that replaces it does only the rest.
+    """Counts what a loss exchanges with other ranks: forwards, in which DDP broadcasts buffers, and accelerate's collectives. A
+    loss that raised has done some of them; the batch that replaces it does only the rest.
 
     Can go together with `local_collectives`.
-
-    Args:
-        accelerator (`Accelerator`):
-            The trainer's.
-        model (`nn.Module`):
-            The model as the training loop calls it.
     """
 
     NAMES = ("gather", "gather_for_metrics", "reduce")
 
     def __init__(self, accelerator: Accelerator, model: Any):
         self.accelerator = accelerator
-        self.model = model
+        self.model = model  # as the training loop calls it
         self.forwards = 0
         self.calls = 0
 

@@ -101,20 +101,11 @@ def find_number(item: Any) -> int | None:
 
 @contextmanager
 def observed_batches(dataloader: Any, observer: LoaderObserver, is_resumed: bool = False) -> Iterator[bool]:
-    """Observes the first pass over a prepared dataloader that begins inside the block: the trainer's own.
+    """Observes the first pass over a prepared dataloader that begins inside the block: the trainer's own. Yields whether there
+    are batches to observe: a loader whose iterators are not torch's, or that has no batches of its own making, is left alone.
 
-    Can go when a DataLoader has a hook on its batches and tells their indices.
-
-    Args:
-        dataloader (`DataLoader`):
-            The dataloader. One whose iterators are not torch's, or that has no batches of its own making, is left alone.
-        observer (`LoaderObserver`):
-            Gets the batches.
-        is_resumed (`bool`):
-            Whether the trainer will skip batches, for which accelerate builds another dataloader.
-
-    Yields:
-        `bool`: whether there are batches to observe.
+    If the run `is_resumed`, the trainer will skip batches, for which accelerate builds another dataloader. Can go when a
+    DataLoader has a hook on its batches and tells their indices.
     """
     base: Any = vars(dataloader).get("base_dataloader", dataloader) if isinstance(dataloader, DataLoader) else None
     makes_batches = base is not None and (base.batch_size is not None or base.batch_sampler is not None)

@@ -42,23 +42,12 @@ ID_WORDS = {"id", "uid", "uuid", "guid", "idx", "index", "key", "path", "file", 
 
 @dataclass(frozen=True)
 class PreparedRows:
-    """The rows of a prepared dataset.
+    """The rows of a prepared dataset."""
 
-    Args:
-        user_rows (`np.ndarray`, *optional*):
-            For each of them the row of the user's dataset; `None` if it is the same number.
-        num_given (`int`):
-            The number of rows that the user passed in, if `user_rows` is known.
-        removed (`list[int]`):
-            Those of them that TRL has removed because truncation left nothing to learn from in them.
-        is_rebuilt (`bool`):
-            Whether they are rows of the prepared dataset because those of the user's cannot be known.
-    """
-
-    user_rows: np.ndarray | None = None
-    num_given: int = 0
-    is_rebuilt: bool = False
-    removed: list[int] = field(default_factory=list)
+    user_rows: np.ndarray | None = None  # for each the row of the user's dataset; `None`: the same number
+    num_given: int = 0  # rows that the user passed in, if `user_rows` is known
+    is_rebuilt: bool = False  # whether they are named as prepared, because the user's are not known
+    removed: list[int] = field(default_factory=list)  # by TRL, of the rows of the user: truncation left nothing in them
 
     def name(self, rows: list[int] | None) -> list[int] | None:
         """Returns the user's rows for rows of the prepared dataset."""

@@ -32,29 +32,16 @@ Best = tuple[float | None, int | None, str | None]
 
 
 class SavedCheckpoints:
-    """The checkpoints that a run saves.
-
-    Args:
-        trainer (`Trainer`):
-            The trainer that saves them.
-        journal (`Journal`):
-            Where bad ones are reported.
-        acts (`bool`):
-            Whether bad ones are moved, or only reported.
-        find_accepted (`Callable`):
-            Returns the parameters and buffers that were not finite before the run.
-        is_suspect (`Callable`):
-            Returns whether a state of now may hold what makes steps bad.
-    """
+    """The checkpoints that a run saves."""
 
     def __init__(self, trainer: HostTrainer, journal: Journal, acts: bool,
                  find_accepted: Callable[[], Collection[str]] = frozenset,
                  is_suspect: Callable[[], bool] = lambda: False):  # fmt: skip
         self.trainer = trainer
         self.journal = journal
-        self.acts = acts
-        self.find_accepted = find_accepted
-        self.is_suspect = is_suspect
+        self.acts = acts  # whether bad ones are moved, or only reported
+        self.find_accepted = find_accepted  # returns the parameters and buffers that were not finite before the run
+        self.is_suspect = is_suspect  # returns whether a state of now may hold what makes steps bad
         self.begin_run()
 
     def begin_run(self) -> None:

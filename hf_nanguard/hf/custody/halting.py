@@ -37,20 +37,11 @@ class Halting:
         return failure is None or self.recover(model, failure, self.trainer.state.global_step)
 
     def recover(self, model: nn.Module, failure: Failure, step: int, repeats: Callable[[], bool] | None = None) -> bool:
-        """Rewinds a run that cannot continue from its current state, or ends it. Every rank must call it.
+        """Rewinds a run that cannot continue from its current state, or ends it; returns whether it was rewound. Every rank
+        must call it.
 
-        Args:
-            model (`nn.Module`):
-                The model in training.
-            failure (`Failure`):
-                Why it cannot continue.
-            step (`int`):
-                The next step, if it can be rewound.
-            repeats (`Callable`, *optional*):
-                Returns whether the last batches are bad with the weights of now as well.
-
-        Returns:
-            `bool`: whether it was rewound.
+        `step` is the next one, if it can be rewound; `repeats` returns whether the last batches are bad with the weights of now
+        as well.
         """
         reason = self.guard.recovery.resolve(failure, step, repeats)
         if reason is not None:

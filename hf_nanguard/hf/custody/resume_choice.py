@@ -46,10 +46,8 @@ def choose_resume(
 
     `True` and the folder of a run become the newest good checkpoint of the run; which newer ones were skipped, and why, is
     logged and an event. The path of a checkpoint stays, and what is wrong with it is reported before the first step; if
-    `repairs` is true, a bad one is replaced by the newest good one before it.
-
-    Raises:
-        ArgumentError: if the run has checkpoints and none of them is good.
+    `repairs` is true, a bad one is replaced by the newest good one before it. If the run has checkpoints and none of them is
+    good, it is an `ArgumentError`.
     """
     if asked is None or asked is False:
         return ResumeChoice(asked)

@@ -19,14 +19,8 @@ NUM_ROWS = 32
 
 
 def find_fingerprint(dataset: Any, user_rows: np.ndarray | None = None) -> str | None:
-    """Returns the fingerprint of a dataset with numbered rows, `None` for any other.
-
-    Args:
-        dataset (`Any`):
-            The dataset of the trainer.
-        user_rows (`np.ndarray`, *optional*):
-            For each row the number by which events name it, if that differs: the order of the rows may be another every time.
-    """
+    """Returns the fingerprint of a dataset with numbered rows, `None` for any other. `user_rows` are the numbers by which
+    events name the rows, if they differ: the order of the rows may be another every time."""
     if isinstance(dataset, IterableDataset) or is_hf_stream(dataset) or not hasattr(dataset, "__getitem__"):
         return None
     try:
@@ -46,16 +40,8 @@ def find_fingerprint(dataset: Any, user_rows: np.ndarray | None = None) -> str |
 
 
 def find_contents(dataset: Any, rows: Iterable[int], user_rows: np.ndarray | None = None) -> dict[int, str]:
-    """Returns a digest of the content of each of these rows that can be read without running code of the user's.
-
-    Args:
-        dataset (`Any`):
-            The dataset of the trainer, with numbered rows.
-        rows (`Iterable[int]`):
-            Rows as events name them; those that it does not have are left out.
-        user_rows (`np.ndarray`, *optional*):
-            As for [`find_fingerprint`].
-    """
+    """Returns a digest of the content of each of these rows that can be read without running code of the user's. Rows are given
+    as events name them; those that the dataset does not have are left out."""
     contents, number = {}, len(dataset)
     places = None if user_rows is None else dict(zip(user_rows.tolist(), range(number), strict=False))
     dataset = dataset.with_format("arrow") if is_hf_dataset(dataset) else dataset

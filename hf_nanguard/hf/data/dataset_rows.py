@@ -49,15 +49,9 @@ class BatchRecord:
     ) -> Iterator[None]:
         """Records the batches of an epoch inside the block.
 
-        Args:
-            dataloader (`DataLoader`):
-                The prepared training dataloader. Any other iterable of batches has no rows.
-            num_processes (`int`):
-                How many processes share it.
-            position (`int`, *optional*, defaults to `0`):
-                The first batch; not 0 after a resume in mid-epoch.
-            check (`BatchCheck`, *optional*):
-                Checks each batch where it is collated, or when the trainer gets it if torch does not collate it.
+        Only a prepared training dataloader, shared by `num_processes`, has rows. `position` is its first batch: not 0 after a
+        resume in mid-epoch. `check` sees each batch where it is collated, or when the trainer gets it if torch does not collate
+        it.
         """
         is_stream = isinstance(dataloader, DataLoader) and isinstance(dataloader.dataset, IterableDataset)
         self.batches, self.notes, self._check = [], [], check

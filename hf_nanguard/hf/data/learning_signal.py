@@ -165,12 +165,8 @@ class OnlineData(Protocol):
         """Adds scalars to what is read at the end of the step, right before it is settled."""
 
     def step_signal(self, grad_norm: float | None) -> StepSignal | None:
-        """Returns what the step that was just settled could learn from, `None` if that is not known.
-
-        Args:
-            grad_norm (`float`, *optional*):
-                The gradient norm of the step before clipping.
-        """
+        """Returns what the step that was just settled could learn from, `None` if that is not known; the norm is that before
+        clipping."""
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the metrics of a log row, counted since the last call."""

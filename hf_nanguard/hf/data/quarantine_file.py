@@ -71,26 +71,9 @@ def quarantine_rows(
 ) -> list[int]:  # fmt: skip
     """Appends rows to the file of a folder and returns those that were not in it yet, or for a finite spike only.
 
-    Args:
-        folder (`Path`):
-            The `nanguard` folder of a run.
-        rows (`Iterable[int]`):
-            Rows of the dataset as the trainer was given it.
-        dataset (`str`):
-            Its fingerprint, see [`find_fingerprint`].
-        signal (`Signal`):
-            What they have caused.
-        step (`int`):
-            At which step; 0 before a run.
-        run (`str`):
-            The id of the run.
-        cause (`Cause`, *optional*):
-            Why.
-        contents (`Mapping[int, str]`, *optional*):
-            Digests of the rows, see [`find_contents`]: one that has changed by the next run is trained on.
-
-    Raises:
-        OSError: if the file cannot be written.
+    Rows are those of the dataset as the trainer was given it; `dataset` is its fingerprint. `signal` and `cause` say what they
+    have caused, `step` when (0 before a run). `contents` are digests of the rows: one that has changed by the next run is
+    trained on. Raises an `OSError` if the file cannot be written.
     """
     entries = [entry for entry in read_quarantine(folder)[0] if entry.dataset == dataset]
     known = {(entry.row, entry.content) for entry in entries if entry.signal not in SPIKES or signal in SPIKES}

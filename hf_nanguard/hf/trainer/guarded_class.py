@@ -35,14 +35,7 @@ class Stealth:
 
 
 class HostMethods:
-    """The host's own methods as they were when its trainer became guarded.
-
-    Args:
-        trainer (`Trainer`):
-            The guarded trainer.
-        mixin (`type`):
-            The class below which the host begins.
-    """
+    """The methods of the host, whose classes come after `mixin`, as they were when its trainer became guarded."""
 
     def __init__(self, trainer: Any, mixin: type):
         order = type(trainer).__mro__

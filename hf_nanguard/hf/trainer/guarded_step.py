@@ -35,20 +35,7 @@ from .unguarded_updates import UnguardedUpdates
 
 
 class GuardedStep:
-    """Settles the steps of a trainer, one at a time, in the order of its calls.
-
-    Args:
-        trainer (`Trainer`):
-            The guarded trainer.
-        guard (`Guard`):
-            Decides, and carries the decision out.
-        recorder (`StepRecorder`):
-            What is known of the step.
-        unguarded (`UnguardedUpdates`):
-            Reports a step of which nothing is known.
-        halting (`Halting`):
-            Ends the run.
-    """
+    """Settles the steps of a trainer, one at a time, in the order of its calls."""
 
     def __init__(
         self,
@@ -59,10 +46,10 @@ class GuardedStep:
         halting: Halting,
     ):
         self.trainer = trainer
-        self.guard = guard
-        self.recorder = recorder
-        self.unguarded = unguarded
-        self.halting = halting
+        self.guard = guard  # decides, and carries the decision out
+        self.recorder = recorder  # what is known of the step
+        self.unguarded = unguarded  # reports a step of which nothing is known
+        self.halting = halting  # ends the run
         self.policy = guard.policy
         self.acts = guard.policy.acts
         self.boundary = guard.boundary
@@ -145,20 +132,11 @@ class GuardedStep:
         return self.runner
 
     def settle(self, model: nn.Module, max_norm: float, host_clip: HostCall, norm: Any = None) -> Any:
-        """Settles the recorded step and clips what is left of it.
+        """Settles the recorded step and clips what is left of it; returns the norm for the log, `None` for a step that is
+        skipped.
 
-        Args:
-            model (`nn.Module`):
-                The model in training.
-            max_norm (`float`):
-                What to clip to; 0 for no clipping.
-            host_clip (`HostCall`):
-                The host's own clip, for set-ups in which norm and clip cannot be separated.
-            norm (`Tensor` or `float`, *optional*):
-                The norm, if somebody has clipped already.
-
-        Returns:
-            The norm for the log, `None` for a step that is skipped.
+        `max_norm` is what to clip to, 0 for no clipping. `host_clip` is for set-ups in which norm and clip cannot be separated;
+        `norm` is given if somebody has clipped already.
         """
         given = (model, max_norm, host_clip, norm)
         return self.boundary.call("step", self._settle, *given, otherwise=self._settle_plainly, host=host_clip)

@@ -54,20 +54,9 @@ class Replayer(Protocol):
 
 @dataclass(frozen=True)
 class LossWeight:
-    """How the Trainer weighs a micro-batch: by the number of them, or by the items of the whole group.
+    """How the Trainer weighs a micro-batch: by the number of them, or by the items of the whole group."""
 
-    Args:
-        steps (`float`):
-            What per-batch means are divided by; not whole when ranks have different numbers left.
-        num_items (`Tensor` or `int`, *optional*):
-            What token losses are divided by.
-        even (`bool`):
-            Whether all ranks run the same number of micro-batches, so that metrics may be reduced across them.
-        completion_items (`Tensor`, *optional*):
-            What a trainer that counts completion tokens by itself, once for the whole group, divides by instead.
-    """
-
-    steps: float
-    num_items: Tensor | int | None
-    even: bool = True
-    completion_items: Tensor | int | None = None
+    steps: float  # that per-batch means are divided by; not whole when ranks have different numbers left
+    num_items: Tensor | int | None  # that token losses are divided by
+    even: bool = True  # whether all ranks run as many micro-batches, so that metrics may be reduced across them
+    completion_items: Tensor | int | None = None  # of the whole group, for a trainer that counts them itself

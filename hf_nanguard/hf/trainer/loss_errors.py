@@ -60,17 +60,10 @@ class LossErrors:
     def judge(
         self, error: Exception, index: int, rows: list[int] | None, is_prepared: bool, is_sharded: bool
     ) -> Finding | None:
-        """Returns the finding for which the micro-batch is dropped; `None`, after an event, if the error must be raised.
+        """Returns the finding for which a micro-batch is dropped whose loss raised; `None`, after an event, if the error must
+        be raised.
 
-        Args:
-            error (`Exception`):
-                What the loss raised.
-            index (`int`), rows (`list[int]`, *optional*):
-                Place and dataset rows of the micro-batch.
-            is_prepared (`bool`):
-                Whether its inputs had been prepared.
-            is_sharded (`bool`):
-                Whether parameters are sharded, so that a forward needs every rank.
+        `is_prepared` says whether its inputs had been prepared, `is_sharded` whether a forward needs every rank.
         """
         if self.trainer.args.auto_find_batch_size and should_reduce_batch_size(error):
             return None  # the host is about to try a smaller batch

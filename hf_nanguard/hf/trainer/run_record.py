@@ -44,17 +44,8 @@ def load_guard(guard: Guard, folder: Path) -> bool:
 
 
 class RunRecord:
-    """The files of one run.
-
-    Args:
-        trainer (`Trainer`):
-            The guarded trainer.
-        rank (`int`):
-            This rank.
-        policy (`Policy`, *optional*, defaults to the defaults):
-            Says whether rows may contain text, which a callback or `compute_metrics` of the user's may log, and whether the
-            files may be uploaded.
-    """
+    """The files of one run. The policy says whether rows may contain text, which a callback or `compute_metrics` of the user's
+    may log, and whether the files may be uploaded."""
 
     def __init__(self, trainer: HostTrainer, rank: int, policy: Policy | None = None):
         self.trainer = trainer

@@ -52,20 +52,11 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A finished accumulation group, ready to be settled.
-
-    Args:
-        group (`AccumulationGroup`):
-            Its micro-batches, with their losses.
-        no_signals (`list[NoSignal | None]`):
-            For each batch, why it has nothing to learn from.
-        is_labelled (`bool`):
-            Whether its batches have labels, so that a loss of exactly 0 is worth an event.
-    """
+    """A finished accumulation group, ready to be settled."""
 
     group: AccumulationGroup
-    no_signals: list[NoSignal | None]
-    is_labelled: bool
+    no_signals: list[NoSignal | None]  # for each batch, why it has nothing to learn from
+    is_labelled: bool  # whether its batches have labels, so that a loss of exactly 0 is worth an event
 
 
 class StepRecorder:
@@ -164,12 +155,7 @@ class StepRecorder:
         return batch
 
     def begin_step(self, weight: LossWeight) -> None:
-        """Notes what the first micro-batch of the group is about to change: the running loss.
-
-        Args:
-            weight (`LossWeight`):
-                How the trainer weighs each micro-batch.
-        """
+        """Notes what the first micro-batch of the group is about to change: the running loss."""
         self.guard.group.weight = weight
         self._loss_before = running_loss(self.trainer).clone()
 
@@ -283,14 +269,8 @@ class StepRecorder:
             self._runner.buffers.keep_optimizer(optimizer)
 
     def restore_running_loss(self, losses: list[Tensor], extra: float = 0.0) -> None:
-        """Sets the running loss of the log to what it was before the group, plus these losses.
-
-        Args:
-            losses (`list[Tensor]`):
-                The losses that count, on their device.
-            extra (`float`, *optional*, defaults to `0.0`):
-                What is added for the others.
-        """
+        """Sets the running loss of the log to what it was before the group, plus the losses that count, plus `extra` for the
+        others."""
         if self._loss_before is None:
             return
         total = running_loss(self.trainer)

@@ -44,17 +44,8 @@ LOSS_ATTRIBUTES = ("beta", "use_vllm", "entropy_coef", "precompute_ref_logps", "
 
 
 def describe_trainer(trainer: HostTrainer, weight: Mapping[str, Tensor | float | None]) -> dict[str, Any]:
-    """Returns what it takes to rebuild the model and the loss of a trainer.
-
-    Args:
-        trainer (`Trainer`):
-            The trainer, guarded or not.
-        weight (`Mapping`):
-            The counts by which it weighed the micro-batch.
-
-    Returns:
-        `dict`: JSON values only.
-    """
+    """Returns what it takes to rebuild the model and the loss of a trainer, as JSON values; `weight` are the counts by which it
+    weighed the micro-batch."""
     accelerator = trainer.accelerator
     scaler = accelerator.scaler
     host = next(c for c in type(trainer).__mro__ if c.__module__.startswith(HOSTS) and not is_made_here(c))
@@ -78,12 +69,7 @@ def describe_trainer(trainer: HostTrainer, weight: Mapping[str, Tensor | float |
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
-    """Returns what it takes to rebuild a model, apart from its weights.
-
-    Args:
-        model (`nn.Module`):
-            The model without the wrappers of accelerate, with or without a PEFT adapter.
-    """
+    """Returns what it takes to rebuild a model, with or without a PEFT adapter, apart from its weights."""
     host: Any = model
     adapters = find_adapters(model)
     base: Any = without_adapter(model) if adapters else model

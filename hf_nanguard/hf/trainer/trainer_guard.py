@@ -40,20 +40,11 @@ ONLINE_NORM = 0.1  # gradient norms below that, e.g. of a KL term where rewards 
 
 
 class TrainerGuard:
-    """Everything the guard knows about one trainer.
-
-    Args:
-        trainer (`Trainer`):
-            The guarded trainer, already built.
-        arguments (`GuardArguments`):
-            The settings.
-        host (`HostMethods`):
-            The host's own methods, for overrides that must not be entered twice.
-    """
+    """Everything the guard knows about one trainer."""
 
     def __init__(self, trainer: HostTrainer, arguments: GuardArguments, host: HostMethods):
         self.trainer = trainer
-        self.host = host
+        self.host = host  # for overrides that must not be entered twice
         self.arguments = arguments
         self.policy = arguments.policy()
         self.deepspeed = compat_accelerate.steps_in_backward(trainer)
@@ -174,16 +165,8 @@ class TrainerGuard:
 
     @contextmanager
     def epoch(self, dataloader: Any, position: int, resumed: str | None) -> Iterator[None]:
-        """Surrounds one epoch.
-
-        Args:
-            dataloader (`DataLoader`):
-                The prepared training dataloader.
-            position (`int`):
-                Its first batch; not 0 after a resume in mid-epoch.
-            resumed (`str`, *optional*):
-                The checkpoint that the run continues from, given with its first epoch.
-        """
+        """Surrounds one epoch, which begins at batch `position`: not 0 after a resume in mid-epoch. `resumed` is the checkpoint
+        that the run continues from, given with its first epoch."""
         if not self.on:
             yield
             return

@@ -32,16 +32,7 @@ from .trainer_facts import describe_trainer
 
 
 def decode_sample(tokenizer: Any, inputs: Mapping, sample: int) -> str | None:
-    """Returns the text of a sample, cut to a readable length, `None` without a tokenizer or ids.
-
-    Args:
-        tokenizer (`Any`):
-            A tokenizer or processor; anything without `decode` has no text.
-        inputs (`Mapping`):
-            The batch.
-        sample (`int`):
-            Which one.
-    """
+    """Returns the text of a sample, cut to a readable length, `None` without ids or a tokenizer or processor that can decode."""
     parts = [inputs[name] for name in ("prompt_ids", "completion_ids") if name in inputs] or [inputs.get("input_ids")]
     if not hasattr(tokenizer, "decode") or any(not isinstance(part, Tensor) or sample >= len(part) for part in parts):
         return None
@@ -50,24 +41,13 @@ def decode_sample(tokenizer: Any, inputs: Mapping, sample: int) -> str | None:
 
 
 class TrainerRunner(Runner):
-    """The runner of a guarded Trainer.
-
-    Args:
-        trainer (`Trainer`):
-            The trainer.
-        model (`nn.Module`):
-            The model as its training loop calls it.
-        ranks (`Ranks`):
-            The processes that train together.
-        replayer (`Replayer`):
-            Hands held inputs to the trainer's `training_step`.
-    """
+    """The runner of a guarded Trainer."""
 
     def __init__(self, trainer: HostTrainer, model: nn.Module, ranks: Ranks, replayer: Replayer):
         super().__init__(model, trainer.accelerator.scaler)
         self.trainer = trainer
         self.ranks = ranks
-        self.replayer = replayer
+        self.replayer = replayer  # hands held inputs to the trainer's `training_step`
         self.metric_lengths: dict[str, int] = {}
 
     def why_not(self, group: AccumulationGroup) -> str | None:

@@ -18,24 +18,13 @@ from .step_recorder import Phase, StepRecorder
 
 
 class UnguardedUpdates:
-    """Looks for updates of the model that were not settled.
-
-    Args:
-        trainer (`Trainer`):
-            The guarded trainer.
-        guard (`Guard`):
-            Its events.
-        recorder (`StepRecorder`):
-            Knows whether the step is settled.
-        host (`HostMethods`):
-            Knows which methods of ours are hidden.
-    """
+    """Looks for updates of the model that were not settled."""
 
     def __init__(self, trainer: HostTrainer, guard: Guard, recorder: StepRecorder, host: HostMethods):
         self.trainer = trainer
         self.guard = guard
-        self.recorder = recorder
-        self.host = host
+        self.recorder = recorder  # knows whether the step is settled
+        self.host = host  # knows which methods of ours are hidden
         self._checks_updates = False
         self._has_reported_update = False
 
