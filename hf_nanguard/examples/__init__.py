@@ -4,28 +4,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .compare import Figures as Figures
-    from .compare import Outcome as Outcome
-    from .compare import compare_runs as compare_runs
-    from .compare import measure_rewards as measure_rewards
-    from .recipe.guarded_run import guarded_run as guarded_run
-    from .recipe.guarded_run import one_sentence as one_sentence
-    from .recipe.guarded_run import run_script as run_script
-    from .recipe.planted_comparison import compare_grpo as compare_grpo
-    from .recipe.planted_comparison import compare_sft as compare_sft
-    from .recipe.recipe_parser import RecipeFlags as RecipeFlags
-    from .recipe.recipe_parser import RecipeParser as RecipeParser
-    from .recipe.recipe_parser import argument as argument
-    from .recipe.safe_weights import PICKLE_HELP as PICKLE_HELP
-    from .recipe.safe_weights import require_safetensors as require_safetensors
-    from .recipe.user_data import find_model_options as find_model_options
-    from .recipe.user_data import fit_model as fit_model
-    from .recipe.user_data import load_rows as load_rows
-    from .recipe.user_data import load_tokenizer as load_tokenizer
-    from .tasks import calendar_words as calendar_words
-    from .tasks import pictures as pictures
-    from .tasks import sums as sums
-    from .tasks import token_alignment as token_alignment
+    from .compare import Figures, Outcome, compare_runs, measure_rewards
+    from .recipe.guarded_run import guarded_run, one_sentence, run_script
+    from .recipe.planted_comparison import compare_grpo, compare_sft
+    from .recipe.recipe_parser import RecipeFlags, RecipeParser, argument
+    from .recipe.safe_weights import PICKLE_HELP, require_safetensors
+    from .recipe.user_data import find_model_options, fit_model, load_rows, load_tokenizer
+    from .tasks import calendar_words, pictures, sums, token_alignment
 
 # Loaded on first use: the commands import this package, and must answer `--help` at once.
 _HOMES = {

@@ -81,7 +81,10 @@ def test_stock_grpo_ends_and_the_guarded_one_learns_on(finished):
     assert stock.startswith(f"run: {bad_step} steps, ENDED by RuntimeError: probability tensor")
     assert f"step {bad_step:>4}/{SAMPLING_STEPS}  ENDED by RuntimeError" in finished[0]
     first, last = map(
-        float, re.search(rf"run: {SAMPLING_STEPS} steps .*mean reward: ([\d.]+) -> ([\d.]+)", guarded).groups()
+        float,
+        re.search(
+            rf"run: {SAMPLING_STEPS} steps .*mean reward, first: ([\d.]+) .*mean reward, last: ([\d.]+)", guarded
+        ).groups(),
     )
     assert last > first + 0.05
     [event] = acts_of(finished[2], "grpo-guarded")

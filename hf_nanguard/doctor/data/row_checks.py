@@ -48,49 +48,47 @@ def _find(sample: Sample, signal: Signal, word: str = "") -> list[tuple[SampledR
 
 def check_ids(sample: Sample) -> Finding | None:
     """Ids must be inside the embedding."""
-    found = _find(sample, Signal.INPUT_OUT_OF_RANGE, "embedding")
-    if not found:
-        return None
-    rows = [row for row, _ in found]
-    what = f"Token ids are outside the embedding in {describe(rows, sample)}."
-    why = f"In row {rows[0].number}, {found[0][1].message}."
     change = "Use the tokenizer of this model, or call model.resize_token_embeddings(len(tokenizer))."
-    return Finding(Severity.ERROR, what, why, change, rows=numbers(rows))
+    bad = _find(sample, Signal.INPUT_OUT_OF_RANGE, "embedding")
+    return _report(bad, sample, Severity.ERROR, "Token ids are outside the embedding", change)
 
 
 def check_label_values(sample: Sample) -> Finding | None:
     """Labels must be classes or tokens of the model."""
-    found = _find(sample, Signal.LABEL_OUT_OF_RANGE)
-    if not found:
-        return None
-    rows = [row for row, _ in found]
-    what = f"Labels are out of range in {describe(rows, sample)}."
-    why = f"In row {rows[0].number}, {found[0][1].message}."
     change = "Set num_labels of the model, number classes from 0, and mask with -100 only."
-    return Finding(Severity.ERROR, what, why, change, rows=numbers(rows))
+    bad = _find(sample, Signal.LABEL_OUT_OF_RANGE)
+    return _report(bad, sample, Severity.ERROR, "Labels are out of range", change)
 
 
 def check_finite(sample: Sample) -> Finding | None:
     """Float fields must be finite."""
-    found = _find(sample, Signal.INPUT_NONFINITE)
-    if not found:
-        return None
-    rows = [row for row, _ in found]
-    what = f"Inputs hold NaN or inf in {describe(rows, sample)}."
-    why = f"In row {rows[0].number}, {found[0][1].message}."
     severity = Severity.ERROR if sample.limits.known else Severity.WARNING  # a loss of one's own may mask it
-    return Finding(severity, what, why, "Remove these rows, or fill the missing values.", rows=numbers(rows))
+    change = "Remove these rows, or fill the missing values."
+    return _report(_find(sample, Signal.INPUT_NONFINITE), sample, severity, "Inputs hold NaN or inf", change)
 
 
 def check_attention(sample: Sample) -> Finding | None:
     """A row without a token to attend to has an undefined softmax."""
-    found = _find(sample, Signal.INPUT_OUT_OF_RANGE, "masks every token")
-    if not found:
-        return None
-    rows = [row for row, _ in found]
-    what = f"The attention mask hides every token in {describe(rows, sample)}."
+    bad = _find(sample, Signal.INPUT_OUT_OF_RANGE, "masks every token")
     why = "The softmax over no token at all is 0/0 in some attention kernels."
-    return Finding(by_share(len(rows), sample), what, why, "Remove these rows.", rows=numbers(rows))
+    what = "The attention mask hides every token"
+    return _report(bad, sample, by_share(len(bad), sample), what, "Remove these rows.", why)
+
+
+def _report(
+    bad: list[tuple[SampledRow, BatchFinding]],
+    sample: Sample,
+    severity: Severity,
+    what: str,
+    change: str,
+    why: str = "",
+) -> Finding | None:
+    """Returns a finding about these rows, explained by the first of them unless it says why; `None` without any."""
+    if not bad:
+        return None
+    rows = [row for row, _ in bad]
+    why = why or f"In row {rows[0].number}, {bad[0][1].message}."
+    return Finding(severity, f"{what} in {describe(rows, sample)}.", why, change, rows=numbers(rows))
 
 
 def check_empty(sample: Sample) -> Finding | None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..trial.law_result import ERROR, NOTE, WARNING, Law, LawResult, NotApplicable, broken, held
+from ..trial.law_result import ERROR, NOTE, WARNING, LawResult, NotApplicable, broken, held
 from ..trial.trial_bench import Run, TrialBench, compare
 
 
@@ -96,8 +96,3 @@ def _average(runs: list[Run]) -> Run:
 
 def _has_batch_statistics(bench: TrialBench) -> bool:
     return any("batchnorm" in type(module).__name__.lower() for module in bench.bare.modules())
-
-
-LAWS = (
-    Law("accumulation", "one batch of four equals four accumulated batches of one", check_accumulation),
-)  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..trial.law_result import ERROR, NOTE, WARNING, Law, LawResult, NotApplicable, broken, held
+from ..trial.law_result import ERROR, NOTE, WARNING, LawResult, NotApplicable, broken, held
 from ..trial.moved_output import find_moved, measure_move
 from ..trial.special_tokens import find_special_tokens, find_stop_tokens
 from ..trial.trial_bench import Inputs, TrialBench
@@ -181,9 +181,3 @@ def check_causality(bench: TrialBench) -> LawResult:
         + (f"; the first module that lets it through is {module}" if module else "") + ". The model sees what it is asked to predict.",
         move=move, bound=bound, row=row, token=token, module=module,
     )  # fmt: skip
-
-
-LAWS = (
-    Law("causality", "no token sees those after it", check_causality),
-    Law("isolation", "documents that share a row do not see each other", check_isolation),
-)  # fmt: skip

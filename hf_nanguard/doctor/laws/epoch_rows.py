@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, WeightedRandomSampler
 
-from ..trial.law_result import ERROR, NOTE, WARNING, Law, LawResult, NotApplicable, broken, held
+from ..trial.law_result import ERROR, NOTE, WARNING, LawResult, NotApplicable, broken, held
 from ..trial.trial_bench import TrialBench
 
 MAX_ROWS = 1_000_000
@@ -52,8 +52,3 @@ def _list_rows(loader: Any) -> Iterator[int]:
 def _is_meant(loader: Any) -> bool:
     samplers = [loader.sampler, getattr(loader.batch_sampler, "sampler", None)]
     return any(isinstance(each, WeightedRandomSampler) or getattr(each, "replacement", False) for each in samplers)
-
-
-LAWS = (
-    Law("epoch", "an epoch takes every row once", check_epoch),
-)  # fmt: skip

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from ...hf.compat.accelerate import bare_optimizer
 from ..rules.finding import Severity
 from ..trial.borrowed_trainer import borrowed, find_models
-from ..trial.law_result import ERROR, HELD, NOTE, WARNING, Law, LawResult, NotApplicable, broken, held
+from ..trial.law_result import ERROR, HELD, NOTE, WARNING, LawResult, NotApplicable, broken, held
 from ..trial.trial_bench import TrialBench
 
 MAX_TRIED = 16
@@ -133,8 +133,3 @@ def _check_movement(bench: TrialBench, before: dict[str, Tensor], frozen: dict[s
             count=len(stuck), parameters=stuck[:20],
         )  # fmt: skip
     return held(f"{len(before)} trainable parameters move, {len(frozen)} frozen ones do not", steps=STEPS)
-
-
-LAWS = (
-    Law("gradients", "every trainable parameter gets a gradient and moves, nothing frozen does", check_gradients),
-)  # fmt: skip

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...hf.compat.online_trainer import policy_logps
-from ..trial.law_result import ERROR, NOTE, Law, LawResult, NotApplicable, broken, held
+from ..trial.law_result import ERROR, NOTE, LawResult, NotApplicable, broken, held
 from ..trial.moved_output import measure_spread
 from ..trial.special_tokens import find_padding
 from ..trial.trial_bench import Inputs, TrialBench
@@ -108,8 +108,3 @@ def _has_learned_positions(bench: TrialBench) -> bool:
         for name, m in bench.bare.named_modules()
         if hasattr(m, "embedding_dim")
     )
-
-
-LAWS = (
-    Law("padding", "padding changes nothing for the samples beside it", check_padding),
-)  # fmt: skip

@@ -27,20 +27,31 @@ from . import (
     training_precision,
 )
 
-LAWS: tuple[Law, ...] = (
-    *document_isolation.LAWS,
-    *padding_invariance.LAWS,
-    *accumulated_batches.LAWS,
-    *same_gradients.LAWS,
-    *gradient_flow.LAWS,
-    *supervised_tokens.LAWS,
-    *train_and_eval.LAWS,
-    *saved_weights.LAWS,
-    *training_precision.LAWS,
-    *resumed_step.LAWS,
-    *epoch_rows.LAWS,
-    *sampled_policy.LAWS,
-)
+LAWS = (
+    Law("causality", "no token sees those after it", document_isolation.check_causality),
+    Law("isolation", "documents that share a row do not see each other", document_isolation.check_isolation),
+    Law("padding", "padding changes nothing for the samples beside it", padding_invariance.check_padding),
+    Law("accumulation", "one batch of four equals four accumulated batches of one", accumulated_batches.check_accumulation),
+    Law("checkpointing", "gradient checkpointing changes neither loss nor gradients", same_gradients.check_checkpointing),
+    Law("attention", "the attention implementation agrees with eager attention, gradients included", same_gradients.check_attention),
+    Law("installed_code", "what was patched into the model computes what the installed code does", same_gradients.check_installed_code),
+    Law("fused_loss", "a fused loss agrees with the cross-entropy of the logits, gradients included", same_gradients.check_fused_loss),
+    Law("gradients", "every trainable parameter gets a gradient and moves, nothing frozen does", gradient_flow.check_gradients),
+    Law("next_token", "each label is the next token, and none is padding", supervised_tokens.check_next_token),
+    Law("stop_token", "the stop token is supervised where the text before it is", supervised_tokens.check_stop_token),
+    Law("prompt_tokens", "prompt tokens are not supervised", supervised_tokens.check_prompt_tokens),
+    Law("train_and_eval", "outputs in training and in evaluation agree at dropout 0", train_and_eval.check_modes),
+    Law("dropout", "dropout is on in training steps", train_and_eval.check_dropout),
+    Law("frozen_models", "a frozen reference or teacher gives the same outputs twice", train_and_eval.check_references),
+    Law("saved_weights", "saving and loading gives the same weights and logits, and tied heads stay tied", saved_weights.check_round_trip),
+    Law("merged_adapter", "merging, saving and loading gives the logits of the adapter", saved_weights.check_merge),
+    Law("loaded_weights", "no weight differs from the checkpoint it was loaded from", saved_weights.check_checkpoint),
+    Law("precision", "the loss in training precision is close to that in float32", training_precision.check_precision),
+    Law("resume", "step, save, resume, step equals two steps", resumed_step.check_resume),
+    Law("epoch", "an epoch takes every row once", epoch_rows.check_epoch),
+    Law("sampler", "tokens are sampled with the probabilities that the loss trains", sampled_policy.check_sampler),
+    Law("advantages", "advantages are the rewards, centred and scaled as the config says", sampled_policy.check_advantages),
+)  # fmt: skip
 
 # Called before each law with its position, the number of laws and its name.
 Progress = Callable[[int, int, str], None]

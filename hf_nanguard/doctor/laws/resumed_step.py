@@ -15,7 +15,7 @@ from ...hf.compat.accelerate import replaced_method
 from ...hf.compat.trainer import replace_callbacks, set_batch_size
 from ..rules.finding import Severity
 from ..trial.borrowed_trainer import borrowed
-from ..trial.law_result import ERROR, NOTE, Law, LawResult, NotApplicable, broken, held
+from ..trial.law_result import ERROR, NOTE, LawResult, NotApplicable, broken, held
 from ..trial.trial_bench import TrialBench
 
 ROWS = 4
@@ -134,8 +134,3 @@ def _compare(
         f"most in {worst}: weights, optimizer, schedule or random state are not restored.",
         difference=share, parameter=worst, parameters=lost[:20],
     )  # fmt: skip
-
-
-LAWS = (
-    Law("resume", "step, save, resume, step equals two steps", check_resume),
-)  # fmt: skip

@@ -4,6 +4,7 @@ code as it is installed in place of what was patched into it."""
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -11,7 +12,7 @@ from ...hf.compat.model_config import ATTENTION, find_config, find_implementatio
 from ..rules.finding import Severity
 from ..trial.borrowed_trainer import list_parts
 from ..trial.installed_model import build_again
-from ..trial.law_result import ERROR, NOTE, WARNING, Law, LawResult, NotApplicable, broken, held
+from ..trial.law_result import ERROR, NOTE, WARNING, LawResult, NotApplicable, broken, held
 from ..trial.quiet_forward import without_randomness
 from ..trial.trial_bench import FUSED, Run, TrialBench, compare, find_output
 
@@ -78,14 +79,12 @@ def check_fused_loss(bench: TrialBench) -> LawResult:
         raise NotApplicable("its loss builds the logits")
     inputs.pop("num_items_in_batch", None)
     with bench.steady():
-        fused = _gradients(bench, lambda: bench.model(**inputs).loss)
+        bench.model.train()
+        fused = _differentiate(bench.bare, bench.model(**inputs).loss)
         labels, plain = inputs["labels"], {n: v for n, v in inputs.items() if n not in ("labels", "fused_lm_head")}
-
-        def loss() -> torch.Tensor:
-            logits = bench.model(**plain).logits.float() / _temperature(bench)
-            return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-
-        reference = _gradients(bench, loss)
+        logits = bench.model(**plain).logits.float() / _temperature(bench)
+        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        reference = _differentiate(bench.bare, loss)
     return _judge(bench, reference, fused, "with the fused head instead of the logits", ERROR)
 
 
@@ -117,24 +116,19 @@ def check_installed_code(bench: TrialBench) -> LawResult:
 
 def _run_model(model: Any, inputs: Any) -> Run:
     """Returns the model's own loss with its gradients; where the inputs have no labels, the mean of the squared outputs."""
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     output = model(**inputs)
     loss = getattr(output, "loss", None)
-    loss = find_output(output, detached=False).float().square().mean() if loss is None else loss
-    gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return Run(float(loss.detach()), {n: g for n, g in zip(parameters, gradients, strict=True) if g is not None})
+    return _differentiate(model, find_output(output, detached=False).float().square().mean() if loss is None else loss)
 
 
 def _temperature(bench: TrialBench) -> float:
     return float(getattr(bench.trainer, "temperature", 1.0)) if bench.is_online else 1.0
 
 
-def _gradients(bench: TrialBench, compute: Any) -> Run:
-    bench.model.train()
-    parameters = bench.trainable()
-    loss = compute()
+def _differentiate(model: nn.Module, loss: torch.Tensor) -> Run:
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return Run(float(loss), {n: g for n, g in zip(parameters, found, strict=True) if g is not None})
+    return Run(float(loss.detach()), {n: g for n, g in zip(parameters, found, strict=True) if g is not None})
 
 
 def _judge(bench: TrialBench, reference: Run, run: Run, what: str, severity: Severity) -> LawResult:
@@ -152,11 +146,3 @@ def _judge(bench: TrialBench, reference: Run, run: Run, what: str, severity: Sev
         f"{reference.loss:.4g}, most in {name} (by {worst:.1e}).",
         **values,
     )
-
-
-LAWS = (
-    Law("checkpointing", "gradient checkpointing changes neither loss nor gradients", check_checkpointing),
-    Law("attention", "the attention implementation agrees with eager attention, gradients included", check_attention),
-    Law("installed_code", "what was patched into the model computes what the installed code does", check_installed_code),
-    Law("fused_loss", "a fused loss agrees with the cross-entropy of the logits, gradients included", check_fused_loss),
-)  # fmt: skip

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...hf.compat.online_trainer import policy_logps
-from ..trial.law_result import ERROR, NOTE, Law, LawResult, NotApplicable, broken, held
+from ..trial.law_result import ERROR, NOTE, LawResult, NotApplicable, broken, held
 from ..trial.trial_bench import TrialBench
 
 SMALL = 1e-4  # that TRL adds to a standard deviation
@@ -93,9 +93,3 @@ def _read_rule(trainer: Any) -> str:
     if rule not in ("group", "batch", "none"):
         raise NotApplicable("its config does not say how rewards are scaled")
     return str(rule)
-
-
-LAWS = (
-    Law("sampler", "tokens are sampled with the probabilities that the loss trains", check_sampler),
-    Law("advantages", "advantages are the rewards, centred and scaled as the config says", check_advantages),
-)  # fmt: skip

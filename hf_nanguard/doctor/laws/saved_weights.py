@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from ...core.torch_private import plain_name
 from ...hf.compat.model_config import find_config, without_adapter
 from ..trial.borrowed_trainer import borrowed
-from ..trial.law_result import ERROR, NOTE, WARNING, Law, LawResult, NotApplicable, broken, held
+from ..trial.law_result import ERROR, NOTE, WARNING, LawResult, NotApplicable, broken, held
 from ..trial.moved_output import measure_move
 from ..trial.trial_bench import Inputs, TrialBench, find_output
 
@@ -180,7 +180,7 @@ def _compare_logits(bench: TrialBench, loaded: nn.Module, inputs: Inputs, expect
         output = find_output(loaded.eval()(**bench.without_loss(inputs)))
     if output.shape != expected.shape:
         return float("inf")
-    return measure_move(expected, output, torch.ones(output.shape[:-1], dtype=torch.bool, device=output.device))
+    return measure_move(expected, output)
 
 
 def _read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
@@ -200,10 +200,3 @@ def _find_same(own: dict[str, Tensor], name: str, saved: Tensor, model: Any) -> 
         if each in own and own[each].shape == saved.shape:
             return own[each]
     return None
-
-
-LAWS = (
-    Law("saved_weights", "saving and loading gives the same weights and logits, and tied heads stay tied", check_round_trip),
-    Law("merged_adapter", "merging, saving and loading gives the logits of the adapter", check_merge),
-    Law("loaded_weights", "no weight differs from the checkpoint it was loaded from", check_checkpoint),
-)  # fmt: skip

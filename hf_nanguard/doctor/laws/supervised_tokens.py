@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..trial.asked_targets import find_targets, has_own_loss
-from ..trial.law_result import ERROR, NOTE, WARNING, Law, LawResult, NotApplicable, broken, held
+from ..trial.law_result import ERROR, NOTE, WARNING, LawResult, NotApplicable, broken, held
 from ..trial.special_tokens import find_stop_tokens, show_token
 from ..trial.trial_bench import TrialBench
 from ..trial.trial_rows import IDS, MASKED
@@ -195,10 +195,3 @@ def _find_targets(bench: TrialBench, batch: Any) -> Targets:
     target = find_targets(bench, batch)
     mask = batch.get("attention_mask", torch.ones_like(ids))
     return Targets(ids, target, mask.bool() if mask.shape == ids.shape else torch.ones_like(ids, dtype=torch.bool))
-
-
-LAWS = (
-    Law("next_token", "each label is the next token, and none is padding", check_next_token),
-    Law("stop_token", "the stop token is supervised where the text before it is", check_stop_token),
-    Law("prompt_tokens", "prompt tokens are not supervised", check_prompt_tokens),
-)  # fmt: skip

@@ -1,13 +1,14 @@
 """Training and evaluation see the same model: forwards agree at dropout 0, dropout is on in training only, and a frozen reference
 draws nothing."""
 
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..trial.borrowed_trainer import find_models
-from ..trial.law_result import ERROR, NOTE, WARNING, Law, LawResult, NotApplicable, broken, held
+from ..trial.law_result import ERROR, NOTE, WARNING, LawResult, NotApplicable, broken, held
 from ..trial.moved_output import measure_move
 from ..trial.quiet_forward import has_rate
 from ..trial.trial_bench import TrialBench, find_output
@@ -28,13 +29,12 @@ def check_modes(bench: TrialBench) -> LawResult:
     evaluation = bench.forward(inputs)
     if training[0].shape != evaluation.shape:
         raise NotApplicable("its model returns something else in training")
-    places = torch.ones(evaluation.shape[:-1], dtype=torch.bool, device=evaluation.device)
-    noise, bound = measure_move(training[0], training[1], places), bench.tolerance
+    noise, bound = measure_move(training[0], training[1]), bench.tolerance
     if noise > bound:
         raise NotApplicable(
             f"its forward draws random numbers in training with all dropout off (outputs differ by {noise:.1e})"
         )
-    move = measure_move(evaluation, training[0], places)
+    move = measure_move(evaluation, training[0])
     if move <= bound + 10 * noise:
         return held(
             f"outputs in training and in evaluation agree within {move:.1e} of their spread", move=move, bound=bound
@@ -51,8 +51,7 @@ def _measure_evaluation_noise(bench: TrialBench, inputs: dict[str, Any]) -> floa
         bench.model.eval()
         with torch.no_grad(), bench.trainer.compute_loss_context_manager():
             outputs.append(find_output(bench.model(**bench.without_loss(inputs))))
-    places = torch.ones(outputs[0].shape[:-1], dtype=torch.bool, device=outputs[0].device)
-    return measure_move(outputs[0], outputs[1], places) if outputs[0].shape == outputs[1].shape else 0.0
+    return measure_move(outputs[0], outputs[1]) if outputs[0].shape == outputs[1].shape else 0.0
 
 
 def check_dropout(bench: TrialBench) -> LawResult:
@@ -65,12 +64,10 @@ def check_dropout(bench: TrialBench) -> LawResult:
     def note(module: nn.Module, args: Any, output: Any) -> None:
         modes[names[module]] = modes.get(names[module], False) or module.training
 
-    handles = [module.register_forward_hook(note) for module in names]
-    try:
+    with ExitStack() as hooks:
+        for module in names:
+            hooks.enter_context(module.register_forward_hook(note))
         bench.run(steady=False)
-    finally:
-        for handle in handles:
-            handle.remove()
     off = [name for name, is_training in modes.items() if not is_training]
     if not modes:
         raise NotApplicable("a training step calls no module with dropout")
@@ -122,8 +119,7 @@ def check_references(bench: TrialBench) -> LawResult:
         raise NotApplicable("its loss does not run its frozen models in a training step")
     for name in ran:
         for a, b in zip(first[name], second[name], strict=False):
-            places = torch.ones(a.shape[:-1], dtype=torch.bool, device=a.device)
-            move = measure_move(a, b, places) if a.shape == b.shape else 0.0
+            move = measure_move(a, b) if a.shape == b.shape else 0.0
             if move > bench.tolerance:
                 mode = "it is in training mode" if models[name].training else "though it is in evaluation mode"
                 return broken(ERROR, f"The frozen {name} gives other outputs for the same batch (by {move:.1e} of their spread): "
@@ -142,10 +138,3 @@ def _outputs(bench: TrialBench, model: nn.Module, seed: int) -> list[Tensor]:
     with model.register_forward_hook(note), torch.no_grad():
         bench.compute_loss()
     return found
-
-
-LAWS = (
-    Law("train_and_eval", "outputs in training and in evaluation agree at dropout 0", check_modes),
-    Law("dropout", "dropout is on in training steps", check_dropout),
-    Law("frozen_models", "a frozen reference or teacher gives the same outputs twice", check_references),
-)  # fmt: skip

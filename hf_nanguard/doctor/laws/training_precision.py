@@ -5,7 +5,7 @@ import math
 import torch
 
 from ..trial.borrowed_trainer import borrowed
-from ..trial.law_result import ERROR, Law, LawResult, NotApplicable, broken, held
+from ..trial.law_result import ERROR, LawResult, NotApplicable, broken, held
 from ..trial.trial_bench import TrialBench
 
 BOUND = {torch.bfloat16: 0.05, torch.float16: 0.02}  # of the loss; sound models stay well below a tenth of it
@@ -38,8 +38,3 @@ def _measure(bench: TrialBench) -> float:
     torch.manual_seed(0)
     with torch.no_grad(), bench.steady():
         return float(bench.compute_loss())
-
-
-LAWS = (
-    Law("precision", "the loss in training precision is close to that in float32", check_precision),
-)  # fmt: skip

@@ -1,7 +1,6 @@
 """Which module is the first whose output differs between two forward passes."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,42 +14,35 @@ def _first_tensor(output: Any) -> Tensor | None:
     return found.detach() if isinstance(found, Tensor) and found.is_floating_point() and found.ndim >= 3 else None
 
 
-@contextmanager
-def _recorded(model: nn.Module, outputs: list[tuple[str, Tensor]]) -> Iterator[None]:
-    """Appends name and output of every module that returns hidden states inside the block, in the order of their ends."""
-    names = {module: name for name, module in model.named_modules()}
+def _record(bench: TrialBench, inputs: Inputs) -> list[tuple[str, Tensor]]:
+    """Returns name and output of every module that returns hidden states in a forward pass, in the order of their ends."""
+    names = {module: name for name, module in bench.bare.named_modules()}
+    outputs: list[tuple[str, Tensor]] = []
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
         value = _first_tensor(output)
         if value is not None and names[module]:
             outputs.append((names[module], value))
 
-    handles = [module.register_forward_hook(note) for module in names]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks:
+        for module in names:
+            hooks.enter_context(module.register_forward_hook(note))
+        bench.forward(inputs)
+    return outputs
 
 
 def find_moved(bench: TrialBench, one: Inputs, other: Inputs, places: Tensor, bound: float) -> str | None:
     """Returns the name of the first module whose output at some places (batch, token) differs by more than a share of its
     spread; `None` if no module with such outputs does."""
-    first: list[tuple[str, Tensor]] = []
-    second: list[tuple[str, Tensor]] = []
-    with _recorded(bench.bare, first):
-        bench.forward(one)
-    with _recorded(bench.bare, second):
-        bench.forward(other)
-    for (name, a), (_, b) in zip(first, second, strict=False):
+    for (name, a), (_, b) in zip(_record(bench, one), _record(bench, other), strict=False):
         if a.shape == b.shape and a.shape[:2] == places.shape and measure_move(a, b, places) > bound:
             return name
     return None
 
 
-def measure_move(one: Tensor, other: Tensor, places: Tensor) -> float:
-    """Returns the largest difference at some places, in units of the spread of the first; inf if one is not finite."""
-    a, b = one[places].float(), other[places].float()
+def measure_move(one: Tensor, other: Tensor, places: Tensor | None = None) -> float:
+    """Returns the largest difference, at some places or anywhere, in units of the spread of the first; inf if one is not finite."""
+    a, b = (each.float() if places is None else each[places].float() for each in (one, other))
     if not a.numel():
         return 0.0
     off = float((a - b).abs().max()) / measure_spread(one)

@@ -10,7 +10,7 @@ from trl import GRPOConfig, GRPOTrainer, SFTConfig
 
 from ...hf.guarded_trainer import guarded
 from ...hf.trainer.arguments import GuardArguments
-from ..compare import Figures, Options, Outcome, find_weights
+from ..compare import Figures, Options, Outcome, find_weights, measure_rewards
 from ..planted_failures import AnswerTrainer, CutOffAnswer, blank_scores
 from ..tasks import sums
 from .scenario_runner import Scenario, ScenarioRunner
@@ -43,12 +43,6 @@ def build_trainer(
         "processing_class": sums.build_tokenizer(),
     }  # fmt: skip
     return trainer_class(**parts) if guard is None else guarded(trainer_class)(guard=guard, **parts)
-
-
-def measure_reward(trainer: Trainer) -> Figures:
-    """Returns the mean reward of the first and of the last steps."""
-    rewards = [row["reward"] for row in trainer.state.log_history if row.get("reward") is not None]
-    return {"mean reward": f"{sum(rewards[:5]) / 5:.2f} -> {sum(rewards[-5:]) / 5:.2f}"}
 
 
 def run_bad_row(runner: ScenarioRunner) -> Scenario:
@@ -111,7 +105,7 @@ def run_bad_sampling(runner: ScenarioRunner) -> Scenario:
         blank_scores(trainer.model, bad_step)
         return trainer
 
-    stock, guarded_run = runner.run_both(" GRPO", "grpo", SAMPLING_STEPS, build, measure_reward, "reward")
+    stock, guarded_run = runner.run_both(" GRPO", "grpo", SAMPLING_STEPS, build, measure_rewards, "reward")
     return "GRPO that samples from NaN", stock, guarded_run
 
 
