@@ -62,6 +62,14 @@ def list_checkpoints(run: Path) -> list[Path]:
     return sorted(folders, key=lambda path: int(path.name.split("-")[1]), reverse=True)
 
 
+def is_interrupted(folder: Path) -> bool:
+    """Returns whether the save of a checkpoint was interrupted: the state of the trainer, which is written last, is not there."""
+    try:
+        return (folder / SENTINEL).exists() or not isinstance(read_json(folder / TRAINER_STATE), dict)
+    except ValueError:
+        return True
+
+
 def find_missing(folder: Path) -> Iterator[str]:
     """Yields what is missing in a folder, as the rest of a sentence that begins with the folder.
 
@@ -100,10 +108,7 @@ def _check_index(index: Path) -> Iterator[str]:
 
 
 def _check_training_state(folder: Path) -> Iterator[str]:
-    try:
-        if not isinstance(read_json(folder / TRAINER_STATE), dict):
-            raise ValueError("not an object")
-    except ValueError:
+    if is_interrupted(folder) and not (folder / SENTINEL).exists():
         there = (folder / TRAINER_STATE).exists()
         yield f"has {'a truncated' if there else 'no'} {TRAINER_STATE}, which is written last: the save was interrupted"
     if all(map(is_state_file, list_tensor_files(folder))):

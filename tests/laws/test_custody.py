@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 
 from hf_nanguard import ArgumentError, CheckpointGuardCallback, GuardArguments, NonFiniteError, attach, scan_checkpoint
 from hf_nanguard.checkpoints.checkpoint_files import QUARANTINE
-from hf_nanguard.checkpoints.good_record import read_good
+from hf_nanguard.checkpoints.good_record import GoodRecord, read_good, write_good
 
 from ..models import token_dataset
 from ..trainers import build, events_of
@@ -265,6 +265,51 @@ def test_no_good_checkpoint_is_an_error_that_names_each(finished_run, tmp_path):
         poison(tmp_path / name)
     with pytest.raises(ArgumentError, match=r"checkpoint-3: .*checkpoint-2: .*checkpoint-1: "):
         custody_of("guarded", tmp_path).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("asked", ["true", "run"])
+def test_a_run_that_was_interrupted_in_its_first_save_begins_anew(way, asked, finished_run, tmp_path, caplog):
+    """Nobody has a checkpoint to go back to then, and `train()` would only say so."""
+    half = tmp_path / "checkpoint-1"
+    shutil.copytree(finished_run / "checkpoint-1", half)
+    (half / "trainer_state.json").unlink()
+    (tmp_path / "checkpoint-2").mkdir()
+    trainer = custody_of(way, tmp_path)
+    trainer.train(resume_from_checkpoint=True if asked == "true" else str(tmp_path))
+    assert [row["step"] for row in trainer.state.log_history if "loss" in row] == [1, 2, 3, 4]
+    assert "begins anew" in caplog.text
+    assert scan_checkpoint(half).is_good
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_interrupted_save_is_no_reason_to_begin_anew_if_there_was_a_good_one(way, tmp_path):
+    write_good(tmp_path, GoodRecord(1, "checkpoint-1", "", None, []))
+    (tmp_path / "checkpoint-1").mkdir()
+    with pytest.raises(ArgumentError, match=r"checkpoint-1: .*interrupted"):
+        custody_of(way, tmp_path).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_record_names_the_best_checkpoint_if_the_host_has_deleted_the_last(way, tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1}
+    trainer = custody_of(way, tmp_path, metric_for_best_model="eval_runtime", greater_is_better=False, **options)
+    trainer.add_callback(BestIs(2))
+    trainer.train()
+    assert checkpoints(tmp_path) == ["checkpoint-2"]
+    record = read_good(tmp_path)
+    assert (record.step, record.path) == (2, "checkpoint-2")
+    assert record.metric["loss"] == next(row["loss"] for row in trainer.state.log_history if row["step"] == 2)
+
+
+class BestIs(TrainerCallback):
+    """Makes the metric of one step the best."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        metrics["eval_runtime"] = 0.0 if state.global_step == self.step else 1.0
 
 
 def test_a_bad_path_is_reported_before_the_first_step(finished_run, tmp_path, caplog):

@@ -98,6 +98,7 @@ class Runner(ABC, Generic[Payload, Weight]):
     # ---- what an autopsy needs ----
 
     optimizer: torch.optim.Optimizer | None = None  # the torch optimizer whose update may be to blame
+    max_grad_norm: float | None = None  # what the loop clips gradients to
 
     @property
     def num_labels(self) -> int | None:

@@ -60,6 +60,7 @@ class SpikeExamination:
     without: tuple[float, float] | None = None  # loss and norm of the micro-batch without those to blame
     usual: tuple[float | None, float | None] = (None, None)  # loss and norm of the run
     update: float | None = None  # what the last update was, relative to the weights
+    window: JsonObject | None = None  # the steps since the last snapshot with and without the rows to blame
     num_runs: int = 0
     seconds: float = 0.0
     is_undecided: bool = False  # whether no data at hand passes, so that only later steps can tell data from weights
@@ -82,6 +83,7 @@ class SpikeExamination:
             "without": without,
             "usual": {"loss": self.usual[0], "grad_norm": self.usual[1]},
             "relative_update": self.update,
+            "window": self.window,
             "num_replays": self.num_runs,
             "seconds": self.seconds,
         }

@@ -4,6 +4,7 @@
     measure      loss and gradient norm of each sample of the suspicious micro-batches, each as if it were the whole step
     compare      row_outliers.py: with the other samples, and with those of earlier examinations
     leave out    the micro-batch without those to blame must be usual again
+    repeat       window_repeat.py: the steps since the last snapshot with and without them, if there is one
     otherwise    `batch` if other data passes, else what the last update was: last_update.py
 
 An examination costs one pass per sample, within `nanguard_autopsy_seconds`; gradients, buffers, random state and the loop's
@@ -34,6 +35,7 @@ from .outlier_watch import OutlierWatch, Suspicion
 from .rank_examinations import share_examination
 from .row_outliers import UsualSamples, find_outliers
 from .spike_examination import SampleReading, SpikeExamination, SpikeVerdict
+from .window_repeat import LossWindow, repeat_window
 
 ENOUGH = 24  # samples to compare with; more micro-batches are run until there are as many
 MANY_TARGETS, FEW_TARGETS, START_NORM = 1.2, 10.0, 5.0  # multiples of loss and norm at the start
@@ -42,8 +44,15 @@ MANY_TARGETS, FEW_TARGETS, START_NORM = 1.2, 10.0, 5.0  # multiples of loss and 
 class SpikeExaminer:
     """Examines steps that are out of line, and remembers which rows were to blame."""
 
-    def __init__(self, policy: Policy, journal: Journal, replay: Callable[[Runner], AbstractContextManager[None]]):
+    def __init__(
+        self,
+        policy: Policy,
+        journal: Journal,
+        replay: Callable[[Runner], AbstractContextManager[None]],
+        find_window: Callable[[], LossWindow | None] = lambda: None,
+    ):
         self.policy = policy
+        self.find_window = find_window
         self.journal = journal
         self.boundary = journal.boundary
         self.replay = replay
@@ -76,7 +85,7 @@ class SpikeExaminer:
         return self.boundary.together(
             "spike examination",
             lambda: (
-                self._examine(group, runner, step, suspicion, is_spike)
+                self._examine(group, runner, step, losses, suspicion, is_spike)
                 if self._agree(group, runner, can_compare)
                 else None
             ),
@@ -91,7 +100,13 @@ class SpikeExaminer:
         return not self.journal.ranks.any(mine)
 
     def _examine(
-        self, group: AccumulationGroup, runner: Runner, step: int, suspicion: Suspicion, is_spike: bool
+        self,
+        group: AccumulationGroup,
+        runner: Runner,
+        step: int,
+        losses: list[float],
+        suspicion: Suspicion,
+        is_spike: bool,
     ) -> SpikeExamination:
         ranks, limit = self.journal.ranks, self.policy.autopsy_seconds
         begin = time.monotonic()
@@ -103,7 +118,12 @@ class SpikeExaminer:
             found = self._judge(mine, suspicion, len(group.micro_batches))
             if found.verdict is None and is_spike:
                 found = self._judge_rest(mine, suspicion, found, runner, len(group.micro_batches))
-        found = share_examination(found, ranks)
+            found = share_examination(found, ranks)
+            window = self.find_window() if found.verdict is SpikeVerdict.ROWS else None
+            if window is not None:
+                late = ranks.any(time.monotonic() > begin + limit)
+                given = (window, group, runner, step, runner.mean_loss(losses), found.blamed, ranks)
+                found = replace(found, window={"why_not": "no time was left"} if late else repeat_window(*given))
         seconds = time.monotonic() - begin
         self.seconds += seconds
         self.blamed.update(found.rows)

@@ -132,7 +132,7 @@ class Guard:
         self.loss_watch = LossWatch(self.journal, self.policy.acts and self.policy.on_spike == "rewind")
         examiner = Examiner(self.policy, self.journal, None if folder is None else Path(folder))
         self.redo = Redo(self.journal, self.counter, examiner)
-        self.spikes = SpikeExaminer(self.policy, self.journal, self.redo.replay)
+        self.spikes = SpikeExaminer(self.policy, self.journal, self.redo.replay, lambda: self.recovery.list_losses())
         self.monitor_set = MonitorSet(self.journal)
         self.settlement = Settlement(
             self.policy,
@@ -152,6 +152,8 @@ class Guard:
             self.boundary.call("monitors", self._build_monitors, model, optimizer)
         self.scheduler = scheduler
         self.max_grad_norm = max_grad_norm
+        if self.runner is not None:
+            self.runner.max_grad_norm = max_grad_norm
 
     def number_steps(self, find_step: Callable[[], int]) -> None:
         """Asks somebody else for the number of the step under way; otherwise calls of [`Guard.step`] are counted."""
@@ -464,8 +466,9 @@ class Guard:
             zero_is_news (`bool`, *optional*, defaults to `True`):
                 Whether an exact zero loss with zero gradients deserves an event; in RL equal rewards make it normal.
         """
-        self.recovery.note(step, group)
         outcome = self.settlement.settle(group, runner, step, norm, zero_is_news)
+        is_as_it_came = outcome.stepped and outcome.redone is None
+        self.recovery.note(step, group, self.settlement.last_loss if is_as_it_came else None)
         return outcome if outcome.halt is None else replace(outcome, halt=show(outcome.halt, self.policy.bundle_text))
 
     # ---- state ----

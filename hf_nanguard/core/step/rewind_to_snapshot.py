@@ -26,6 +26,7 @@ from ..rerun.host_memory import find_free_memory
 from ..rerun.micro_batch import AccumulationGroup
 from ..rerun.snapshot import Snapshot, StatePart
 from ..settings import Policy
+from ..spikes.window_repeat import LossWindow
 from ..vocabulary import Action, Signal
 from .decision import Escalation
 
@@ -45,6 +46,7 @@ class Window:
 
     step: int
     rows: list[list[int] | Tensor | None]  # of each micro-batch; a tensor is read only when an event needs it
+    loss: float | None  # if the step was taken as it came
 
 
 class Recovery:
@@ -147,10 +149,18 @@ class Recovery:
     def _find_next(self, step: int) -> int:
         return min([each for each in EARLY if each > step] + [(step // self.period + 1) * self.period])
 
-    def note(self, step: int, group: AccumulationGroup) -> None:
-        """Notes the dataset rows of a step, in case it has to be left out."""
+    def note(self, step: int, group: AccumulationGroup, loss: float | None = None) -> None:
+        """Notes the dataset rows of a step, in case it has to be left out, and its loss if it was taken as it came."""
         if self.num_kept:
-            self.windows.append(Window(step, [micro.row_numbers for micro in group.micro_batches]))
+            self.windows.append(Window(step, [micro.row_numbers for micro in group.micro_batches], loss))
+
+    def list_losses(self) -> LossWindow | None:
+        """Returns the losses of the steps since the last snapshot, `None` without one."""
+        if not self.snapshots:
+            return None
+        begin = self.snapshots[-1].step
+        known = [(each.step, each.loss) for each in self.windows if each.step >= begin and each.loss is not None]
+        return LossWindow(begin, [step for step, _ in known], [loss for _, loss in known])
 
     def count_update(self) -> None:
         """Counts an update of the weights."""

@@ -65,6 +65,7 @@ class Settlement:
     def begin_run(self) -> None:
         """Forgets what was reported of another run."""
         self.last_norm: float | None = None
+        self.last_loss: float | None = None
         self.has_reported_zero = False
         self.has_overflowed = False  # the norm of finite gradients; reported once
 
@@ -109,6 +110,7 @@ class Settlement:
             norm_host = self._measure_again(runner, step, norm_host)
             norm_dev = torch.full_like(norm_dev, norm_host, dtype=torch.float32)
         self.last_norm = norm_host
+        self.last_loss = runner.mean_loss(losses)
         decision = decide(losses, norm_host, self.policy, self.norms, self.journal.ranks.size == 1)
         if not math.isfinite(norm_host) and group.has_bad_term:  # dropped on the device, yet its gradient is not finite
             decision = replace(decision, signal=Signal.LOSS_NONFINITE)

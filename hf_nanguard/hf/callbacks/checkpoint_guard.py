@@ -64,6 +64,7 @@ class CheckpointGuardCallback(HarmlessCallback):
         ):
             replace = partial(self.enter(args, state).overriding, name, override)
             self._run.enter_context(replaced_method(trainer, name, replace))
+        self._run.callback(self.enter(args, state).call, "good.json", saved.end_run)
 
     def on_train_end(self, args, state, control, **kwargs):
         self._run.close()

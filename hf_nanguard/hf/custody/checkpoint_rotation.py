@@ -71,7 +71,7 @@ class SavedCheckpoints:
         reason = self._agree(self._check(folder) if self.trainer.args.should_save else None)
         if reason is None:
             self.note_good(folder)
-            self._record(folder)
+            self._record(folder, self.trainer.state.global_step)
         else:
             self._reject(folder, reason)
         for call in rotations:
@@ -104,19 +104,26 @@ class SavedCheckpoints:
         names = frozen | set(self.find_accepted())
         return names | {name.replace(".default.", ".") for name in names}  # PEFT leaves out the name of the adapter
 
-    def _record(self, folder: Path) -> None:
+    def end_run(self) -> None:
+        """Records the best checkpoint as the last good one if it is the only one left: with `save_total_limit=1` the host deletes
+        all others at the end of a run."""
+        state, last = self.trainer.state, self.last_good
+        if last is not None and not last.is_dir() and state.best_model_checkpoint is not None:
+            self.last_good = Path(state.best_model_checkpoint)
+            self._record(self.last_good, state.best_global_step or state.global_step)
+
+    def _record(self, folder: Path, step: int) -> None:
         """Writes good.json; a failure is logged, because the checkpoint is good anyway."""
         if not self.trainer.args.should_save or not folder.is_dir():
             return
-        state = self.trainer.state
-        rows = [row for row in state.log_history if row.get("step") == state.global_step]
+        rows = [row for row in self.trainer.state.log_history if row.get("step") == step]
         metric: dict[str, JsonValue] = {
             name: value for row in rows for name, value in row.items() if name.endswith("loss")
         }
         try:
             before = read_good(folder.parent)  # what it accepts was not found again
             accepted = sorted({*self._accepted, *(before.accepted if before is not None else ())})
-            record = GoodRecord(state.global_step, folder.name, digest_folder(folder), metric or None, accepted)
+            record = GoodRecord(step, folder.name, digest_folder(folder), metric or None, accepted)
             write_good(folder.parent, record)
         except OSError as error:
             logger.warning("hf_nanguard: good.json was not written (%s).", first_line(error))

@@ -4,8 +4,9 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.checkpoint_files import TRAINER_STATE, list_checkpoints
+from ...checkpoints.checkpoint_files import TRAINER_STATE, is_interrupted, list_checkpoints
 from ...checkpoints.good_checkpoint import choose_checkpoint
+from ...checkpoints.good_record import read_good
 from ...checkpoints.scan import scan_checkpoint
 from ...core.event import Event
 from ...core.journal import Journal
@@ -36,6 +37,7 @@ class _Plan:
     path: str | None = None  # to resume from; `None`: as asked
     message: str | None = None
     is_refused: bool = False  # whether nothing can be resumed from
+    begins: bool = False  # whether the run begins anew
     last_good: str | None = None
 
 
@@ -45,9 +47,9 @@ def choose_resume(
     """Returns what to resume from in place of what was asked for, the same on every rank. Every rank must call it.
 
     `True` and the folder of a run become the newest good checkpoint of the run; which newer ones were skipped, and why, is
-    logged and an event. The path of a checkpoint stays, and what is wrong with it is reported before the first step; if
-    `repairs` is true, a bad one is replaced by the newest good one before it. If the run has checkpoints and none of them is
-    good, it is an `ArgumentError`.
+    logged and an event. If all are saves that were interrupted, and the run never had a good checkpoint, it begins anew. The path
+    of a checkpoint stays, and what is wrong with it is reported before the first step; if `repairs` is true, a bad one is
+    replaced by the newest good one before it. If the run has checkpoints and none of them is good, it is an `ArgumentError`.
     """
     if asked is None or asked is False:
         return ResumeChoice(asked)
@@ -56,10 +58,13 @@ def choose_resume(
     if plan.message is not None:
         if plan.is_refused and acts:
             raise ArgumentError(plan.message)
-        action = Action.REFUSED if acts and plan.path is not None and plan.path != str(asked) else Action.OBSERVED
+        is_other = plan.begins or (plan.path is not None and plan.path != str(asked))
+        action = Action.REFUSED if acts and is_other else Action.OBSERVED
         journal.write_once(Event(0, Signal.CHECKPOINT_NONFINITE, action, plan.message))
         if not acts:
             return ResumeChoice(asked, plan.last_good)
+    if plan.begins:
+        return ResumeChoice(None)
     return ResumeChoice(asked if plan.path is None else plan.path, plan.last_good)
 
 
@@ -69,6 +74,9 @@ def _plan(asked: Any, trainer: HostTrainer, repairs: bool) -> _Plan:
     if not list_checkpoints(folder) or (asked is not True and (folder / TRAINER_STATE).exists()):
         return _check_path(folder, needs_optimizer, repairs) if asked is not True else _Plan()
     choice = choose_checkpoint(folder, needs_optimizer)
+    if choice.path is None and read_good(folder) is None and all(is_interrupted(path) for path, _ in choice.skipped):
+        text = f"Training begins anew because the run was interrupted in its first save: {choice.format_skipped()}."
+        return _Plan(message=text, begins=True)
     if choice.path is None:
         text = f"No checkpoint in {folder} can be resumed from: {choice.format_skipped()}. Train from the start, or name one."
         return _Plan(message=text, is_refused=True)

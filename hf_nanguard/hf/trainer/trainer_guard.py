@@ -208,6 +208,7 @@ class TrainerGuard:
         self.step.leave_out_of_mean()
         with self._joined, self.guarded_generation():
             yield
+        self.boundary.call("custody", self.custody.saved.end_run)
 
     def _guarded_own_step(self) -> AbstractContextManager[None]:
         """Guards a `training_step` that was put on the trainer itself, where it hides that of its class."""

@@ -167,6 +167,10 @@ class TrainerRunner(Runner):
         return bare_optimizer(self.trainer.optimizer)
 
     @property
+    def max_grad_norm(self) -> float | None:  # type: ignore[override]
+        return self.trainer.args.max_grad_norm
+
+    @property
     def num_labels(self) -> int | None:
         trainer = self.trainer
         return find_limits(trainer.model, loss_shifts_labels(trainer), has_own_batches(trainer)).num_labels

@@ -41,20 +41,37 @@ class Run:
     optimizer: torch.optim.Optimizer
     guard: Guard
     events: list
+    losses: list
 
     @classmethod
-    def begin(cls, policy=None, model=None, optimizer=None):
+    def begin(cls, policy=None, model=None, optimizer=None, max_grad_norm=None):
         events = []
         model = build() if model is None else model
         optimizer = (
             torch.optim.Adam(model.parameters(), lr=0.01) if optimizer is None else optimizer(model.parameters())
         )
-        guard = Guard(model, optimizer, policy or Policy(), on_event=events.append)
+        guard = Guard(model, optimizer, policy or Policy(), on_event=events.append, max_grad_norm=max_grad_norm)
         torch.manual_seed(1)
-        return cls(model, optimizer, guard, events)
+        return cls(model, optimizer, guard, events, [])
 
     def loss(self, batch):
-        return nn.functional.mse_loss(self.model(batch["x"]), batch["y"])
+        loss = nn.functional.mse_loss(self.model(batch["x"]), batch["y"])
+        self.losses.append(loss.item())
+        return loss
+
+    def measure(self, batch, state):
+        """The loss of a batch with a random state."""
+        torch.set_rng_state(state)
+        return self.loss(batch).item()
+
+    def rng_states(self, batches):
+        """The random state before each of the batches, if they are run one after the other."""
+        first, states = torch.get_rng_state(), []
+        for batch in batches:
+            states.append(torch.get_rng_state())
+            self.loss(batch)
+        torch.set_rng_state(first)
+        return states
 
     def steps(self, first, number, size=1):
         for step in range(first, first + number):
@@ -96,6 +113,51 @@ def test_the_event_has_every_sample_and_the_batch_without_the_bad_one(spiked):
     assert len(losses) == found["num_samples"] == SIZE
     assert losses[3] > 100 * max(loss for sample, loss in losses.items() if sample != 3)
     assert found["without"]["loss"] < 3 * found["usual"]["loss"] < losses[3]
+
+
+def make_rest(batch, samples=(3,)):
+    """A batch without some samples."""
+    kept = [sample for sample in range(SIZE) if sample not in samples]
+    return {name: tensor[kept] for name, tensor in batch.items()}
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+
+@pytest.mark.parametrize("optimizer", [None, momentum])
+@pytest.mark.parametrize("others", [[], [make_batch(8), make_batch(9)]])
+def test_the_window_without_the_bad_rows_is_the_run_that_never_had_them(optimizer, others):
+    begin, batches = NUM_STEPS - 10, [spoiled(), *others]
+    given = {"optimizer": optimizer, "max_grad_norm": 0.5}
+    run = Run.begin(Policy(snapshot_steps=20), **given).steps(0, NUM_STEPS).spoil(*batches)
+    window = run.found()[0]["window"]
+    assert (window["snapshot_step"], window["steps"]) == (begin, list(range(begin, NUM_STEPS + 1)))
+    for name, arm in (("with_rows", batches), ("without_rows", [make_rest(batches[0]), *others])):
+        other = Run.begin(Policy(mode="off"), **given).steps(0, begin)
+        losses = [other.steps(step, 1).losses[-1] for step in range(begin, NUM_STEPS)]
+        rest = [make_rest(batches[0]), *others]
+        states = other.rng_states(batches)  # which is what each held micro-batch is run again with
+        other.spoil(*arm)
+        assert window[name] == pytest.approx([*losses, sum(other.losses[-len(arm) :]) / len(arm)], rel=1e-6)
+        after = [other.measure(batch, state) for batch, state in zip(rest, states, strict=True)]
+        assert window["others_after"][name] == pytest.approx(sum(after) / len(after), rel=1e-6)
+    assert window["others_after"]["with_rows"] != window["others_after"]["without_rows"]
+
+
+def test_a_window_that_cannot_be_repeated_says_why():
+    class Closed(torch.optim.Adam):
+        def __deepcopy__(self, memo):
+            raise TypeError("no copies")
+
+    run = Run.begin(Policy(snapshot_steps=20), optimizer=lambda parameters: Closed(parameters, lr=0.01))
+    found = run.steps(0, NUM_STEPS).spoil(spoiled()).found()[0]
+    assert (found["verdict"], found["window"]) == ("rows", {"why_not": "its optimizer cannot be copied"})
+    alone = Run.begin(Policy(snapshot_steps=20))
+    for step in range(80):
+        alone.guard.step(alone.loss, [make_batch(step, 1)])
+    found = alone.spoil(spoiled([0], size=1)).found()[-1]
+    assert found["window"] == {"why_not": "a rank has no other sample in this step"}
 
 
 def test_an_examination_leaves_no_trace(spiked):

@@ -84,6 +84,15 @@ def test_a_row_that_is_too_large_is_named_and_quarantined_and_the_run_is_the_sto
     guarded_run = train(tmp_path, Regression(), rows, num_train_epochs=3, learning_rate=1e-2)
     assert blamed_rows(tmp_path) == {17}
     assert [entry.row for entry in read_quarantine(tmp_path / "nanguard")[0]] == [17]
+    found = [event["values"]["examination"] for event in read_events(tmp_path) if "examination" in event["values"]]
+    windows = [each["window"] for each in found if each["verdict"] == "rows"]
+    for window in windows:
+        *before, full = window["with_rows"]
+        *same, cut = window["without_rows"]
+        assert (before, len(before) + 1) == (same, len(window["steps"]))
+        assert full > 2 * cut
+        assert window["others_after"]["with_rows"] != window["others_after"]["without_rows"]
+    assert windows
     stock = train(tmp_path / "stock", Regression(), rows, Trainer, num_train_epochs=3, learning_rate=1e-2)
     for one, other in zip(guarded_run.model.parameters(), stock.model.parameters(), strict=True):
         assert torch.equal(one, other)
