@@ -35,7 +35,7 @@ class EventKind:
         when = f"at step {first}" if first == last else f"at steps {first} to {last}"
         shown = ", ".join(map(str, sorted(self.rows)[:MAX_ROWS])) + (", ..." if len(self.rows) > MAX_ROWS else "")
         where = f" (dataset {'row' if len(self.rows) == 1 else 'rows'} {shown})" if self.rows else ""
-        where = " (all samples alike; the data is not the cause)" if self.clears_data else where
+        where = " (all samples alike; the data is probably not the cause)" if self.clears_data else where
         why = f": {self.describe()}" if self.cause or self.place else ""
         return f"{len(self.steps)} x {self.signal} {self.action} {when}{why}{where}"
 

@@ -329,12 +329,22 @@ def test_a_loss_of_none_says_so(tmp_path):
     assert events_of(trainer)[0]["signal"] == "loss_missing"
 
 
-def test_an_exact_zero_without_gradient_is_observed_once(tmp_path):
+def _zero_loss(module, inputs, outputs):
+    outputs.loss = outputs.loss * 0.0
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_an_exact_zero_without_gradient_is_observed_once_unless_the_loss_is_the_users(is_own, tmp_path):
+    """A loss of the user's may have a margin, beyond which it is 0."""
     trainer = build("plain", tmp_path)
+    trainer.model.register_forward_hook(_zero_loss)
     original = trainer.compute_loss
-    trainer.compute_loss = lambda *args, **kwargs: original(*args, **kwargs) * 0.0
+    if is_own:
+        trainer.compute_loss = lambda *args, **kwargs: original(*args, **kwargs)
     trainer.train()
-    assert [(e["signal"], e["action"]) for e in events_of(trainer)] == [("loss_zero", "observed")]
+    assert [row["grad_norm"] for row in trainer.state.log_history if "loss" in row] == [0.0] * 4
+    expected = [] if is_own else [("loss_zero", "observed")]
+    assert [(e["signal"], e["action"]) for e in events_of(trainer)] == expected
 
 
 def test_a_bad_evaluation_is_an_event_and_never_best(tmp_path):

@@ -237,7 +237,7 @@ def explain_event(event: Event, verdict: Verdict) -> Event:
     clears_data = verdict.blame.scope == "every_sample"
     return replace(
         event,
-        message=event.message + ("; all its samples fail, the data is not the cause" if clears_data else ""),
+        message=event.message + ("; all its samples fail, the data is probably not the cause" if clears_data else ""),
         values={**event.values, "autopsy": verdict.as_values()},
         culprit=verdict.explain(event.culprit or Culprit()),
         cause=event.cause if event.cause is not None and verdict.origin is None else verdict.cause,

@@ -69,6 +69,11 @@ class BatchRecord:
         finally:  # what somebody fetches by hand is not checked
             self.batches, self.notes, self._check, self.stream_batch_size = [], [], None, None
 
+    @property
+    def are_judged(self) -> bool:
+        """Whether labels mean what they do to the losses of the hosts."""
+        return self._check is not None and self._check.limits.known
+
     # ---- as the observer of the dataloader ----
 
     def begin_pass(self) -> list[Any] | None:

@@ -56,7 +56,9 @@ class StepRecord:
 
     group: AccumulationGroup
     no_signals: list[NoSignal | None]  # for each batch, why it has nothing to learn from
-    is_labelled: bool  # whether its batches have labels, so that a loss of exactly 0 is worth an event
+    # Whether its batches have labels for a loss of the hosts: then a loss of exactly 0 is worth an event. A margin loss of the
+    # user's is 0 wherever the margin is kept.
+    is_labelled: bool
 
 
 class StepRecorder:
@@ -242,7 +244,8 @@ class StepRecorder:
         self.phase = Phase.DECIDED
         group = self.guard.group
         held = [micro.payload for micro in group.micro_batches if isinstance(micro.payload, HeldInputs)]
-        return StepRecord(group, [note.no_signal for note in self._notes], bool(held) and held[-1].has_labels)
+        is_labelled = bool(held) and held[-1].has_labels and self.batches.are_judged
+        return StepRecord(group, [note.no_signal for note in self._notes], is_labelled)
 
     def skip(self) -> None:
         """Marks the step as skipped: the optimizer must not step."""

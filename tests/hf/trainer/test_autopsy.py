@@ -185,9 +185,36 @@ def test_a_callback_explains_too(kind, tmp_path):
     assert (event["cause"], event["culprit"]["op"]) == ("log_of_zero", "aten.log.default")
     assert event["culprit"]["module"] == "model.layers.0.mlp.up_proj"
     assert event["values"]["autopsy"]["scope"] == "every_sample"
-    assert event["message"].endswith("all its samples fail, the data is not the cause")
+    assert event["message"].endswith("all its samples fail, the data is probably not the cause")
     assert event["culprit"]["samples"] is None
     assert len(event["culprit"]["rows"]) > 1
+
+
+def test_a_micro_batch_of_bad_rows_alone_is_blamed_if_another_is_finite(tmp_path):
+    """The weights of both its classes are 0; those of the other micro-batches are not."""
+    from torch.nn.functional import cross_entropy
+    from transformers import Trainer
+
+    class Weighted(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs.pop("labels")
+            weight = (torch.arange(64) != MARK).float()
+            return cross_entropy(model(**inputs).logits.flatten(0, 1), labels.flatten(), weight=weight)
+
+    rows = token_rows(12)
+    for row in (8, 9):
+        rows[row]["labels"] = [MARK] * 8
+    extra = {"train_dataset": Dataset.from_list(rows)}
+    trainer = build("plain", tmp_path, Weighted, extra=extra, train_sampling_strategy="sequential", max_steps=2)
+    trainer.train()
+    [event] = events_of(trainer)
+    assert (event["action"], event["cause"], event["values"]["autopsy"]["scope"]) == (
+        "dropped",
+        "div_by_zero",
+        "samples",
+    )
+    assert (event["culprit"]["samples"], event["culprit"]["rows"]) == ([0, 1], [8, 9])
+    assert event["message"].endswith("(dataset rows 8, 9)")
 
 
 def test_a_callback_explains_a_loss_outside_the_model(tmp_path):

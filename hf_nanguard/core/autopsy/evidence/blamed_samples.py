@@ -33,8 +33,8 @@ def find_blame(suspect: SuspectBatch, origin: Origin, allowed: Callable[[], bool
         return Blame()
     tokens = map_positions(origin, suspect)
     seen = sorted({sample for sample, _ in tokens})
+    proved = suspect.others_pass or origin.phase == "input"
     if number == 1:
-        proved = suspect.others_pass or origin.phase == "input"
         return _blame(suspect, "samples" if proved else "only_sample", [0], tokens)
 
     def search() -> tuple[list[int], bool]:
@@ -50,7 +50,7 @@ def find_blame(suspect: SuspectBatch, origin: Origin, allowed: Callable[[], bool
     found, together = outcome
     if together:
         return _blame(suspect, "batch", found if found and len(found) < number else None, tokens)
-    if len(found) == number:
+    if len(found) == number and not proved:
         return _blame(suspect, "every_sample", found, [])
     return _blame(suspect, "samples", found, tokens)
 

@@ -18,8 +18,8 @@ OVERFLOWS = (Cause.FP16_OVERFLOW, Cause.BF16_OVERFLOW, Cause.EXP_OVERFLOW)
 class Blame:
     """Which samples of a micro-batch cause a fault.
 
-    The scope is `"samples"`: these suffice to reproduce it, `"every_sample"`: each of them does, `"batch"`: none alone, only
-    together, `"only_sample"`: the batch has one, and it is not known whether others are finite with these weights, or
+    The scope is `"samples"`: these suffice to reproduce it and others are finite with the same weights, `"every_sample"`: each of
+    the batch does, and no others are known, `"batch"`: none alone, only together, `"only_sample"`: the batch has one, and it is not known whether others are finite with these weights, or
     `"untried"`: not tested; `samples` are then those with non-finite values at the origin, if known.
     """
 
@@ -180,7 +180,7 @@ def _format_whose(blame: Blame, num_samples: int | None) -> str:
     samples = blame.samples or []
     which = f"sample{_plural(samples)} {_format_few(samples)}{f' of {num_samples}' if num_samples else ''}"
     if blame.scope == "every_sample":
-        return f"all {len(samples)} samples; the data is not the cause{rows if len(blame.rows or []) == 1 else ''}"
+        return f"all {len(samples)} samples; the data is probably not the cause{rows if len(blame.rows or []) == 1 else ''}"
     if blame.scope == "batch":
         return f"no sample alone, only the batch as a whole{rows}"
     if blame.scope == "only_sample":
@@ -192,9 +192,10 @@ def _format_whose(blame: Blame, num_samples: int | None) -> str:
 
 def _format_others(verdict: Verdict) -> str:
     """Returns what the other samples say about an overflow: a model that is about to overflow does so on some rows first."""
-    if verdict.cause not in OVERFLOWS or verdict.blame.scope != "samples" or not verdict.spares_others:
+    if verdict.cause not in OVERFLOWS or verdict.blame.scope != "samples":
         return ""
-    return "; the other samples are finite with these weights, but a model that diverges overflows on some rows first"
+    others = "the other samples" if verdict.spares_others else "other micro-batches"
+    return f"; {others} are finite with these weights, but a model that diverges overflows on some rows first"
 
 
 def _plural(values: list) -> str:

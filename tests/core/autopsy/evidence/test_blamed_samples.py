@@ -180,6 +180,16 @@ def test_the_only_sample_is_blamed_if_others_pass_or_it_holds_the_bad_value(phas
     assert batch.runs == []
 
 
+@pytest.mark.parametrize(
+    ("phase", "others_pass", "scope"),
+    [("forward", False, "every_sample"), ("forward", True, "samples"), ("input", False, "samples")],
+)
+def test_all_samples_are_blamed_if_others_pass_or_they_hold_the_bad_values(phase, others_pass, scope):
+    batch = Batch(2, {0, 1}, rows=[110, 7], others_pass=others_pass)
+    blame = find_blame(batch, replace(_origin(), phase=phase), always)
+    assert (blame.scope, blame.samples, blame.rows) == (scope, [0, 1], [110, 7])
+
+
 # ---- faults that depend on more than the sample: its random numbers, the size of the batch ----
 
 SIZE, WIDTH, CULPRIT = 8, 6, 5

@@ -48,7 +48,7 @@ def test_the_block_says_what_where_whose_why_and_what_works():
 @pytest.mark.parametrize(
     ("blame", "words"),
     [
-        (Blame("every_sample", [0, 1, 2, 3], None, [3, 4, 5, 6]), "all 4 samples; the data is not the cause"),
+        (Blame("every_sample", [0, 1, 2, 3], None, [3, 4, 5, 6]), "all 4 samples; the data is probably not the cause"),
         (Blame("batch", None, None, None), "only the batch as a whole"),
         (Blame("untried", [1], [[1, 0]], [9]), "not tested; seen in sample 1 of 4, dataset row 9"),
         (Blame("untried"), "not tested"),
@@ -75,6 +75,14 @@ def test_the_samples_are_named_with_what_was_tested(blame, words):
 def test_a_culprit_has_samples_only_if_they_stand_out(blame, samples):
     culprit = Verdict(ORIGIN, blame).explain(Culprit(rows=[5, 6]))
     assert (culprit.samples, culprit.rows) == (samples, blame.rows)
+
+
+@pytest.mark.parametrize(("num_samples", "others"), [(4, "the other samples"), (1, "other micro-batches")])
+def test_rows_that_overflow_are_blamed_with_a_reservation(num_samples, others):
+    """A model that diverges overflows on some rows first, also if each micro-batch has one row."""
+    assert f"; {others} are finite" in format_verdict(
+        Verdict(ORIGIN, Blame("samples", [0]), num_samples=num_samples), 1, 0
+    )
 
 
 def test_a_fault_that_does_not_come_back_is_transient():
