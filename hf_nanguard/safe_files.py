@@ -85,8 +85,12 @@ def draft_of(path: Path) -> Path:
 
 
 def remove_drafts(folder: Path, names: str = "*") -> None:
-    """Removes drafts of processes that have ended: those of a pattern of file names in a folder."""
-    for draft in folder.glob(f".{names}{DRAFT}"):
+    """Removes drafts of processes that have ended: those of a pattern of file names in a folder, if that can be read."""
+    try:
+        drafts = list(folder.glob(f".{names}{DRAFT}"))
+    except OSError:
+        return
+    for draft in drafts:
         owner = draft.name.split(".")[-2]
         if not owner.isdecimal() or (int(owner) != os.getpid() and _is_running(int(owner))):
             continue

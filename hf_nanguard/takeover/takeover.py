@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ..hf.trainer.arguments import GuardArguments
     from ..hf.trainer.mixin import GuardedTrainerMixin
 
+CHUNK = 2**20
+
 
 class _StandIn:
     def __init_subclass__(cls) -> None:
@@ -175,9 +177,8 @@ class Takeover:
             trainer.__class__ = cls
             self._say_unguarded(cls, "its guard could not be built; the log says why", trainer)
             return
-        if _is_first_rank(trainer):
-            assert isinstance(trainer, GuardedTrainerMixin)
-            self._say_guarded(trainer, was_guarded)
+        if _is_first_rank(trainer):  # a message that fails leaves the trainer guarded
+            self.boundary.call("message", self._say_guarded, trainer, was_guarded)
 
     def _merge(self, own: object) -> "GuardArguments":
         """Returns the script's own settings, or the defaults, overridden by those of the takeover."""
@@ -253,4 +254,7 @@ def _is_first_rank(trainer: "Trainer | None" = None) -> bool:
 
 
 def _count_lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.is_file() else 0
+    if not path.is_file():
+        return 0
+    with path.open("rb") as file:
+        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(CHUNK), b""))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hf_nanguard.core.rerun.closed_iterators import UnrepeatableError
 from hf_nanguard.core.step.redo import Redo
 from hf_nanguard.testing import Fault, plant
 from tests.reference import assert_same, tensors_of, without
@@ -34,14 +35,14 @@ def _in_a_hook(trainer, once):
 
 
 def _consuming(trainer, once):
-    """As a loss that reads from an iterator does."""
+    """As a loss that reads from an iterator does, which has as many items as the run has micro-batches."""
     left, compute = iter(range(3 * trainer.args.max_steps)), trainer.compute_loss
-    once.error = StopIteration()
+    once.error = UnrepeatableError()
 
     def consume(*args, **kwargs):
         try:
             next(left)
-        except StopIteration:
+        except UnrepeatableError:
             once.num_errors += 1
             raise
         return compute(*args, **kwargs)
@@ -62,23 +63,20 @@ PLACES = {
 @pytest.mark.parametrize("kind", ["plain", pytest.param("sft", marks=pytest.mark.slow)])
 def test_a_step_that_cannot_be_redone_is_skipped(kind, name, tmp_path):
     place, error = PLACES[name]
-    last = 3 if name == "iterator" else STEP
     trainer = build(kind, tmp_path / "guarded")
-    planted = plant(trainer, Fault("loss", step=last, micro_step=1))
+    planted = plant(trainer, Fault("loss", step=STEP, micro_step=1))
     once = Once(trainer, error)
     place(trainer, once)
     trainer.train()
     assert planted.triggered
     assert once.num_errors == 1  # nothing is tried again
-    stock = build(
-        kind, tmp_path / "stock", without(stock_class(kind), *[(last, micro) for micro in range(3)]), guard=False
-    )
+    stock = build(kind, tmp_path / "stock", without(stock_class(kind), *ALL), guard=False)
     stock.train()
     assert_same(tensors_of(trainer), tensors_of(stock))
     failed, skipped = events_of(trainer)
     assert (failed["signal"], skipped["signal"]) == ("guard_failed", "loss_nonfinite")
     assert skipped["action"] == "skipped"
-    assert failed["culprit"]["source"].startswith("hf/trainer/")
+    assert failed["culprit"]["source"].startswith("core/rerun/" if name == "iterator" else "hf/trainer/")
     assert type(once.error).__name__ in failed["message"]
     assert failed["message"] in skipped["message"]
     assert not trainer.nanguard.guard.group.micro_batches  # nothing is held

@@ -412,6 +412,15 @@ def test_a_takeover_that_fails_leaves_the_script_as_it_is(name, tmp_path, said, 
     assert isinstance(trainer, GuardedTrainerMixin) == (name != "guard")
 
 
+def test_a_message_that_fails_leaves_the_trainer_guarded(tmp_path, said, monkeypatch):
+    """Of an event file that cannot be read, or a path that cannot be printed."""
+    monkeypatch.setattr("hf_nanguard.takeover.takeover._count_lines", _fail)
+    with take_over(said):
+        trainer = build("plain", tmp_path, guard=False)
+    assert isinstance(trainer, GuardedTrainerMixin)
+    assert said[0].startswith("message failed at takeover/takeover.py:")
+
+
 def test_a_guard_that_cannot_be_built_leaves_the_trainer_stock(tmp_path, said, monkeypatch):
     monkeypatch.setattr("hf_nanguard.takeover.takeover.reduce_as", _fail)
     with take_over(said):

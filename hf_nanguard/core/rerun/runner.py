@@ -21,6 +21,7 @@ from ..finite import is_sharded
 from ..rng import RngState
 from ..torch_private import copy_unscaled, forget_used_parameters, plain_name, restore_unscaled, sync_buffers
 from .buffers import BufferKeeper
+from .closed_iterators import closed_iterators
 from .loss_mark import mark_shard, marked_backward
 from .micro_batch import AccumulationGroup, MicroBatch, Payload, Weight
 from .traceless_skip import clear_gradients, forget_unscale
@@ -157,6 +158,15 @@ class Runner(ABC, Generic[Payload, Weight]):
         return max((rate for rate in rates if isinstance(rate, float)), default=None)
 
     # ---- isolation ----
+
+    def replayed(self) -> AbstractContextManager[None]:
+        """Returns a context for all passes of a replay: iterators that they would read on refuse to be read. Not where parameters are
+        sharded, because a pass that fails there ends the run."""
+        return nullcontext() if self.lockstep else closed_iterators(self.model, *self.loss_functions())
+
+    def loss_functions(self) -> list[object]:
+        """Returns what the loss consists of beside the model, see [`closed_iterators`]."""
+        return []
 
     def isolated(self) -> AbstractContextManager:
         """Returns a context in which running a micro-batch changes no state or metric of the loop."""
@@ -302,6 +312,9 @@ class LoopRunner(Runner[object, float]):
         """Prepares for the micro-batches of a step: no gradients are left of an earlier one."""
         self.loss_fn = loss_fn
         self.clear()
+
+    def loss_functions(self) -> list[object]:
+        return [self.loss_fn]
 
     def _loss(self, payload: object) -> Tensor:
         if self.loss_fn is None:

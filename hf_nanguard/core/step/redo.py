@@ -71,7 +71,7 @@ class Redo:
         self.runner = runner
         rebuild_buckets(runner.model)
         try:
-            with self.boundary.not_survivable(runner.lockstep and self.ranks.size > 1):
+            with self.boundary.not_survivable(runner.lockstep and self.ranks.size > 1), runner.replayed():
                 yield
         finally:
             self.runner = None

@@ -56,14 +56,16 @@ class RunRecord:
 
     def begin_run(self) -> None:
         """Follows `output_dir`, which a script may set after it has built the trainer; lines of another `train()` get
-        another id. What an earlier run was writing when it was killed is removed."""
-        output = Path(str(self.trainer.args.output_dir))
-        self.directory = output / GUARD_FOLDER
+        another id."""
+        self.directory = Path(str(self.trainer.args.output_dir)) / GUARD_FOLDER
         self.events = JsonlWriter(events_path(self.directory, self.rank))
         self.metrics = JsonlWriter(self.directory / "metrics.jsonl", self.events.run, private=False)
+
+    def remove_drafts(self) -> None:
+        """Removes what an earlier run was writing when it was killed."""
         if self.rank == 0:
             remove_drafts(self.directory / BUNDLES)
-            for checkpoint in output.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+            for checkpoint in self.directory.parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
                 remove_drafts(checkpoint, "nanguard_*")
 
     def write_event(self, event: JsonObject) -> None:

@@ -4,6 +4,7 @@ Recorded at the moment of failure. Contains neither weights nor data, and nothin
 or trackers.
 """
 
+import inspect
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,8 @@ from accelerate.state import AcceleratorState, is_initialized
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, TrainingArguments
 
-from ...plain_text import REDACTED
+from ...boundary import attempt
+from ...plain_text import REDACTED, quote
 from ..compat.model_config import (
     ATTENTION,
     EXPERTS,
@@ -38,7 +40,7 @@ PRIVATE = (
     "generation_config", "local_rank", "ddp_", "accelerator_config", "parallelism_config",
 )  # fmt: skip
 PLACES = ("_name_or_path", "base_model_name_or_path", "revision", "parent_library", "label2id")
-PATH = re.compile(r"^(~|\.{0,2}/|[A-Za-z]:[\\/]|\\\\|file:)|/.*/")
+PATH = re.compile(r"/|^~|^[A-Za-z]:\\|^\\\\")  # or the name of a model on the Hub
 # Attributes of a trainer that its loss reads and that can differ from the argument of the same name.
 LOSS_ATTRIBUTES = ("beta", "use_vllm", "entropy_coef", "precompute_ref_logps", "temperature")
 
@@ -95,8 +97,29 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
 
 
 def describe_config(config: Any) -> dict[str, Any]:
-    """Returns the config of a model or an adapter without the places it came from and the names of its classes."""
-    return without_places(to_json(config.to_dict()))
+    """Returns the config of a model or an adapter without the places it came from and the names of its classes. What the user has
+    added to it is quoted, because it may be text."""
+    found = without_places(to_json(config.to_dict()))
+    known = find_settings(type(config))
+    return {
+        **{name: found[name] for name in found if name in known},
+        **quoted({name: found[name] for name in found if name not in known}),
+    }
+
+
+def find_settings(config_class: type) -> set[str]:
+    """Returns the names of what a class of configs defines, also while it builds one."""
+    built: Mapping[str, Any] = attempt(lambda: config_class().to_dict(), lambda error: {})  # type: ignore[attr-defined]
+    return {*built, *inspect.signature(config_class).parameters, *PreTrainedConfig().to_dict()}
+
+
+def quoted(value: Any) -> Any:
+    """Returns JSON values, nested or not, with every text quoted."""
+    if isinstance(value, dict):
+        return {quote(name): quoted(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [quoted(item) for item in value]
+    return quote(value) if isinstance(value, str) else value
 
 
 def without_places(value: Any) -> Any:
@@ -107,7 +130,7 @@ def without_places(value: Any) -> Any:
         return REDACTED if PATH.search(value) else value
     if not isinstance(value, dict):
         return value
-    kept = {name: without_places(item) for name, item in value.items() if name not in PLACES}
+    kept = {name: without_places(item) for name, item in value.items() if name not in PLACES and not PATH.search(name)}
     if isinstance(classes := kept.get("id2label"), dict):
         kept["id2label"] = {number: f"LABEL_{number}" for number in classes}  # as the host calls them by default
     return kept

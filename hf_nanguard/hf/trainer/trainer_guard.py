@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -111,6 +111,20 @@ class TrainerGuard:
 
     def _begin_run(self) -> None:
         self.boundary.begin_run()
+        self.boundary.together("start of the run", self._begin_parts, _end_start)
+        self.boundary.call("drafts", self.record.remove_drafts)
+        self._creates_optimizer = self.trainer.optimizer is None
+        prepared = self.recorder.batches.prepared
+        if self.on and self.guard.ranks.rank == 0:
+            self.boundary.call("limits", log_limits, self.trainer, self.guard)
+            self.boundary.call("removed rows", report_removed_rows, self.trainer, self.guard, prepared)
+        if self.on:
+            self.boundary.together("quarantine", self.quarantine.honor, lambda why: None)
+            self.boundary.call(
+                "doctor", report_start, self.trainer, self.policy.doctor, self.guard.ranks, self.policy.bundle_text
+            )
+
+    def _begin_parts(self) -> None:
         self.record.begin_run()
         self.guard.begin_run(self.record.directory)
         self.recorder.begin_run()
@@ -120,20 +134,10 @@ class TrainerGuard:
             self.trainer.train_dataset,
             self.recorder.batches.prepared,
         )
-        self.quarantine.begin_run(*given)
-        self.unguarded.begin_run()
         self.step.begin_run()
-        self.custody.begin_run()
-        self._creates_optimizer = self.trainer.optimizer is None
-        if self.on and self.guard.ranks.rank == 0:
-            self.boundary.call("limits", log_limits, self.trainer, self.guard)
-            prepared = self.recorder.batches.prepared
-            self.boundary.call("removed rows", report_removed_rows, self.trainer, self.guard, prepared)
-        if self.on:
-            self.boundary.together("quarantine", self.quarantine.honor, lambda why: None)
-            self.boundary.call(
-                "doctor", report_start, self.trainer, self.policy.doctor, self.guard.ranks, self.policy.bundle_text
-            )
+        self.unguarded.begin_run()
+        self.boundary.call("quarantine", self.quarantine.begin_run, *given)
+        self.boundary.call("custody", self.custody.begin_run)
 
     def _end_run(self) -> None:
         """Puts everything back, each piece even if another fails or is interrupted."""
@@ -279,3 +283,7 @@ class TrainerGuard:
         if not training:
             self.evaluation.keep(loss, labels)
         return result
+
+
+def _end_start(why: str) -> NoReturn:
+    raise RuntimeError(f"the guard could not begin: {why}")

@@ -14,7 +14,7 @@ from ...core.rerun.micro_batch import AccumulationGroup, MicroBatch
 from ...core.rerun.runner import Runner
 from ...plain_text import cut
 from ..compat.accelerate import bare_optimizer, local_collectives, poisoned_backward, steps_in_backward
-from ..compat.own_loss import has_own_batches
+from ..compat.own_loss import LOSS_METHODS, has_own_batches
 from ..compat.prepared_dataset import count_documents, find_ids
 from ..compat.trainer import (
     ITEMS,
@@ -78,6 +78,10 @@ class TrainerRunner(Runner):
             del values[self.metric_lengths.get(name, 0) :]
             if not values:  # TRL divides by the length of every list there is
                 del metrics[name]
+
+    def loss_functions(self) -> list[object]:
+        own = [vars(cls).get(name) for cls in type(self.trainer).__mro__ for name in LOSS_METHODS]
+        return [vars(self.trainer), *own]
 
     @contextmanager
     def isolated(self) -> Iterator[None]:

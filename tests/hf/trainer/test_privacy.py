@@ -12,6 +12,7 @@ from transformers import Trainer, TrainerCallback, default_data_collator
 from transformers import trainer as host
 
 from hf_nanguard import GuardArguments, replay
+from hf_nanguard.plain_text import show
 from hf_nanguard.testing import NAN, Fault, plant
 
 from ...laws.ways import params
@@ -157,15 +158,24 @@ def logged_row(folder, guard):
     trainer.train()
 
 
+def configured(folder, guard):
+    """Text that the user has added to the config of the model."""
+    trainer = build("plain", folder, extra={"guard": guard}, **QUICK)
+    trainer.model.config.greeting = {f"for {SECRET}": [f"Dear {SECRET}", 1]}
+    plant(trainer, Fault("loss", 1, 0))
+    trainer.train()
+
+
 CASES = {
     case.__name__: case
-    for case in (bad_reward, loss_error, dropped_loss_error, keys, decoded, monitor, autopsy, logged_row)
+    for case in (bad_reward, loss_error, dropped_loss_error, keys, decoded, monitor, autopsy, logged_row, configured)
 }
 SHOWN_IN = {  # where the control shows it
     "keys": {"events.jsonl", "facts.json", "inputs.safetensors", "log"},
     "decoded": {"events.jsonl", "facts.json", "README.md", "log"},
     "bad_reward": {"events.jsonl", "log"},
     "logged_row": {"metrics.jsonl"},
+    "configured": {"facts.json"},
 }
 
 
@@ -226,12 +236,13 @@ def test_configs_contain_neither_paths_nor_names_of_classes(tmp_path):
     model.config.id2label = {0: "healthy", 1: SECRET}
     model.config.inner = {
         "_name_or_path": "/home/jane/inner",
-        "files": ["~/jane.txt", "../jane", "C:\\jane"],
+        "files": ["~/jane.txt", "../jane", "C:\\jane", "patients/jane.jsonl"],
         "name": "plain",
+        "/home/jane": 1,
     }
-    facts = describe_model(model)
+    facts = show(describe_model(model))
     assert "jane" not in str(facts).lower()
-    assert facts["config"]["inner"] == {"files": ["[redacted]"] * 3, "name": "plain"}
+    assert facts["config"]["inner"] == {"files": ["[redacted]"] * 4, "name": "plain"}
     assert facts["config"]["id2label"] == {"0": "LABEL_0", "1": "LABEL_1"}
 
 

@@ -4,12 +4,15 @@ import json
 import os
 import stat
 import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 
 from hf_nanguard import Guard, GuardArguments, NonFiniteError
 from hf_nanguard.core.monitors.base import load_whole
+from hf_nanguard.hf.custody.checkpoint_custody import CheckpointCustody
+from hf_nanguard.hf.data.row_quarantine import RowQuarantine
 from hf_nanguard.hf.trainer.run_record import STATE_FILE, RunRecord, load_guard, save_guard
 from hf_nanguard.testing import Fault, plant
 from tests.test_safe_files import ODD, plant_odd
@@ -228,3 +231,33 @@ def test_a_halt_is_logged_and_recorded_before_anything_is_saved(error, tmp_path,
     monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(NonFiniteError, match=r"after 10 bad steps in a row.*could not be saved .*(No space|failed)"):
         trainer.train()
+
+
+@pytest.mark.parametrize("name", ["autopsy", "."])
+def test_a_folder_that_cannot_be_listed_does_not_turn_the_guard_off(name, tmp_path, monkeypatch):
+    """As of another user, or with all file descriptors in use."""
+    unreadable, glob = (tmp_path / "nanguard" / name).resolve(), Path.glob
+
+    def refuse(path, pattern, *args, **kwargs):
+        if path.resolve() == unreadable:
+            raise PermissionError(13, "Permission denied", str(path))
+        return glob(path, pattern, *args, **kwargs)
+
+    trainer = build("plain", tmp_path, **SAVING)
+    plant(trainer, Fault("loss", 1, 0))
+    monkeypatch.setattr(Path, "glob", refuse)
+    trainer.train()
+    assert [(event["signal"], event["action"]) for event in events_of(trainer)][-1] == ("loss_nonfinite", "skipped")
+    assert torch.isfinite(trainer.model.get_parameter(LAYER)).all()
+
+
+@pytest.mark.parametrize("owner", [CheckpointCustody, RowQuarantine])
+def test_a_part_that_cannot_begin_does_not_turn_the_others_off(owner, tmp_path, monkeypatch):
+    def fail(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(owner, "begin_run", fail)
+    trainer = build("plain", tmp_path, **SAVING)
+    plant(trainer, Fault("loss", 1, 0))
+    trainer.train()
+    assert [event["signal"] for event in events_of(trainer)] == ["guard_failed", "loss_nonfinite"]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .... import __version__
+from ....plain_text import show
 from ...event import JsonObject, strict
 from ...finite import local
 from ...rerun.nested_inputs import HOST_NAMES
@@ -47,7 +48,7 @@ def gather_content(
         "step": step,
         "micro_step": suspect.micro.index,
         "verdict": verdict.as_dict(),
-        "facts": strict(facts),
+        "facts": show(strict(facts), text),
         "inputs": {"are": inputs_are, "samples": verdict.blame.samples if inputs_are == "samples" else None},
         "weights": {"are": weights_are, "saved": bool(saved.tensors), "aliases": saved.tree},
         "versions": {
