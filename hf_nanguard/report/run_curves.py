@@ -52,9 +52,9 @@ class RunCurves:
         return [step for step, _ in found], [value if abs(value) <= MAX_DRAWN else math.nan for _, value in found]
 
     def count_actions(self) -> dict[str, int]:
-        """Returns how often the guard did what."""
-        actions = [mark.action for mark in self.marks]
-        return {action: actions.count(action) for action in MARKED if action in actions}
+        """Returns at how many steps the guard did what."""
+        steps = {action: {mark.step for mark in self.marks if mark.action == action} for action in MARKED}
+        return {action: len(found) for action, found in steps.items() if found}
 
 
 def read_curves(run: str | Path) -> RunCurves:

@@ -47,6 +47,11 @@ def test_only_what_the_guard_did_is_marked(write):
     assert curves.count_actions() == {"skipped": 1, "rewound": 1}
 
 
+def test_a_step_with_several_events_counts_once(write):
+    """A skipped step has one for each bad micro-batch, and one line in the picture."""
+    assert read_curves(write([row(1, loss=1.0)], [event(1), event(1), event(2)])).count_actions() == {"skipped": 2}
+
+
 def test_a_resumed_run_continues_and_replaces_what_it_ran_again(write):
     rows = [row(step, "a", loss=1.0) for step in (1, 2, 3, 4)] + [row(step, "b", loss=2.0) for step in (3, 4, 5)]
     curves = read_curves(write(rows, [event(2, run="a"), event(4, run="a"), event(4, run="b")]))
