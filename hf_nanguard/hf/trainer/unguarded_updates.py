@@ -55,7 +55,7 @@ class UnguardedUpdates:
         mine = {id(parameter) for parameter in self.trainer.model.parameters()}
         is_mine = any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
         self.recorder.keep_optimizer(optimizer, is_mine)
-        if is_mine:
+        if is_mine and not _moves_nothing(optimizer):
             self.report()
             if self.recorder.settles:  # nobody will
                 self.recorder.abandon()
@@ -74,3 +74,9 @@ class UnguardedUpdates:
         what = "guarded by their losses alone, not by their gradients," if inside else "not guarded"
         message = f"step {step} and others like it are {what} because {why}"
         self.guard.journal.write_once(Event(step, Signal.GUARD_FAILED, Action.OBSERVED, message))
+
+
+def _moves_nothing(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether all learning rates are 0, as in the step by which torch makes the state of a sharded optimizer before it loads
+    one."""
+    return all("lr" in group and float(group["lr"]) == 0.0 for group in optimizer.param_groups)
