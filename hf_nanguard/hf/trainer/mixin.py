@@ -134,6 +134,11 @@ class GuardedTrainerMixin(Stealth, _Host):
             return host(*args, **kwargs)
 
     @entered_once
+    def _load_optimizer_and_scheduler(self, host, *args, **kwargs):
+        with self.nanguard.unguarded.loading_state():
+            return host(*args, **kwargs)
+
+    @entered_once
     def _run_epoch(self, host, *args, **kwargs):
         resumed = kwargs.get("resume_from_checkpoint") if kwargs["epoch"] == kwargs["epochs_trained"] else None
         skipped = resumed is not None and not self.args.ignore_data_skip

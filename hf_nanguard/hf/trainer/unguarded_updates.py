@@ -26,6 +26,7 @@ class UnguardedUpdates:
         self.recorder = recorder  # knows whether the step is settled
         self.host = host  # knows which methods of ours are hidden
         self._checks_updates = False
+        self._is_loading = False
         self._has_reported_update = False
 
     def begin_run(self) -> None:
@@ -47,15 +48,24 @@ class UnguardedUpdates:
         finally:
             self._checks_updates = False
 
+    @contextmanager
+    def loading_state(self) -> Iterator[None]:
+        """Ignores the step, with a learning rate of 0, by which torch makes the state of a sharded optimizer before it loads one."""
+        before, self._is_loading = self._is_loading, True
+        try:
+            yield
+        finally:
+            self._is_loading = before
+
     def _check_update(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
         """Runs before every `optimizer.step()` of the process: an update of the model that was not settled is reported, and what
         steps inside a `training_step` is kept, so that it can be put back."""
-        if not self.recorder.watches or self.recorder.phase in (Phase.DECIDED, Phase.SKIPPED):
+        if self._is_loading or not self.recorder.watches or self.recorder.phase in (Phase.DECIDED, Phase.SKIPPED):
             return
         mine = {id(parameter) for parameter in self.trainer.model.parameters()}
         is_mine = any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
         self.recorder.keep_optimizer(optimizer, is_mine)
-        if is_mine and not _moves_nothing(optimizer):
+        if is_mine:
             self.report()
             if self.recorder.settles:  # nobody will
                 self.recorder.abandon()
@@ -74,9 +84,3 @@ class UnguardedUpdates:
         what = "guarded by their losses alone, not by their gradients," if inside else "not guarded"
         message = f"step {step} and others like it are {what} because {why}"
         self.guard.journal.write_once(Event(step, Signal.GUARD_FAILED, Action.OBSERVED, message))
-
-
-def _moves_nothing(optimizer: torch.optim.Optimizer) -> bool:
-    """Returns whether all learning rates are 0, as in the step by which torch makes the state of a sharded optimizer before it loads
-    one."""
-    return all("lr" in group and float(group["lr"]) == 0.0 for group in optimizer.param_groups)
