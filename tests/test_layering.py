@@ -77,7 +77,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
     ),
     "integrations": (
         "the guard inside other training frameworks, one file each; nothing of them is imported at the head",
-        "core hf hf.callbacks hf.trainer",
+        "core hf hf.callbacks hf.compat hf.trainer",
     ),
     "takeover": (
         "`nanguard run`: every Trainer that a script builds becomes guarded",

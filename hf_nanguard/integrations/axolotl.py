@@ -10,12 +10,14 @@
 import logging
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from transformers import Trainer
 
 from ..core.settings import PREFIX, SETTINGS
 from ..hf.attach_guard import attach
+from ..hf.compat.prepared_dataset import record_files
 from ..hf.trainer.arguments import GuardArguments
 
 logger = logging.getLogger("hf_nanguard")
@@ -28,13 +30,23 @@ def find_settings(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def guard_trainer(config: Mapping[str, Any], trainer: Trainer) -> None:
-    """Guards the trainer that axolotl has built."""
+    """Guards the trainer that axolotl has built, whose dataset no longer has a record of the files it was loaded from."""
     attach(trainer, GuardArguments(**find_settings(config)))
+    record_files(trainer.train_dataset, list_files(config))
     logger.warning(
         "hf_nanguard: %s is guarded. Dataset rows in events are rows of the dataset that axolotl has prepared, which it "
         "shuffles before training.",
         type(trainer).__name__,
     )
+
+
+def list_files(config: Mapping[str, Any]) -> list[str]:
+    """Returns the data files of an axolotl config that are on this machine."""
+    files: list[str] = []
+    for dataset in config.get("datasets") or ():
+        given = dataset.get("data_files") or dataset.get("path")
+        files += [file for file in ([given] if isinstance(given, str) else given or ()) if Path(file).is_file()]
+    return files
 
 
 @cache

@@ -7,6 +7,7 @@ from types import ModuleType
 import pytest
 from pydantic import BaseModel, ValidationError
 
+from hf_nanguard.hf.compat.prepared_dataset import find_files
 from hf_nanguard.hf.trainer.mixin import GuardedTrainerMixin
 from hf_nanguard.integrations import axolotl
 
@@ -27,12 +28,16 @@ def plugin(monkeypatch):
 
 def test_the_plugin_guards_the_trainer_with_the_settings_of_the_file(plugin, tmp_path, caplog):
     trainer = build("plain", tmp_path, guard=False)
-    config = {"learning_rate": 1e-3, "nanguard_max_bad_steps": 7, "nanguard_mode": None}
+    file = tmp_path / "rows.jsonl"
+    file.touch()
+    datasets = [{"path": str(file)}, {"path": "json", "data_files": [str(file), "nowhere.json"]}, {"path": "hub/rows"}]
+    config = {"learning_rate": 1e-3, "nanguard_max_bad_steps": 7, "nanguard_mode": None, "datasets": datasets}
     with caplog.at_level(logging.WARNING, "hf_nanguard"):
         plugin.post_trainer_create(config, trainer)
     assert isinstance(trainer, GuardedTrainerMixin)
     assert (trainer.nanguard.policy.max_bad_steps, trainer.nanguard.policy.mode) == (7, "act")
     assert "Trainer is guarded" in caplog.text
+    assert find_files(trainer.train_dataset) == [str(file)]
 
 
 def test_settings_are_keys_of_the_config_and_are_checked_with_it(plugin):

@@ -6,7 +6,12 @@ from types import ModuleType
 import pytest
 
 from hf_nanguard import ArgumentError, NanGuardCallback
+from hf_nanguard.hf.compat.prepared_dataset import find_files
+from hf_nanguard.hf.trainer.mixin import GuardedTrainerMixin
 from hf_nanguard.integrations.ms_swift import register
+
+from ..models import token_dataset
+from ..trainers import build
 
 
 @pytest.fixture
@@ -24,6 +29,31 @@ def test_the_callback_is_registered_with_its_settings(callbacks_map):
     assert isinstance(callback, NanGuardCallback)
     assert callback.arguments.nanguard_max_bad_steps == 7
     assert "lisa" in callbacks_map
+
+
+class Lazy(list):
+    """As ms-swift's own dataset, which holds the one that was loaded."""
+
+    def __init__(self, dataset):
+        super().__init__(dataset)
+        self.dataset = dataset
+
+
+def test_the_trainer_is_guarded_and_its_dataset_gets_a_record_of_its_files(
+    callbacks_map, monkeypatch, tmp_path, caplog
+):
+    file = tmp_path / "rows.jsonl"
+    file.touch()
+    command = ["sft.py", "--model", "m", "--dataset", f"{file}#500", "hub/rows", "--output_dir", f"{tmp_path}"]
+    monkeypatch.setattr(sys, "argv", command)
+    register()
+    extra = {"train_dataset": Lazy(token_dataset(4)), "callbacks": [callbacks_map["nanguard"](None, None)]}
+    trainer = build("plain", tmp_path, guard=False, extra=extra)
+    assert isinstance(trainer, GuardedTrainerMixin)
+    assert find_files(trainer.train_dataset) == [str(file)]
+    assert (
+        "Trainer is guarded. Dataset rows in events are rows of the dataset that ms-swift has prepared" in caplog.text
+    )
 
 
 def test_bad_settings_are_refused_at_once(callbacks_map):

@@ -45,6 +45,7 @@ AXOLOTL = """
 base_model: model
 datasets: [{path: rows.jsonl, ds_type: json, type: completion, field: text}]
 dataset_prepared_path: prepared
+dataset_num_proc: 1
 val_set_size: 0
 output_dir: out
 sequence_len: 64
@@ -137,8 +138,8 @@ def write_run(folder: Path, integrator: Integrator) -> None:
     [token] = tokenizer("z", add_special_tokens=False)["input_ids"]
     rows = [
         {"text": text + "7", "instruction": text, "input": "", "output": "7",
-         "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "7"}]}
-        for text in TEXTS
+         "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "7"}], "doc_id": f"doc-{number}"}
+        for number, text in enumerate(TEXTS)
     ]  # fmt: skip
     (folder / "rows.json").write_text(json.dumps(rows))
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -180,8 +181,11 @@ def test_the_planted_row_is_survived_and_named(integrator, tmp_path):
     [event] = read_events(guards)
     assert (event["signal"], event["cause"]) == ("loss_nonfinite", "div_by_zero")
     [sample] = event["culprit"]["samples"]
-    assert TEXTS[BAD_ROW] in event["values"]["autopsy"]["texts"][f"{sample}"]
+    text = event["values"]["autopsy"]["texts"][f"{sample}"]
+    assert f"row {BAD_ROW}, doc_id: doc-{BAD_ROW})" in text, (
+        "none of them keeps id columns or, if it shuffles, row numbers"
+    )
+    assert TEXTS[BAD_ROW] in text
     [row] = event["culprit"]["rows"]
-    if not integrator.shuffles:
-        assert row == BAD_ROW
+    assert (row == BAD_ROW) == (not integrator.shuffles)
     assert f"{ROOT}" not in json.dumps(event["culprit"])

@@ -69,7 +69,7 @@ def build(bundle):
 def find_commands() -> list[str]:
     """Returns the lines of all shell snippets, but those that `make` itself runs, that install, or that
     need a tool of the user's."""
-    pages = [README, *sorted(README.parent.glob("docs/*.md"))]
+    pages = [README, *sorted(README.parent.glob("docs/**/*.md"))]
     texts = [page.read_text(encoding="utf-8") for page in pages]
     lines = [line for text in texts for snippet in find_snippets(text, "sh") for line in snippet.splitlines()]
     commands = [re.sub(r"\s+#.*", "", line) for line in lines]

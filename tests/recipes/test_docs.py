@@ -37,7 +37,7 @@ from .markdown import (
     run_snippet,
 )
 
-NAMES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").glob("*.md"))
+NAMES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 ARGUMENTS, EVENTS, REMEDIES = (read_page(f"docs/{name}.md") for name in ("arguments", "events", "remedies"))
 SNIPPETS = [(name, snippet) for name in NAMES for snippet in find_snippets(read_page(name), "python")]
 CAUSES = {title.strip("`"): body for title, body in find_sections(REMEDIES, 3).items()}
@@ -57,7 +57,7 @@ def find_label(cause: str, label: str) -> str:
 def test_links_lead_somewhere(name):
     page = read_page(name)
     for link in find_links(page):
-        assert (ROOT / "docs" / link).exists(), link
+        assert ((ROOT / name).parent / link).exists(), link
     assert set(find_anchors(page)) <= anchor_headings(page)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...boundary import attempt
+from ...plain_text import cut
 from ..event import Remedy
 from ..journal import Journal
 from ..optimizer.bad_update import examine_update, try_update_remedies
@@ -23,7 +24,7 @@ from ..settings import Policy
 from .bundle.writer import write_bundle
 from .evidence.blamed_samples import find_blame
 from .evidence.suspect_batch import SuspectBatch
-from .evidence.verdict import Blame, Verdict, format_verdict
+from .evidence.verdict import MAX_TEXT, Blame, Verdict, format_verdict
 from .remedies.try_remedies import try_remedies
 from .trace.origin import Origin
 
@@ -109,14 +110,15 @@ def trace_update(suspect: SuspectBatch, origin: Origin) -> tuple[Origin, tuple[R
 
 
 def read_texts(suspect: SuspectBatch, blame: Blame) -> dict[int, str]:
-    """Returns the text of the samples to blame, as far as the loop can decode it, behind the ids of their dataset rows."""
+    """Returns the text of the samples to blame, as far as the loop can decode it, behind what identifies their dataset rows."""
     if blame.scope == "every_sample":
         return {}
     rows = suspect.rows or []
 
     def read(sample: int) -> str:
-        name = suspect.runner.name_row(rows[sample]) if sample < len(rows) else None
-        return " ".join(part for part in (name, suspect.decode(sample)) if part)
+        text = suspect.decode(sample)
+        name = suspect.runner.name_row(rows[sample] if sample < len(rows) else None, text)
+        return " ".join(cut(part, MAX_TEXT) for part in (name and f"({name})", text) if part)
 
     # A tokenizer may not know the ids, e.g. the placeholders of images.
     chosen = (blame.samples or [])[:MAX_TEXTS]

@@ -118,8 +118,9 @@ class Runner(ABC, Generic[Payload, Weight]):
         """Returns the text of a sample, `None` if it has none."""
         return None
 
-    def name_row(self, row: int) -> str | None:
-        """Returns the ids that a dataset row has in columns of its own, `None` if it has none."""
+    def name_row(self, row: int | None, text: str | None) -> str | None:
+        """Returns what identifies a dataset row for the user, `None` if nothing does. Its number and its text are given as far
+        as they are known."""
         return None
 
     def rows_of(self, micro: MicroBatch[Payload], number: int) -> list[int] | None:

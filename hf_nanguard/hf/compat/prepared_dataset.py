@@ -1,7 +1,7 @@
 """How the rows of a dataset that TRL has prepared relate to those of the dataset that the user passed in."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,32 @@ def count_loaded_rows(dataset: Any) -> int | None:
     splits = dataset.info.splits if is_hf_dataset(dataset) else None
     loaded = None if splits is None else splits.get(str(dataset.split))
     return None if loaded is None else loaded.num_examples
+
+
+def find_files(dataset: Any) -> list[str]:
+    """Returns the files that a dataset was loaded from, if it has a record of them: those of datasets before 5 do.
+
+    Can go when datasets keeps the row numbers.
+    """
+    dataset = _unwrap(dataset)
+    return list(dataset.info.download_checksums or ()) if is_hf_dataset(dataset) else []
+
+
+def record_files(dataset: Any, files: Iterable[str]) -> None:
+    """Puts the files that a dataset was loaded from into its record, unless it has one.
+
+    Can go together with [`find_files`].
+    """
+    dataset = _unwrap(dataset)
+    if is_hf_dataset(dataset) and not dataset.info.download_checksums:
+        dataset.info.download_checksums = {file: {} for file in files}
+
+
+def _unwrap(dataset: Any) -> Any:
+    """Returns the dataset inside those of a framework. Can go together with [`find_files`]."""
+    while not is_hf_dataset(dataset) and (inner := getattr(dataset, "dataset", None)) is not None:
+        dataset = inner
+    return dataset
 
 
 # The last words of the names of columns that identify a row.
@@ -89,12 +115,21 @@ def find_ids(trainer: HostTrainer, row: int) -> dict[str, str | int]:
     dataset, known = trainer.train_dataset, find_prepared_rows(trainer)
     if not is_hf_dataset(dataset) or known.is_rebuilt:
         return {}
-    columns = [name for name in dataset.column_names if name.lower().rsplit("_", 1)[-1] in ID_WORDS]
+    columns = [name for name in dataset.column_names if is_id(name)]
     places = [row] if known.user_rows is None else np.flatnonzero(known.user_rows == row).tolist()
     if not columns or not places or places[0] >= len(dataset):
         return {}
-    values = dataset.select_columns(columns).with_format(None)[places[0]]
-    return {name: value for name, value in values.items() if isinstance(value, (str, int))}
+    return pick_ids(dataset.select_columns(columns).with_format(None)[places[0]])
+
+
+def is_id(column: str) -> bool:
+    """Returns whether a column identifies a row, by its name."""
+    return column.lower().rsplit("_", 1)[-1] in ID_WORDS
+
+
+def pick_ids(row: Mapping[str, Any]) -> dict[str, str | int]:
+    """Returns the values of a row that identify it."""
+    return {name: value for name, value in row.items() if is_id(name) and isinstance(value, (str, int))}
 
 
 def count_documents(trainer: HostTrainer, rows: list[int]) -> list[tuple[int, int]]:

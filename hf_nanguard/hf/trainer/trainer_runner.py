@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...core.autopsy.evidence.verdict import MAX_TEXT
+from ...boundary import attempt
 from ...core.ranks import Ranks
 from ...core.rerun.kept_attributes import untouched, untouched_modules
 from ...core.rerun.micro_batch import AccumulationGroup, MicroBatch
 from ...core.rerun.runner import Runner
-from ...plain_text import cut
 from ..compat.accelerate import bare_optimizer, local_collectives, poisoned_backward, steps_in_backward
 from ..compat.own_loss import LOSS_METHODS, has_own_batches
 from ..compat.prepared_dataset import count_documents, find_ids
@@ -27,17 +26,19 @@ from ..compat.trainer import (
 )
 from ..compat.trainer_protocol import HostTrainer
 from ..data.batch_limits import find_limits
+from ..data.source_rows import find_source
 from .held_inputs import HeldInputs, LossWeight, Replayer
 from .trainer_facts import describe_trainer
 
 
-def decode_sample(tokenizer: Any, inputs: Mapping, sample: int) -> str | None:
-    """Returns the text of a sample, cut to a readable length, `None` without ids or a tokenizer or processor that can decode."""
+def decode_sample(tokenizer: Any, inputs: Any, sample: int) -> str | None:
+    """Returns the text of a sample, `None` without ids or a tokenizer or processor that can decode."""
+    if not isinstance(inputs, Mapping):
+        return None
     parts = [inputs[name] for name in ("prompt_ids", "completion_ids") if name in inputs] or [inputs.get("input_ids")]
     if not hasattr(tokenizer, "decode") or any(not isinstance(part, Tensor) or sample >= len(part) for part in parts):
         return None
-    text = tokenizer.decode([token for part in parts for token in part[sample].tolist()], skip_special_tokens=True)
-    return cut(text, MAX_TEXT)
+    return tokenizer.decode([token for part in parts for token in part[sample].tolist()], skip_special_tokens=True)
 
 
 class TrainerRunner(Runner):
@@ -186,12 +187,14 @@ class TrainerRunner(Runner):
         return HeldInputs.of(inputs)
 
     def decode(self, micro: MicroBatch, sample: int) -> str | None:
-        inputs = micro.payload.inputs
-        return decode_sample(self.trainer.processing_class, inputs, sample) if isinstance(inputs, Mapping) else None
+        return decode_sample(self.trainer.processing_class, micro.payload.inputs, sample)
 
-    def name_row(self, row: int) -> str | None:
-        ids = find_ids(self.trainer, row)
-        return f"({cut(', '.join(f'{name}: {value}' for name, value in ids.items()), MAX_TEXT)})" if ids else None
+    def name_row(self, row: int | None, text: str | None) -> str | None:
+        """The ids of the row if the trainer still has them, else file, row and ids of the row that its text was made from."""
+        ids = {} if row is None else find_ids(self.trainer, row)
+        if ids:
+            return ", ".join(f"{name}: {value}" for name, value in ids.items())
+        return attempt(lambda: find_source(self.trainer.train_dataset, text), lambda error: None) if text else None
 
     def rows_of(self, micro: MicroBatch, number: int) -> list[int] | None:
         """Packing makes several documents one row of the dataset that the trainer has prepared."""

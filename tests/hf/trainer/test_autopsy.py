@@ -246,7 +246,7 @@ def test_a_run_in_float16_names_the_overflow_and_what_works(tmp_path):
     assert all(p.dtype == torch.float16 for p in trainer.model.parameters())
 
 
-def test_text_is_printable_and_cut():
+def test_text_is_printable():
     tokenizer = tiny_tokenizer()
     ids = torch.tensor([[10, 11, 0], [12, 13, 14]])
     assert decode_sample(tokenizer, {"input_ids": ids}, 1) == "w5 w6 w7"
@@ -254,9 +254,6 @@ def test_text_is_printable_and_cut():
     assert decode_sample(None, {"input_ids": ids}, 1) is None
     assert decode_sample(tokenizer, {"pixel_values": ids}, 1) is None
     assert decode_sample(tokenizer, {"input_ids": ids}, 7) is None
-    long = decode_sample(tokenizer, {"input_ids": torch.full((1, 500), 10)}, 0)
-    assert len(long) < 200
-
     blame = Blame("samples", [0], texts={0: "a\x1b[31mb\nc"})
     assert "[0] a [31mb c\n" in format_verdict(Verdict(Origin("forward", "nan", Cause.LOG_OF_ZERO), blame), 1, 0)
 

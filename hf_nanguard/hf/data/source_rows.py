@@ -1,0 +1,101 @@
+"""The row of a data file that a sample was made from, found by its text.
+
+Frameworks shuffle, filter and pack a dataset, and leave out its id columns, before a trainer gets it. What is left is the text
+and, in the dataset's own record, the files it was loaded from. They are read again, once for each sample that an autopsy blames.
+Only JSON, JSON lines, CSV and Parquet files on this machine are read, up to `MAX_BYTES` in all.
+"""
+
+import csv
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..compat.prepared_dataset import find_files, pick_ids
+
+MAX_BYTES = 256 * 2**20
+MAX_NAMED = 3  # rows; more that have the text equally well say nothing
+HEAD = 200  # characters of a text that are compared: what follows may be cut off
+
+
+def find_source(dataset: Any, text: str) -> str | None:
+    """Returns file, row and ids of the row that a text was made from, `None` if that cannot be said.
+
+    Args:
+        dataset (`Any`):
+            The dataset of the trainer.
+        text (`str`):
+            The text of the sample, as long as it is.
+    """
+    files = [path for path in map(Path, find_files(dataset)) if path.is_file()]
+    if not files or sum(path.stat().st_size for path in files) > MAX_BYTES:
+        return None
+    whole, found = _squeeze(text), []
+    for path in files:
+        for number, row in enumerate(_read_rows(path)):
+            score, place = _match(row, whole)
+            if score:
+                found.append((score, place, path.name, number, pick_ids(row)))
+    return _format(found)
+
+
+def _match(row: Mapping[str, Any], text: str) -> tuple[int, tuple[int, int]]:
+    """Returns how many characters of a row a text has, 0 unless its longest one is among them, and where that one is."""
+    ids = pick_ids(row)
+    parts = [_squeeze(part) for name, value in row.items() if name not in ids for part in _find_texts(value)]
+    longest = max(parts, key=len, default="")[:HEAD]
+    begin = text.find(longest) if longest else -1
+    if begin < 0:
+        return 0, (0, 0)
+    return sum(len(part) for part in parts if part[:HEAD] in text), (begin, begin + len(longest))
+
+
+def _format(found: list[tuple[int, tuple[int, int], str, int, dict[str, str | int]]]) -> str | None:
+    """Returns the rows that match best. A text that holds a row besides the best one was made from several rows."""
+    if not found:
+        return None
+    best, place, *_ = max(found, key=lambda match: match[0])
+    others = [match for match in found if 2 * match[0] >= best and (match[1][0] >= place[1] or match[1][1] <= place[0])]
+    named = [match for match in found if match[0] == best]
+    if others or len(named) > MAX_NAMED:
+        return None
+    return "; ".join(
+        ", ".join([f"{name} row {number}", *(f"{column}: {value}" for column, value in ids.items())])
+        for _, _, name, number, ids in named
+    )
+
+
+def _read_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Yields the rows of a file in their order, none of a file of another kind."""
+    if path.suffix == ".parquet":
+        import pyarrow.parquet  # a dependency of datasets, with which the file was read
+
+        for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
+            yield from batch.to_pylist()
+    elif path.suffix in (".json", ".jsonl"):
+        yield from _read_json(path)
+    elif path.suffix == ".csv":
+        with path.open(encoding="utf-8", newline="") as file:
+            yield from csv.DictReader(file)
+
+
+def _read_json(path: Path) -> Iterator[Mapping[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        is_list = file.read(1) == "["
+        file.seek(0)
+        rows = json.load(file) if is_list else (json.loads(line) for line in file if line.strip())
+        yield from (row if isinstance(row, dict) else {} for row in rows)
+
+
+def _find_texts(value: Any) -> Iterator[str]:
+    """Yields the texts inside a value of a row: itself, or those of messages."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, Mapping)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _find_texts(part)
+
+
+def _squeeze(text: str) -> str:
+    """Returns a text without what tokenizers change: white space and case."""
+    return "".join(text.split()).casefold()

@@ -1,0 +1,133 @@
+"""The row of a data file is found by the text of a sample, whatever was done to the dataset in between."""
+
+import csv
+import json
+
+import pytest
+from datasets import Dataset, load_dataset
+
+from hf_nanguard.hf.compat.prepared_dataset import find_files, record_files
+from hf_nanguard.hf.data import source_rows
+from hf_nanguard.hf.data.source_rows import find_source
+from hf_nanguard.testing import Fault, plant
+from tests.models import text_rows
+from tests.trainers import build, events_of
+
+ROWS = [
+    {"text": text, "doc_id": f"d{i}", "lang": "en"}
+    for i, text in enumerate(
+        ["The cat sat.", "A dog ran far away.", "The cat sat down.", "A dog ran far away.", "Yes."]
+    )
+]
+CHATS = [
+    {"url": f"u{i}", "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "ok"}]}
+    for i, text in enumerate(["How are you?", "Why are you here?"])
+]
+
+
+def write_rows(folder, rows, suffix):
+    path = folder / f"rows.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)) + "\n\n", encoding="utf-8")
+    elif suffix == "json":
+        path.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    elif suffix == "parquet":
+        Dataset.from_list(rows).to_parquet(path)
+    else:
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, rows[0].keys())
+            writer.writeheader()
+            writer.writerows(rows)
+    return path
+
+
+def load(path, kind="json"):
+    """A dataset with the record that datasets makes before version 5, and our integrations make with any."""
+    dataset = load_dataset(kind, data_files=str(path), split="train", cache_dir=str(path.parent / "cache"))
+    record_files(dataset, [str(path)])
+    return dataset
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
+def test_file_row_and_ids_are_named(suffix, tmp_path):
+    path = write_rows(tmp_path, ROWS, suffix)
+    given = load(path, suffix if suffix in ("csv", "parquet") else "json")
+    prepared = given.shuffle(seed=3).map(lambda row: {"input_ids": [1]}, remove_columns=given.column_names)
+    assert prepared.column_names == ["input_ids"]
+    for text, row in (("<s> the CAT  sat down.\n", 2), ("user: Yes. assistant:", 4)):
+        assert find_source(prepared, text) == f"rows.{suffix} row {row}, doc_id: d{row}"
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_dataset_inside_one_of_a_framework_is_known(inside, tmp_path):
+    class Lazy:
+        def __init__(self, dataset):
+            self.dataset = dataset
+
+    given = load(write_rows(tmp_path, CHATS, "jsonl"))
+    dataset = Lazy(Lazy(given)) if inside else given
+    assert find_source(dataset, "<|user|>Why are you here?<|assistant|>ok") == "rows.jsonl row 1, url: u1"
+
+
+def test_a_record_that_is_lost_can_be_put_back(tmp_path):
+    path = write_rows(tmp_path, ROWS, "jsonl")
+    dataset = Dataset.from_dict({"input_ids": [[1]]})
+    assert find_source(dataset, ROWS[0]["text"]) is None
+    record_files(dataset, [str(path)])
+    assert find_source(dataset, ROWS[0]["text"]) == "rows.jsonl row 0, doc_id: d0"
+    kept = load(path)
+    files = find_files(kept)
+    record_files(kept, ["elsewhere.jsonl"])
+    assert find_files(kept) == files
+
+
+def test_equal_rows_are_all_named_and_many_are_not(tmp_path):
+    dataset = load(write_rows(tmp_path, ROWS, "jsonl"))
+    assert find_source(dataset, ROWS[1]["text"]) == "rows.jsonl row 1, doc_id: d1; rows.jsonl row 3, doc_id: d3"
+    many = load(write_rows(tmp_path, [{"text": "the same"}] * 4, "json"))
+    assert find_source(many, "the same") is None
+
+
+def test_a_text_of_several_rows_names_none(tmp_path):
+    dataset = load(write_rows(tmp_path, ROWS, "jsonl"))
+    assert find_source(dataset, f"{ROWS[2]['text']} {ROWS[1]['text']}") is None
+
+
+def test_a_long_text_may_be_cut_off(tmp_path):
+    rows = [{"text": f"{i} " + "long story " * 50} for i in range(3)]
+    dataset = load(write_rows(tmp_path, rows, "jsonl"))
+    assert find_source(dataset, rows[1]["text"][:300]) == "rows.jsonl row 1"
+
+
+def test_what_cannot_be_read_names_nothing(tmp_path, monkeypatch):
+    path = write_rows(tmp_path, ROWS, "jsonl")
+    dataset = load(path)
+    monkeypatch.setattr(source_rows, "MAX_BYTES", path.stat().st_size - 1)
+    assert find_source(dataset, ROWS[0]["text"]) is None
+    monkeypatch.undo()
+    assert find_source(dataset, "something else") is None
+    assert find_source(dataset, "") is None
+    path.unlink()
+    assert find_source(dataset, ROWS[0]["text"]) is None
+    for other in (None, [1, 2], Dataset.from_list(ROWS)):
+        assert find_source(other, ROWS[0]["text"]) is None
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_an_autopsy_names_the_row_of_the_file(is_broken, tmp_path, caplog):
+    rows = [{**row, "key": f"k{i}"} for i, row in enumerate(text_rows(48))]
+    path = write_rows(tmp_path, rows, "jsonl")
+    dataset = load(path).shuffle(seed=1).select_columns(["text"])
+    if is_broken:
+        path.write_text("no JSON")
+    settings = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_length": 64}
+    trainer = build("sft", tmp_path / "run", extra={"train_dataset": dataset}, **settings)
+    planted = plant(trainer, Fault("loss", step=1, micro_step=0))
+    trainer.train()
+    [event] = events_of(trainer)
+    text = trainer.processing_class.decode(planted.batches[1, 0][0], skip_special_tokens=True)
+    [row] = [number for number, row in enumerate(rows) if row["text"] == text]
+    assert event["culprit"]["rows"] != [row], "the shuffle must matter"
+    named = "" if is_broken else f"(rows.jsonl row {row}, key: k{row}) "
+    assert event["values"]["autopsy"]["texts"] == {"0": f"{named}{text}"}
+    assert f"text:    [0] {named}{text}\n" in caplog.text
