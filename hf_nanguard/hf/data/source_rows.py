@@ -40,14 +40,16 @@ def find_source(dataset: Any, text: str) -> str | None:
 
 
 def _match(row: Mapping[str, Any], text: str) -> tuple[int, tuple[int, int]]:
-    """Returns how many characters of a row a text has, 0 unless its longest one is among them, and where that one is."""
+    """Returns how many characters of a row a text has, and where the longest part of them is; 0 unless that is the longest part
+    of the row, or they are half of the text."""
     ids = pick_ids(row)
     parts = [_squeeze(part) for name, value in row.items() if name not in ids for part in _find_texts(value)]
-    longest = max(parts, key=len, default="")[:HEAD]
-    begin = text.find(longest) if longest else -1
-    if begin < 0:
+    inside = [part for part in parts if part and part[:HEAD] in text]
+    longest, score = max(inside, key=len, default=""), sum(map(len, inside))
+    if not inside or (len(longest) < max(map(len, parts)) and 2 * score < len(text)):
         return 0, (0, 0)
-    return sum(len(part) for part in parts if part[:HEAD] in text), (begin, begin + len(longest))
+    begin = text.find(longest[:HEAD])
+    return score, (begin, begin + len(longest))
 
 
 def _format(found: list[tuple[int, tuple[int, int], str, int, dict[str, str | int]]]) -> str | None:
@@ -88,11 +90,13 @@ def _read_json(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _find_texts(value: Any) -> Iterator[str]:
-    """Yields the texts inside a value of a row: itself, or those of messages."""
+    """Yields the texts inside a value of a row: itself, or those of messages, without the names of those who speak."""
     if isinstance(value, str):
         yield value
-    elif isinstance(value, (list, Mapping)):
-        for part in value.values() if isinstance(value, Mapping) else value:
+    elif isinstance(value, Mapping):
+        value = [part for name, part in value.items() if name not in ("role", "from")]
+    if isinstance(value, list):
+        for part in value:
             yield from _find_texts(part)
 
 

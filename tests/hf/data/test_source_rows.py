@@ -81,6 +81,15 @@ def test_a_record_that_is_lost_can_be_put_back(tmp_path):
     assert find_files(kept) == files
 
 
+def test_parts_that_no_template_shows_do_not_hide_a_row(tmp_path):
+    dataset = load(write_rows(tmp_path, CHATS, "jsonl"))
+    assert find_source(dataset, "Why are you here? ok") == "rows.jsonl row 1, url: u1", "the roles are not in the text"
+    rows = [{"q": f"{i} + 1 = ?", "a": "ok", "source": "a much longer name of a source"} for i in range(3)]
+    sourced = load(write_rows(tmp_path, rows, "json"))
+    assert find_source(sourced, "Q: 2 + 1 = ? A: ok") == "rows.json row 2"
+    assert find_source(sourced, "Something that only ends the same way, which is ok") is None
+
+
 def test_equal_rows_are_all_named_and_many_are_not(tmp_path):
     dataset = load(write_rows(tmp_path, ROWS, "jsonl"))
     assert find_source(dataset, ROWS[1]["text"]) == "rows.jsonl row 1, doc_id: d1; rows.jsonl row 3, doc_id: d3"
