@@ -8,7 +8,22 @@ from transformers import Trainer
 
 from ..errors import ArgumentError
 from ..hf.compat.trainer_protocol import HostTrainer
-from .data.label_checks import check_masked, check_missing_labels, check_removed, check_stop_token, has_token_labels
+from .data.label_checks import (
+    check_masked,
+    check_missing_labels,
+    check_removed,
+    check_stop_token,
+    has_answers,
+    has_token_labels,
+)
+from .data.learned_text import (
+    check_answers,
+    check_decoder_start,
+    check_missing_images,
+    check_new_tokens,
+    check_padding_labels,
+    check_two_classes,
+)
 from .data.row_checks import (
     IMAGES,
     check_attention,
@@ -48,14 +63,32 @@ class DataCheck:
 
 DATA_CHECKS = (
     DataCheck("collation", "dataset and collator work", check_collation),
-    DataCheck("labels-masked", "every row has a label", check_masked, has_token_labels),
+    DataCheck(
+        "labels-masked",
+        "every row has a label",
+        check_masked,
+        lambda s: has_token_labels(s) and not s.collator_draws,
+    ),
     DataCheck("rows-removed", "rows removed by the trainer", check_removed, lambda s: s.prepared.user_rows is not None),
     DataCheck(
         "labels-missing", "batches have labels", check_missing_labels, lambda s: s.needs_labels and s.limits.known
     ),
     DataCheck(
-        "stop-token", "the stop token is learned", check_stop_token, lambda s: has_token_labels(s) and bool(s.stop_ids)
+        "stop-token", "the stop token is learned", check_stop_token, lambda s: has_answers(s) and bool(s.stop_ids)
     ),
+    DataCheck("answers", "answers are learned", check_answers, lambda s: has_answers(s) and has_messages(s)),
+    DataCheck(
+        "padding-labels",
+        "no padding is learned",
+        check_padding_labels,
+        lambda s: has_answers(s) and s.facts.pad_id is not None,
+    ),
+    DataCheck(
+        "decoder-start", "one start token of the decoder", check_decoder_start, lambda s: s.decoder_start is not None
+    ),
+    DataCheck("new-tokens", "added tokens are trained", check_new_tokens, lambda s: s.first_new_id is not None),
+    DataCheck("images-missing", "images reach the model", check_missing_images, lambda s: bool(s.limits.placeholders)),
+    DataCheck("regression", "classes are classes", check_two_classes, lambda s: s.limits.is_regression),
     DataCheck("messages", "messages are in the tokens", check_messages, has_messages),
     DataCheck("start-token", "one start token", check_start_token, has_start_token),
     DataCheck("collator-cut", "the collator keeps all tokens", check_collator_cut, lambda s: _has(s, "input_ids")),

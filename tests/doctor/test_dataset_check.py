@@ -5,15 +5,28 @@ from typing import Any
 
 import pytest
 import torch
+import trl
 from datasets import Dataset
-from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification, default_data_collator
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    DataCollatorForLanguageModeling,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
+    default_data_collator,
+)
 
 from hf_nanguard import ArgumentError, check_dataset
 from hf_nanguard.core.rng import RngState
 from hf_nanguard.doctor.data.sampled_rows import is_repeatable
 from hf_nanguard.doctor.dataset_check import DATA_CHECKS
 
-from ..models import CHAT_TEMPLATE, tiny_llama, tiny_tokenizer, token_rows
+from ..architectures import BY_NAME
+from ..models import CHAT_TEMPLATE, tiny_llama, tiny_t5, tiny_tokenizer, token_rows
 from ..trainers import build
 
 END = 2  # the stop token
@@ -115,6 +128,72 @@ def classes(*labels: int) -> Trainer:
     return trainer
 
 
+LEARNS = (
+    "{% for m in messages %}{{ m['role'] }} {% if m['role'] == 'ROLE' %}{% generation %}{{ m['content'] }} {{ eos_token }}{% endgeneration %} "
+    "{% else %}{{ m['content'] }} {{ eos_token }} {% endif %}{% endfor %}{% if add_generation_prompt %}assistant {% endif %}"
+)
+
+
+def learns(tmp_path, role: str) -> Trainer:
+    """An SFT trainer that learns what one role says."""
+    tokenizer, rng = tiny_tokenizer(), random.Random(0)
+    tokenizer.chat_template = LEARNS.replace("ROLE", role)
+    say = lambda: f"w{rng.randrange(40)} w{rng.randrange(40)} w{rng.randrange(40)}"  # noqa: E731
+    rows = [{"messages": [{"role": name, "content": say()} for name in ("user", "assistant")]} for _ in range(8)]
+    return build("sft", tmp_path, guard=False, assistant_only_loss=True,
+                 extra={"train_dataset": Dataset.from_list(rows), "processing_class": tokenizer})  # fmt: skip
+
+
+def translations(change: Any = None) -> Trainer:
+    """A T5 trainer whose labels of some rows are changed."""
+    rows = tokens()
+    for number in (3, 7):
+        if change is not None:
+            change(rows[number])
+    return plain(rows, tiny_t5(), processing_class=tiny_tokenizer())
+
+
+def pad_labels(row: dict) -> None:
+    row["labels"] = [*row["labels"][:3], END, 0, 0, 0, 0]
+
+
+def begun(rows: list[dict]) -> list[dict]:
+    return [{**row, "labels": [0, *row["labels"][1:]]} for row in rows]
+
+
+def with_new_tokens(tmp_path, trains: bool) -> Trainer:
+    """An SFT trainer of an adapter, whose rows have a token that was added to the checkpoint."""
+    from peft import LoraConfig, get_peft_model
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["new"])
+    tiny_llama(dropout=0.0).save_pretrained(tmp_path / "base")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+    model.resize_token_embeddings(len(tokenizer))
+    more = {"trainable_token_indices": [64]} if trains else {}
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", **more))
+    rows = [{"input_ids": [*row["input_ids"][:4], 64, *row["input_ids"][5:]]} for row in tokens()]
+    args = trl.SFTConfig(str(tmp_path), max_length=16, report_to=[], use_cpu=True, bf16=False, learning_rate=1e-4)
+    return trl.SFTTrainer(model, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+
+
+def with_places(tmp_path, has_images: bool) -> Trainer:
+    """A LLaVA whose rows have places for images, and the images or not."""
+    llava = BY_NAME["llava"]
+    fields = {name: values for name, values in llava.inputs().items() if has_images or name != "pixel_values"}
+    fields["labels"][:, -3:] = END
+    return plain([{name: values[i] for name, values in fields.items()} for i in range(3)], llava.build())
+
+
+def two_classes(values: tuple) -> Trainer:
+    """A BERT with one label."""
+    config = BertConfig(
+        vocab_size=64, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8, num_labels=1
+    )
+    rows = [{**row, "labels": values[i % 2]} for i, row in enumerate(tokens())]
+    return plain(rows, BertForSequenceClassification(config))
+
+
 # check -> (a trainer with bad rows, these rows, one without)
 CASES: dict[str, tuple[Any, list[int], Any]] = {
     "collation": (
@@ -130,6 +209,18 @@ CASES: dict[str, tuple[Any, list[int], Any]] = {
         lambda folder: plain([{"input_ids": row["input_ids"]} for row in tokens()]), [], lambda folder: plain(tokens()),
     ),
     "stop-token": (lambda folder: sft(folder, processed(5)), [], lambda folder: sft(folder, processed(END))),
+    "answers": (lambda folder: learns(folder, "user"), list(range(8)), lambda folder: learns(folder, "assistant")),
+    "padding-labels": (lambda folder: translations(pad_labels), [3, 7], lambda folder: translations()),
+    "decoder-start": (
+        lambda folder: plain(begun(tokens()), tiny_t5()), list(range(16)), lambda folder: plain(tokens(), tiny_t5()),
+    ),
+    "new-tokens": (
+        lambda folder: with_new_tokens(folder, False), list(range(16)), lambda folder: with_new_tokens(folder, True),
+    ),
+    "images-missing": (
+        lambda folder: with_places(folder, False), [0, 1, 2], lambda folder: with_places(folder, True),
+    ),
+    "regression": (lambda folder: two_classes((0, 1)), [], lambda folder: two_classes((0.0, 1.0))),
     "messages": (
         lambda folder: talks(folder, CHAT_TEMPLATE.replace("in messages %}", "in messages if m['role'] != 'system' %}")), list(range(8)),
         lambda folder: talks(folder, CHAT_TEMPLATE),
@@ -173,7 +264,26 @@ def test_a_check_finds_its_own_rows_and_nothing_else(name, tmp_path):
 def test_a_check_is_silent_where_all_is_well(name, tmp_path):
     result = check_dataset(CASES[name][2](tmp_path))
     assert result.examination.problems == []
-    assert name in result.examination.sound or name == "rows-removed"  # nothing was filtered
+    assert name in result.examination.sound or name in (
+        "rows-removed",
+        "new-tokens",
+    )  # nothing was filtered, nothing is frozen
+
+
+def test_pixels_that_were_divided_by_255_twice_are_constant_images():
+    [found] = check_dataset(images(lambda pixels: pixels.mul_(1 / 255 / 255))).findings
+    assert (found.rule, found.rows) == ("constant-images", (3,))
+
+
+def test_a_text_whose_tokens_are_masked_at_random_is_not_judged_by_them():
+    tokenizer = tiny_tokenizer()
+    tokenizer.mask_token = "<unk>"
+    config = BertConfig(vocab_size=64, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
+    rows = [{"input_ids": row["input_ids"][:3]} for row in tokens(num_rows=40)]
+    collator = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
+    report = check_dataset(plain(rows, BertForMaskedLM(config), processing_class=tokenizer, data_collator=collator))
+    assert report.examination.problems == []
+    assert {"labels-masked", "stop-token"} <= set(report.examination.unchecked)
 
 
 def test_few_bad_rows_are_a_note_and_most_of_them_an_error():

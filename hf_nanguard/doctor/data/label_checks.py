@@ -45,6 +45,11 @@ def has_token_labels(sample: Sample) -> bool:
     )
 
 
+def has_answers(sample: Sample) -> bool:
+    """Returns whether labels are tokens that the model is to generate, not those of a masked text."""
+    return has_token_labels(sample) and (sample.limits.shifted or sample.is_seq2seq)
+
+
 def find_masked_rows(sample: Sample) -> list[SampledRow]:
     """Returns the rows none of whose labels is a target."""
     return [row for row in sample.rows if row.batch is not None and _is_masked(row, sample)]
@@ -85,7 +90,7 @@ def check_removed(sample: Sample) -> Finding | None:
 
 def check_stop_token(sample: Sample) -> Finding | None:
     """A stop token that is never a label is never learned."""
-    targets = [found for row in sample.rows if (found := _targets(row, sample)) is not None and found.size]
+    targets = [found for row in sample.rows if (found := find_targets(row, sample)) is not None and found.size]
     if not targets or any(np.isin(found, list(sample.stop_ids)).any() for found in targets):
         return None
     ends = _name(sample, int(np.bincount([int(found[-1]) for found in targets]).argmax()))
@@ -100,7 +105,7 @@ def check_stop_token(sample: Sample) -> Finding | None:
 
 def _sizes(sample: Sample) -> list[tuple[np.ndarray, int]]:
     """Returns the targets of each row, and how many labels it has besides pads."""
-    rows = [(row, _targets(row, sample)) for row in sample.rows]
+    rows = [(row, find_targets(row, sample)) for row in sample.rows]
     return [
         (found, _count_tokens(row) - int(sample.limits.shifted))
         for row, found in rows
@@ -118,7 +123,7 @@ def _count_tokens(row: SampledRow) -> int:
     )
 
 
-def _targets(row: SampledRow, sample: Sample) -> np.ndarray | None:
+def find_targets(row: SampledRow, sample: Sample) -> np.ndarray | None:
     """Returns the labels that the loss takes, of all samples of a row one after the other."""
     labels = row.field("labels")
     if not isinstance(labels, Tensor) or labels.ndim != 2 or not is_viewable(labels):

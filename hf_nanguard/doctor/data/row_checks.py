@@ -17,6 +17,7 @@ from .label_checks import by_share, describe, numbers
 from .sampled_rows import Sample, SampledRow
 
 IMAGES = ("pixel_values", "images", "image", "input_features", "input_values")
+FLAT = 0.02  # of a channel, whose values usually range over 1 to 5: what an image has that was divided by 255 twice
 TEXTS = ("text", "prompt", "messages", "completion", "conversations", "chosen", "rejected")
 
 
@@ -188,7 +189,7 @@ def check_images(sample: Sample) -> Finding | None:
     bad = [row for row in sample.rows if any(_is_constant(row.field(name)) for name in IMAGES)]
     if not bad:
         return None
-    what = f"All pixels have the same value in {describe(bad, sample)}."
+    what = f"All pixels have (nearly) the same value in {describe(bad, sample)}."
     why = "An image that could not be read, or that was scaled twice, looks like that."
     return Finding(
         by_share(len(bad), sample),
@@ -203,4 +204,6 @@ def _is_constant(value: Tensor | None) -> bool:
     if value is None or not value.is_floating_point() or not is_viewable(value) or value.ndim < 2:
         return False
     array = view(value)
+    if array.ndim >= 4:  # images: each channel has a value of its own
+        return bool((array.max(axis=(-1, -2)) - array.min(axis=(-1, -2)) <= FLAT).all())
     return array[0].size > 1 and bool(array.min() == array.max())

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from ...boundary import attempt
 from ...core.rng import RngState
 from ...hf.compat import trainer as compat
-from ...hf.compat.model_config import find_tokenizer
+from ...hf.compat.model_config import find_config, find_tokenizer, without_adapter
 from ...hf.compat.own_loss import has_own_batches, is_library_code
 from ...hf.compat.prepared_dataset import (
     PreparedRows,
@@ -28,11 +28,13 @@ from ...hf.compat.prepared_dataset import (
 from ...hf.compat.trainer_protocol import HostTrainer
 from ...hf.data.batch_limits import Limits, find_limits
 from ...plain_text import format_error
+from ..facts.model_files import find_model_facts
 from ..facts.trainer_inspection import find_trainer_facts
 from ..rules.run_facts import Facts
 
 # Called with the number of rows done and of all.
 Report = Callable[[int, int], None]
+TRIED = 16  # rows by which a collator that draws random numbers is found
 CONVERSATIONS = ("messages", "prompt", "completion", "conversations", "chosen", "rejected")
 TEXTS = (*CONVERSATIONS, "input_ids", "prompt_ids", "chosen_ids", "rejected_ids")
 
@@ -69,6 +71,12 @@ class Sample:
     needs_labels: bool  # whether the loss is the model's own, which it computes from labels
     response_template: object = None  # of the collator, if it looks for one
     batch_error: str | None = None  # why the first rows could not be collated together
+    is_seq2seq: bool = False
+    collator_draws: bool = (
+        False  # whether it makes other batches of the same rows each time, as for masked language models
+    )
+    decoder_start: int | None = None  # the token that a decoder begins with
+    first_new_id: int | None = None  # ids from this on have a frozen embedding that no checkpoint has trained
     notes: list[str] = field(default_factory=list)
 
 
@@ -89,11 +97,35 @@ def take_sample(trainer: HostTrainer, num_rows: int | None, report: Report | Non
         rows = list(_collate(_read(dataset, numbers), collator, prepared, len(numbers), report, whole))
         together = [row.example for row in rows[: trainer.args.per_device_train_batch_size] if row.error is None]
         batch_error = _try(collator, together)[1] if len(together) > 1 else None
+        draws = any(_draws(collator, [row.example]) for row in rows[:TRIED] if row.error is None)
+    config = find_config(without_adapter(model))
+    is_seq2seq = bool(getattr(config, "is_encoder_decoder", False))
     return Sample(
         rows, total, facts, find_limits(model, compat.loss_shifts_labels(trainer), own_loss), prepared, tokenizer,
         find_stop_ids(model, tokenizer), tuple(getattr(trainer, "label_names", ())), bool(getattr(trainer.args, "packing", False)),
         not own_loss and facts.task == "trainer", getattr(trainer.data_collator, "response_template", None), batch_error,
+        is_seq2seq, draws, getattr(config, "decoder_start_token_id", None) if is_seq2seq else None, _find_first_new_id(model, facts),
     )  # fmt: skip
+
+
+def _draws(collator: Callable, rows: list[Any]) -> bool:
+    """Returns whether a collator makes two different batches of the same rows."""
+    one, other = (_try(collator, rows)[0] for _ in range(2))
+    if not isinstance(one, Mapping) or not isinstance(other, Mapping):
+        return False
+    pairs = [(value, other.get(name)) for name, value in one.items() if isinstance(value, Tensor)]
+    return any(isinstance(b, Tensor) and not (a.shape == b.shape and bool((a == b).all())) for a, b in pairs)
+
+
+def _find_first_new_id(model: Any, facts: Facts) -> int | None:
+    """Returns the number of rows that the embedding has in the checkpoint, if it has more now and none of them is trained."""
+    base = without_adapter(model)
+    name = getattr(find_config(base), "name_or_path", None)
+    known = find_model_facts(name).embedding_rows if name else None
+    if known is None or facts.embedding_rows is None or facts.embedding_rows <= known:
+        return None
+    embedding = base.get_input_embeddings()
+    return None if any(parameter.requires_grad for parameter in embedding.parameters()) else known
 
 
 @contextmanager

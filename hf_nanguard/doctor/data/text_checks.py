@@ -22,11 +22,11 @@ def has_messages(sample: Sample) -> bool:
     return (
         sample.tokenizer is not None
         and not sample.is_packed
-        and any(next(_find_messages(row), None) for row in sample.rows)
+        and any(next(find_messages(row), None) for row in sample.rows)
     )
 
 
-def _find_messages(row: SampledRow) -> Iterator[tuple[str, str, list[int]]]:
+def find_messages(row: SampledRow) -> Iterator[tuple[str, str, list[int]]]:
     """Yields role and text of each message, with the tokens that should hold it."""
     for name in CONVERSATIONS:
         tokens = [token for part in IDS.get(name, ("input_ids",)) for token in _read_ids(row.source.get(part))]
@@ -50,16 +50,16 @@ def check_messages(sample: Sample) -> Finding | None:
     limit = sample.facts.max_length
     for row in sample.rows:
         texts: dict[int, str] = {}
-        for role, content, tokens in _find_messages(row):
+        for role, content, tokens in find_messages(row):
             if (limit is not None and len(tokens) >= limit) or not all(0 <= token < 2**31 for token in tokens):
                 continue
             if id(tokens) not in texts:
-                texts = {id(tokens): _squeeze(str(sample.tokenizer.decode(tokens)))}
+                texts = {id(tokens): squeeze(str(sample.tokenizer.decode(tokens)))}
             plain = HIDDEN.sub("", content)
             ids = sample.tokenizer(plain, add_special_tokens=False)["input_ids"]
-            known = _squeeze(str(sample.tokenizer.decode(ids)))
+            known = squeeze(str(sample.tokenizer.decode(ids)))
             _note(rows[role], row)
-            if known and known not in texts[id(tokens)] and _squeeze(plain) not in texts[id(tokens)]:
+            if known and known not in texts[id(tokens)] and squeeze(plain) not in texts[id(tokens)]:
                 _note(lost[role], row)
     bad = {role: found for role, found in lost.items() if len(found) > MOST * len(rows[role])}
     if not bad:
@@ -76,7 +76,7 @@ def _note(rows: list[SampledRow], row: SampledRow) -> None:
         rows.append(row)
 
 
-def _squeeze(text: str) -> str:
+def squeeze(text: str) -> str:
     """Returns a text without spaces, which templates trim and tokenizers move."""
     return "".join(text.split())
 

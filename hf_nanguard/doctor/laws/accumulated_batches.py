@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..trial.asked_targets import has_own_loss
 from ..trial.law_result import ERROR, NOTE, WARNING, LawResult, NotApplicable, broken, held
 from ..trial.trial_bench import Run, TrialBench, compare
 
@@ -12,12 +13,14 @@ def check_accumulation(bench: TrialBench) -> LawResult:
     """Runs four rows as one batch and as an accumulation group of four, each through the trainer's own steps."""
     if not bench.is_online and len({len(bench.collate(rows)) for rows in (bench.rows[:1], bench.rows)}) > 1:
         raise NotApplicable("its batches of one have other fields than its batches of four")
+    if not bench.is_online and bench.collator_draws:
+        raise NotApplicable("its collator draws random numbers, so four batches of one are not one batch of four")
     bench.need_steady()
     singles = _split_completions(bench) if bench.is_online else [bench.collate([row]) for row in bench.rows]
     whole, parts = bench.usual, _run_singles(bench, singles)
     if not whole.norm:
         raise NotApplicable("the gradient of its batch is zero")
-    off, worst, name = compare(_without_loss(bench, whole), _without_loss(bench, parts))
+    off, worst, name = compare(whole, parts)
     bound = bench.allow()
     ratio = parts.norm / whole.norm
     values = {"difference": off, "bound": bound, "ratio": ratio, "loss": whole.loss, "accumulated_loss": parts.loss,
@@ -71,9 +74,10 @@ def _describe(bench: TrialBench, whole: Run, parts: Run, singles: list, values: 
     if bench.trainer.args.gradient_accumulation_steps == 1:
         return broken(NOTE, f"{message}. This run does not accumulate.", **values)
     mean = _average([bench.run([single]) for single in singles])
-    counted = bench.trainer.model_accepts_loss_kwargs or bench.trainer.compute_loss_func is not None
     if compare(mean, parts)[0] <= values["bound"]:
-        severity = WARNING if counted else NOTE
+        # A loss of the hosts is defined so, as that of a classifier or of pairs; one's own is given the count and does not use it.
+        counted = bench.trainer.model_accepts_loss_kwargs or bench.trainer.compute_loss_func is not None
+        severity = WARNING if counted and has_own_loss(bench) else NOTE
         return broken(severity, f"{message}. Each micro-batch counts the same, however many labels it has.", **values)
     return broken(
         ERROR,
@@ -81,11 +85,6 @@ def _describe(bench: TrialBench, whole: Run, parts: Run, singles: list, values: 
         "(loss_is_scaled_for_ga of the trainer says which).",
         **values,
     )
-
-
-def _without_loss(bench: TrialBench, run: Run) -> Run:
-    """Returns a run whose loss is not compared, as advantages of both signs make it a difference of equal terms."""
-    return Run(0.0, run.gradients) if bench.is_online else run
 
 
 def _average(runs: list[Run]) -> Run:

@@ -7,21 +7,10 @@ from ...hf.compat.accelerate import bare_optimizer
 from ..rules.finding import Severity
 from ..trial.borrowed_trainer import borrowed, find_models
 from ..trial.law_result import ERROR, HELD, NOTE, WARNING, LawResult, NotApplicable, broken, held
-from ..trial.trial_bench import TrialBench
+from ..trial.trial_bench import ADAPTERS, TrialBench
 
 MAX_TRIED = 16
 STEPS = 3  # the first update of a LoRA moves only one of its two matrices
-ADAPTERS = (
-    "lora_",
-    "adapter",
-    "prompt_encoder",
-    "modules_to_save",
-    "ia3_",
-    "vera_",
-    "oft_",
-    "hada_",
-    "trainable_tokens",
-)
 
 
 def check_gradients(bench: TrialBench) -> LawResult:
@@ -35,7 +24,7 @@ def check_gradients(bench: TrialBench) -> LawResult:
 
 def _check_steps(bench: TrialBench, parameters: dict[str, nn.Parameter]) -> LawResult:
     before = {name: p.detach().clone() for name, p in parameters.items()}
-    frozen = _find_frozen(bench)
+    frozen, statistics = _find_frozen(bench), _copy_statistics(bench)
     reached = _take_steps(bench)
     without = [name for name in parameters if name not in reached]
     adapters = [name for name in without if any(part in name for part in ADAPTERS) and ".experts." not in name]
@@ -45,6 +34,7 @@ def _check_steps(bench: TrialBench, parameters: dict[str, nn.Parameter]) -> LawR
     if needed:
         return _describe_missing(ERROR, needed, len(parameters), "the loss depends on it, but nothing flows back")
     result = _check_movement(bench, {name: value for name, value in before.items() if name in reached}, frozen)
+    result = _check_statistics(bench, statistics) if result.status == HELD else result
     if without and result.status == HELD:
         return _describe_missing(NOTE, without, len(parameters), "the loss of these rows does not depend on it")
     return result
@@ -127,9 +117,40 @@ def _check_movement(bench: TrialBench, before: dict[str, Tensor], frozen: dict[s
         )  # fmt: skip
     if stuck:
         return broken(
-            WARNING,
+            NOTE if _is_rounded(bench, [now[name] for name in stuck]) else WARNING,
             f"{len(stuck)} trainable parameters with a gradient do not move within {STEPS} steps, first {stuck[0]}: updates "
             f"of learning rate {bench.trainer.args.learning_rate:g} are below the rounding of {bench.dtype}, or zero.",
             count=len(stuck), parameters=stuck[:20],
         )  # fmt: skip
     return held(f"{len(before)} trainable parameters move, {len(frozen)} frozen ones do not", steps=STEPS)
+
+
+def _copy_statistics(bench: TrialBench) -> dict[str, Tensor]:
+    """Returns the running statistics of frozen norms of batches, by the names of the modules."""
+    norms = {
+        name: module for name, module in bench.bare.named_modules() if getattr(module, "running_mean", None) is not None
+    }
+    frozen = {n: m for n, m in norms.items() if (own := list(m.parameters())) and not any(p.requires_grad for p in own)}
+    return {name: torch.cat([module.running_mean, module.running_var]) for name, module in frozen.items()}
+
+
+def _check_statistics(bench: TrialBench, before: dict[str, Tensor]) -> LawResult:
+    now = _copy_statistics(bench)
+    moved = [name for name, value in before.items() if not torch.equal(now[name], value)]
+    if not moved:
+        return held(f"{len(bench.trainable())} trainable parameters move, frozen ones do not", steps=STEPS)
+    return broken(
+        WARNING,
+        f"The running mean and variance of {len(moved)} frozen batch norms move in training, first of {moved[0]}: freezing their weights does "
+        "not freeze these. Keep these modules in evaluation mode, e.g. by an own train() of the model.",
+        modules=moved[:20], count=len(moved),
+    )  # fmt: skip
+
+
+def _is_rounded(bench: TrialBench, stuck: list[Tensor]) -> bool:
+    """Whether an update of the learning rate is below half the spacing of all entries of these parameters, as of norms around 1 in
+    bfloat16, and most other weights move."""
+    rate, eps = bench.trainer.args.learning_rate, {p.dtype: torch.finfo(p.dtype).eps for p in stuck}
+    total = sum(p.numel() for p in bench.trainable().values())
+    is_small = sum(p.numel() for p in stuck) < total / 2
+    return is_small and rate > 0 and all(float(p.abs().min()) * eps[p.dtype] / 4 > rate for p in stuck)

@@ -1,5 +1,7 @@
 """Padding has no effect: a sample has the outputs in a batch that it has alone."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -20,13 +22,18 @@ def check_padding(bench: TrialBench) -> LawResult:
     if bench.is_online:
         return _check_completions(bench)
     short, long = bench.rows[0], bench.rows[-1]
-    alone, padded = bench.find_inputs(bench.collate([short])), bench.find_inputs(bench.collate([short, long]))
+    alone, padded = (_find_inputs(bench, rows) for rows in ([short], [short, long]))
     pair = _find_padded(alone, padded)
     if pair is None:
         raise NotApplicable("its batches have no padding")
     bench.need_steady()
     outputs = bench.forward(alone), bench.forward(padded)
     at, row = pair
+    if any(
+        o.ndim > 2 and not bench.is_seq2seq and o.shape[1] != i[IDS].shape[1]
+        for o, i in zip(outputs, (alone, padded), strict=True)
+    ):
+        raise NotApplicable("its outputs cannot be matched with tokens")
     before, after = _real_outputs(bench, alone, outputs[0], at), _real_outputs(bench, padded, outputs[1], row)
     if before.shape != after.shape:
         raise NotApplicable("its outputs cannot be matched with tokens")
@@ -51,6 +58,7 @@ def check_padding(bench: TrialBench) -> LawResult:
 
 def _check_completions(bench: TrialBench) -> LawResult:
     """Compares the log-probabilities of sampled tokens with those they have with more padding around prompt and completion."""
+    bench.need_policy_logps()
     bench.need_steady()
     batch, bound = bench.sampled.batch, bench.allow()
     pad = find_padding(bench.trainer)
@@ -75,6 +83,14 @@ def _check_completions(bench: TrialBench) -> LawResult:
         )
     return broken(ERROR, f"Log-probabilities of sampled tokens move by up to {worst:.1e} (rounding explains {bound:.0e}) if prompt and "
                   "completion have more padding. Real tokens see padding.", move=worst, bound=bound)  # fmt: skip
+
+
+def _find_inputs(bench: TrialBench, rows: list[Any]) -> Inputs:
+    """Returns the model's inputs for some rows; of a model with a decoder also the labels, which say how long its outputs are and which a
+    smoothed loss takes out."""
+    batch = bench.collate(rows)
+    inputs = bench.find_inputs(batch)
+    return {"labels": batch["labels"], **inputs} if bench.is_seq2seq and "labels" in batch else inputs
 
 
 def _find_padded(alone: Inputs, padded: Inputs) -> tuple[int, int] | None:

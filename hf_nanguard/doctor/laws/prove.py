@@ -9,7 +9,7 @@ from transformers import Trainer
 from ...boundary import attempt
 from ...errors import ArgumentError
 from ...plain_text import format_error
-from ..trial.borrowed_trainer import borrowed, calm, prepare
+from ..trial.borrowed_trainer import borrowed, calm, kept_buffers, prepare
 from ..trial.law_result import COULD_NOT_RUN, NOTE, Law, LawResult, NotApplicable
 from ..trial.trial_bench import TrialBench
 from . import (
@@ -17,6 +17,7 @@ from . import (
     document_isolation,
     epoch_rows,
     gradient_flow,
+    loss_value,
     padding_invariance,
     resumed_step,
     same_gradients,
@@ -24,7 +25,6 @@ from . import (
     saved_weights,
     supervised_tokens,
     train_and_eval,
-    training_precision,
 )
 
 LAWS = (
@@ -45,8 +45,9 @@ LAWS = (
     Law("frozen_models", "a frozen reference or teacher gives the same outputs twice", train_and_eval.check_references),
     Law("saved_weights", "saving and loading gives the same weights and logits, and tied heads stay tied", saved_weights.check_round_trip),
     Law("merged_adapter", "merging, saving and loading gives the logits of the adapter", saved_weights.check_merge),
-    Law("loaded_weights", "no weight differs from the checkpoint it was loaded from", saved_weights.check_checkpoint),
-    Law("precision", "the loss in training precision is close to that in float32", training_precision.check_precision),
+    Law("loaded_weights", "no weight differs from the checkpoint it was loaded from", saved_weights.check_loaded),
+    Law("precision", "the loss in training precision is close to that in float32", loss_value.check_precision),
+    Law("router_loss", "the auxiliary loss of experts is in the loss if the config asks for it", loss_value.check_router_loss),
     Law("resume", "step, save, resume, step equals two steps", resumed_step.check_resume),
     Law("epoch", "an epoch takes every row once", epoch_rows.check_epoch),
     Law("sampler", "tokens are sampled with the probabilities that the loss trains", sampled_policy.check_sampler),
@@ -134,8 +135,9 @@ def _prepare(trainer: Trainer) -> str | None:
 
 def _try(law: Law, bench: TrialBench) -> LawResult:
     start = time.perf_counter()
-    # The other laws are still tried.
-    result = attempt(lambda: law.check(bench), lambda error: _could_not(law, _explain(error)))
+    with kept_buffers(bench.trainer):
+        # The other laws are still tried.
+        result = attempt(lambda: law.check(bench), lambda error: _could_not(law, _explain(error)))
     return replace(result, name=law.name, seconds=time.perf_counter() - start)
 
 

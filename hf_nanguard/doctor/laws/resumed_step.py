@@ -1,24 +1,30 @@
 """A step, a save, a resume and a step end where two steps end: same weights, same data."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+from transformers import set_seed
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy, SaveStrategy
 
+from ...boundary import attempt
 from ...hf.compat.accelerate import replaced_method
+from ...hf.compat.own_loss import is_hosts_resume
 from ...hf.compat.trainer import replace_callbacks, set_batch_size
+from ...plain_text import format_error
 from ..rules.finding import Severity
 from ..trial.borrowed_trainer import borrowed
 from ..trial.law_result import ERROR, NOTE, LawResult, NotApplicable, broken, held
 from ..trial.trial_bench import TrialBench
+from ..trial.trial_rows import identify, repeatable
 
-ROWS = 4
+ROWS = 32  # so that another order of them is seen
 CLOSE = 0.01  # of the second update
 
 
@@ -43,7 +49,7 @@ def check_resume(bench: TrialBench) -> LawResult:
     if trainer.args.save_only_model:
         raise NotApplicable("save_only_model is set, so a run cannot be resumed")
     severity = NOTE if trainer.args.save_strategy == SaveStrategy.NO else ERROR  # this run cannot be resumed
-    rows, collate = _Rows(bench.rows[:ROWS]), bench.loader.collate_fn
+    rows, collate = _Rows(bench.short_rows[:ROWS]), repeatable(bench.loader.collate_fn)
     start = {name: p.detach().clone() for name, p in bench.trainable().items()}
     folder = trainer.args.output_dir  # of the whole proof
     with borrowed(trainer):
@@ -53,7 +59,11 @@ def check_resume(bench: TrialBench) -> LawResult:
         raise NotApplicable("the trainer wrote no checkpoint after its first step")
     with borrowed(trainer):
         _scramble(bench)
-        resumed, seen_again = _train(trainer, rows, collate, folder, str(checkpoint))
+        # Whatever it raises, a resumed run would raise as well.
+        again = attempt(lambda: _train(trainer, rows, collate, folder, str(checkpoint)), format_error)
+    if isinstance(again, str):
+        return broken(NOTE if is_hosts_resume(trainer) else severity, f"A resumed run fails: {again}.")
+    resumed, seen_again = again
     if len(seen) != 2 or len(seen_again) != 1:
         return broken(severity, f"A run of 2 steps took {len(seen)}, and {len(seen_again)} after a resume from step 1.")
     if seen[1] != seen_again[0]:
@@ -61,7 +71,9 @@ def check_resume(bench: TrialBench) -> LawResult:
         return broken(
             severity, f"The step after a resume sees other data than without one.{repeats}", repeated=bool(repeats)
         )
-    return _compare(start, straight, resumed, severity)
+    if severity is ERROR and is_hosts_resume(trainer):
+        severity = NOTE  # nothing of this run is wrong, and nothing of its configuration to blame, unless it is resumed
+    return _compare(start, straight, resumed, severity, _find_renamed(trainer, checkpoint))
 
 
 def _train(
@@ -73,11 +85,12 @@ def _train(
 
     def record(step: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def call(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-            seen.append(_identify(inputs))
+            seen.append(identify(inputs))
             return step(model, inputs, *args, **kwargs)
 
         return call
 
+    set_seed(trainer.args.seed)  # as the constructor of a trainer does, and so every new process
     with replaced_method(trainer, "training_step", record):
         trainer.train(resume_from_checkpoint=checkpoint)
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}, seen
@@ -106,16 +119,23 @@ def _scramble(bench: TrialBench) -> None:
         parameter.add_(0.1 * torch.randn_like(parameter))
 
 
-def _identify(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return tuple(batch.shape), batch.double().sum().item(), batch.flatten()[:64].tolist()
-    if isinstance(batch, Mapping):
-        return {name: _identify(value) for name, value in batch.items()}
-    return [_identify(each) for each in batch] if isinstance(batch, list | tuple) else repr(batch)
+def _find_renamed(trainer: Any, checkpoint: Path) -> list[str]:
+    """Returns the trained weights that a checkpoint of the whole model has under another name or not at all."""
+    files = sorted(checkpoint.glob("model*.safetensors"))
+    saved: set[str] = set()
+    for file in files:
+        with safe_open(file, framework="pt") as content:
+            saved |= set(content.keys())
+    tied = set(getattr(trainer.model, "all_tied_weights_keys", None) or ())
+    return [n for n, p in trainer.model.named_parameters() if files and p.requires_grad and n not in saved | tied]
 
 
 def _compare(
-    start: dict[str, Tensor], straight: dict[str, Tensor], resumed: dict[str, Tensor], severity: Severity
+    start: dict[str, Tensor],
+    straight: dict[str, Tensor],
+    resumed: dict[str, Tensor],
+    severity: Severity,
+    renamed: list[str],
 ) -> LawResult:
     update = sum(float((straight[name].float() - start[name].float()).norm()) ** 2 for name in start) ** 0.5
     offs = {name: float((straight[name].float() - resumed[name].float()).norm()) for name in start}
@@ -128,9 +148,13 @@ def _compare(
             f"the resumed run ends within {share:.1e} of an update of the one without a break", difference=share
         )
     lost = [name for name, off in offs.items() if off > CLOSE * update]
+    message = f"The resumed run ends {share:.2g} updates away from the one without a break, in {len(lost)} of {len(offs)} parameters, most in {worst}"
+    why = "weights, optimizer, schedule or random state are not restored."
+    if renamed:
+        why = (
+            f"its checkpoints have {len(renamed)} weights under other names than the model, first {renamed[0]}, and a resume does not "
+            "load those. Do not resume this run: give the newest checkpoint as the model of a new run, whose optimizer starts anew."
+        )
     return broken(
-        severity,
-        f"The resumed run ends {share:.2g} updates away from the one without a break, in {len(lost)} of {len(offs)} parameters, "
-        f"most in {worst}: weights, optimizer, schedule or random state are not restored.",
-        difference=share, parameter=worst, parameters=lost[:20],
-    )  # fmt: skip
+        severity, f"{message}: {why}", difference=share, parameter=worst, parameters=lost[:20], renamed=renamed[:20]
+    )

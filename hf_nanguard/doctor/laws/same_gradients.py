@@ -1,6 +1,7 @@
 """Another way of computing the same gives the same loss and gradients: checkpointing, attention kernels, fused heads, and the model's
 code as it is installed in place of what was patched into it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,12 +12,14 @@ from transformers import PreTrainedModel
 from ...hf.compat.model_config import ATTENTION, find_config, find_implementation, without_adapter
 from ..rules.finding import Severity
 from ..trial.borrowed_trainer import list_parts
+from ..trial.checkpoint_weights import MAX_COPIED
 from ..trial.installed_model import build_again
 from ..trial.law_result import ERROR, NOTE, WARNING, LawResult, NotApplicable, broken, held
 from ..trial.quiet_forward import without_randomness
-from ..trial.trial_bench import FUSED, Run, TrialBench, compare, find_output
+from ..trial.trial_bench import FUSED, Run, TrialBench, compare, find_output, take_gradients
+from ..trial.trial_rows import IDS
 
-MAX_COPIED = 2e9  # parameters of a model that is built a second time
+WINDOW = "sliding_window"  # of configs and of attention modules: how far back a token sees
 
 
 def check_checkpointing(bench: TrialBench) -> LawResult:
@@ -57,8 +60,8 @@ def check_attention(bench: TrialBench) -> LawResult:
         raise NotApplicable("its model has no choice of attention implementations")
     is_eager = set(now.values()) == {"eager"}
     other = "sdpa" if is_eager else "eager"
-    used = bench.usual
     with bench.untouched_modules():
+        used = bench.run() if _narrow_windows(bench) else bench.usual
         try:
             model.set_attn_implementation(other)
         except ValueError as error:
@@ -69,6 +72,20 @@ def check_attention(bench: TrialBench) -> LawResult:
     name = " and ".join(sorted(set(now.values())))
     what = f"with {other} attention instead of eager" if is_eager else f"with {name} attention instead of eager"
     return _judge(bench, *((used, reference) if is_eager else (reference, used)), what, NOTE if is_eager else ERROR)
+
+
+def _narrow_windows(bench: TrialBench) -> bool:
+    """Makes sliding windows shorter than the trial rows, which are too short to reach them otherwise; returns whether there are any."""
+    ids = bench.batch.get(IDS) if isinstance(bench.batch, Mapping) else None
+    narrow = max(bench.limit if ids is None else ids.shape[-1], 8) // 2
+    found = [
+        part
+        for part in list_parts(bench.bare)
+        if isinstance(size := getattr(part, WINDOW, None), int) and size > narrow
+    ]
+    for part in found:
+        setattr(part, WINDOW, narrow)
+    return bool(found)
 
 
 def check_fused_loss(bench: TrialBench) -> LawResult:
@@ -104,10 +121,13 @@ def check_installed_code(bench: TrialBench) -> LawResult:
     bench.need_steady()
     inputs = {name: value for name, value in bench.find_inputs().items() if name not in FUSED}
     other = build_again(model)
+    model.train()
+    for copied, own in zip(other.modules(), model.modules(), strict=True):
+        copied.training = own.training  # some may stay in evaluation mode
     found = []
     for each in (other, model):
         with bench.steady(), without_randomness(list_parts(other)), bench.trainer.accelerator.autocast():
-            found.append(_run_model(each.train(), inputs))
+            found.append(_run_model(each, inputs))
     severity = ERROR if bench.trainer.args.use_liger_kernel else WARNING
     return _judge(
         bench, found[0], found[1], f"of the code that runs instead of the installed {type(model).__name__}", severity
@@ -127,8 +147,7 @@ def _temperature(bench: TrialBench) -> float:
 
 def _differentiate(model: nn.Module, loss: torch.Tensor) -> Run:
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    found = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    return Run(float(loss.detach()), {n: g for n, g in zip(parameters, found, strict=True) if g is not None})
+    return Run(float(loss.detach()), take_gradients(loss, parameters))
 
 
 def _judge(bench: TrialBench, reference: Run, run: Run, what: str, severity: Severity) -> LawResult:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..trial.borrowed_trainer import find_models
+from ...hf.compat.online_trainer import REFERENCE, policy_logps
+from ..trial.borrowed_trainer import borrowed, find_models
 from ..trial.law_result import ERROR, NOTE, WARNING, LawResult, NotApplicable, broken, held
 from ..trial.moved_output import measure_move
 from ..trial.quiet_forward import has_rate
@@ -111,8 +112,10 @@ def check_references(bench: TrialBench) -> LawResult:
         if shared:
             return broken(ERROR, f"{name} shares {shared} trained parameters with the model, so it moves along with it and every "
                           "difference between the two is 0. Give it a copy.", model=name, count=shared)  # fmt: skip
+    if bench.is_online:
+        return _check_sampled_reference(bench)
     if not models:
-        raise NotApplicable("the trainer has no model beside the trained one")
+        return _check_own_reference(bench)
     first, second = ({name: _outputs(bench, model, seed) for name, model in models.items()} for seed in (0, 1))
     ran = [name for name in models if first[name]]
     if not ran:
@@ -125,6 +128,55 @@ def check_references(bench: TrialBench) -> LawResult:
                 return broken(ERROR, f"The frozen {name} gives other outputs for the same batch (by {move:.1e} of their spread): "
                               f"{mode}, with dropout on.", move=move, model=name)  # fmt: skip
     return held(f"{', '.join(ran)} gives the same outputs twice", models=ran)
+
+
+def _check_own_reference(bench: TrialBench) -> LawResult:
+    """The model without its adapter, or with another one, is the reference: it must stay as it is when the adapter moves."""
+    if not hasattr(bench.bare, "peft_config") or not hasattr(bench.trainer, REFERENCES[0]):
+        raise NotApplicable("the trainer has no model beside the trained one")
+    before = _outputs_without_gradient(bench)
+    if not before:
+        raise NotApplicable("its loss does not run a reference in a training step")
+    with borrowed(bench.trainer):
+        bench.disturb()
+        after = _outputs_without_gradient(bench)
+    moves = [measure_move(a, b) for a, b in zip(before, after, strict=True)]
+    if min(moves) <= bench.tolerance:
+        return held("the reference inside the model stays as it is when the adapter moves", move=min(moves))
+    return broken(ERROR, f"The reference moves along with the adapter that is trained (by {min(moves):.1e} of its outputs' spread), so every "
+                  "difference between the two is 0. Turn the adapter off where the reference is computed.", move=min(moves))  # fmt: skip
+
+
+def _outputs_without_gradient(bench: TrialBench) -> list[Tensor]:
+    """Returns the outputs of the trained model's own passes without gradients, while the trainer computes its loss."""
+    found: list[Tensor] = []
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            found.append(find_output(output))
+
+    with bench.model.register_forward_hook(note), bench.steady():
+        bench.compute_loss()
+    return found
+
+
+def _check_sampled_reference(bench: TrialBench) -> LawResult:
+    """Once the policy has moved, the log-probabilities of the reference must be others than its own."""
+    if bench.sampled.batch.get(REFERENCE) is None:
+        raise NotApplicable("its completions have no log-probabilities of a reference")
+    with borrowed(bench.trainer):
+        bench.disturb()
+        batch = bench.sample().batch
+        with bench.steady():
+            bench.model.train()
+            own = policy_logps(bench.trainer, bench.model, batch)
+    off = float((own - batch[REFERENCE])[batch["completion_mask"].bool()].abs().max())
+    if off > 64 * bench.eps:
+        return held(
+            f"log-probabilities of the reference differ from those of a moved policy by up to {off:.1e}", move=off
+        )
+    return broken(ERROR, "The log-probabilities of the reference are those of the policy, also after the policy has moved: the KL term is always "
+                  "0. Compute them with the reference model, or with the adapter turned off.", move=off)  # fmt: skip
 
 
 def _outputs(bench: TrialBench, model: nn.Module, seed: int) -> list[Tensor]:

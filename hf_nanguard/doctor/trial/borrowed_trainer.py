@@ -113,6 +113,16 @@ def borrowed(trainer: Trainer) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def kept_buffers(trainer: Trainer) -> Iterator[None]:
+    """Leaves the buffers of all models as they were before the block, such as statistics that a forward in training mode moves."""
+    buffers = {id(b): b for model in find_models(trainer).values() for b in model.buffers()}
+    with ExitStack() as stack:
+        for buffer in buffers.values():
+            stack.callback(_KeptTensor(buffer).restore)
+        yield
+
+
 class _Ready(Exception):  # noqa: N818 - ends a training run where its first step would begin
     pass
 

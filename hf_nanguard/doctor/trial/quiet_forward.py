@@ -22,16 +22,17 @@ def has_rate(module: nn.Module) -> bool:
 
 
 @contextmanager
-def without_randomness(owners: list[Any]) -> Iterator[None]:
-    """Sets these rates to 0 in modules, configs and other objects inside the block."""
+def without_randomness(owners: list[Any], auxiliary: float = 0.0) -> Iterator[None]:
+    """Sets these rates to 0 in modules, configs and other objects inside the block, and multiplies the weights of auxiliary losses by
+    `auxiliary`."""
     found = [
         (each, name, value)
         for each in owners
         for name, value in vars(each).items()
         if type(value) is float and value and (_is_rate(each, name) or name in AUXILIARY)
     ]
-    for each, name, _ in found:
-        vars(each)[name] = 0.0
+    for each, name, value in found:
+        vars(each)[name] = value * auxiliary if name in AUXILIARY else 0.0
     try:
         yield
     finally:

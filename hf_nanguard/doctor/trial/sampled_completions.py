@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...boundary import Boundary
 from ...hf.compat.generation import PROCESSORS, Override, find_seams, read_processor_call
+from ...hf.compat.model_config import find_tokenizer
 from ...hf.compat.online_trainer import Completions, generate_batch, replaced_scoring
 from ...hf.generation.guard_generation import find_generator
 
@@ -26,6 +27,7 @@ class Sampled:
     scaled: Tensor | None  # with temperature, but without top-p and the like
     plain: Tensor | None  # with neither
     rewards: Tensor | None  # one for each completion
+    is_recorded: bool  # whether `drawn` was recorded where tokens were drawn, not reported by an engine
 
 
 class _Scores:
@@ -50,16 +52,33 @@ class _Scores:
         return logps.gather(2, ids.unsqueeze(2)).squeeze(2)
 
 
+class _Stopper:
+    """Makes every second completion end at a given place."""
+
+    def __init__(self, token: int, stop_at: int):
+        self.token, self.left = token, stop_at
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left != 0:
+            return scores
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self.token] = 0.0
+        return torch.where((torch.arange(len(scores), device=scores.device) % 2 == 0).unsqueeze(1), scores, forced)
+
+
 @contextmanager
-def _recorded(trainer: Any, before: _Scores, after: _Scores, temperatures: list[float]) -> Iterator[None]:
-    """Records scores before and after all processors of the model's `generate` inside the block."""
+def _recorded(
+    trainer: Any, before: _Scores, after: _Scores, temperatures: list[float], stoppers: list[_Stopper]
+) -> Iterator[None]:
+    """Records scores before and after all processors of the model's `generate` inside the block, and lets `stoppers` change them."""
     generator: Any = find_generator(trainer.model)
     seam = None if generator is None else find_seams(generator).get(PROCESSORS)
 
     def add(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         temperatures.append(float(read_processor_call(args, kwargs)[0].temperature or 1.0))
         processors = original(*args, **kwargs)
-        return type(processors)([before, *processors, after])
+        return type(processors)([before, *processors, after, *stoppers])
 
     override = None if seam is None else Override(generator, seam, add, Boundary())
     try:
@@ -69,8 +88,10 @@ def _recorded(trainer: Any, before: _Scores, after: _Scores, temperatures: list[
             override.undo()
 
 
-def sample_completions(trainer: Any, rows: list[Any]) -> Sampled:
-    """Lets a trainer sample and score completions of the shortest prompts."""
+def sample_completions(trainer: Any, rows: list[Any], stop_at: int | None = None) -> Sampled:
+    """Lets a trainer sample and score completions of the shortest prompts; with `stop_at`, every second one ends at that place."""
+    stop = getattr(find_tokenizer(trainer.processing_class), "eos_token_id", None)
+    stoppers = [] if stop_at is None or not isinstance(stop, int) else [_Stopper(stop, stop_at)]
     before, after = _Scores(), _Scores()
     temperatures: list[float] = []
     rewards: list[Tensor] = []
@@ -81,7 +102,7 @@ def sample_completions(trainer: Any, rows: list[Any]) -> Sampled:
 
     short = sorted(rows, key=lambda row: len(str(row.get("prompt"))))
     with ExitStack() as stack:
-        stack.enter_context(_recorded(trainer, before, after, temperatures))
+        stack.enter_context(_recorded(trainer, before, after, temperatures, stoppers))
         stack.enter_context(replaced_scoring(trainer, score, Boundary()))
         batch = generate_batch(trainer, short, MAX_TOKENS)
     ids, given = batch["completion_ids"], batch.get("sampling_per_token_logps")
@@ -91,5 +112,5 @@ def sample_completions(trainer: Any, rows: list[Any]) -> Sampled:
         total = (rewards[0] * weights.unsqueeze(0)).nansum(1)
     return Sampled(
         batch, after.prompts, after.of(ids) if given is None else given,
-        before.of(ids, temperatures[0] if temperatures else 1.0), before.of(ids), total,
+        before.of(ids, temperatures[0] if temperatures else 1.0), before.of(ids), total, given is None,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """Trial runs of a borrowed trainer: a few rows through its collator, its loss and its backward pass."""
 
 import copy
+import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -13,28 +14,43 @@ from torch import Tensor, nn
 from ...core.rerun.kept_attributes import untouched
 from ...hf.compat.accelerate import replaced_method
 from ...hf.compat.model_config import find_config, without_adapter
-from ...hf.compat.online_trainer import is_online
+from ...hf.compat.online_trainer import has_policy_logps, is_online
 from ...hf.compat.trainer import prepare_inputs, set_accumulation_steps
 from .borrowed_trainer import find_models, list_parts
 from .law_result import NotApplicable
 from .quiet_forward import without_randomness
 from .sampled_completions import Sampled, sample_completions
-from .trial_rows import MASKED, choose_rows, read_rows, shorten, vary_labels, vary_lengths
+from .trial_rows import MASKED, choose_rows, identify, read_rows, repeatable, shorten, vary_labels, vary_lengths
 
 NUM_ROWS = 4
+NOISE = 0.05  # of a weight's spread, by which weights are disturbed
 WORK = 4e9  # parameters times tokens of a row: a run of four rows takes about a second on two cores
 SHORTEST, LONGEST = 24, 256
 LABELS, FUSED = ("labels", "shift_labels"), ("fused_lm_head", "num_items_in_batch", "logits_to_keep")
+# Parts of the names of parameters that belong to an adapter.
+ADAPTERS = (
+    "lora_",
+    "adapter",
+    "prompt_encoder",
+    "modules_to_save",
+    "ia3_",
+    "vera_",
+    "oft_",
+    "hada_",
+    "trainable_tokens",
+)
 Batch = Any
 Inputs = dict[str, Any]
 
 
 @dataclass
 class Run:
-    """Loss and gradients of one accumulation group."""
+    """Loss and gradients of one accumulation group. The loss of sampled completions is not compared: with advantages of both signs it is
+    a difference of equal terms."""
 
     loss: float
     gradients: dict[str, Tensor] = field(repr=False)
+    compares_loss: bool = True
 
     @property
     def norm(self) -> float:
@@ -72,11 +88,16 @@ class TrialBench:
         return read_rows(self.loader.dataset)
 
     @cached_property
+    def short_rows(self) -> list[Any]:
+        """These rows, shortened."""
+        return [shorten(row, self.limit) for row in self.all_rows]
+
+    @cached_property
     def rows(self) -> list[Any]:
         """Four short rows of different lengths."""
         if self.is_online:
             raise NotApplicable("its data are sampled completions, not rows")
-        rows = choose_rows([shorten(row, self.limit) for row in self.all_rows], NUM_ROWS)
+        rows = choose_rows(self.short_rows, NUM_ROWS)
         varied = vary_lengths(rows)
         try:
             self.collate(varied)
@@ -87,7 +108,7 @@ class TrialBench:
     def collate(self, rows: list[Any]) -> Batch:
         """Returns a batch of the trainer's own collator. The token after padding on the left is no label: nothing real comes
         before it, so what it is predicted from means nothing."""
-        batch = self.loader.collate_fn([copy.deepcopy(row) for row in rows])
+        batch = repeatable(self.loader.collate_fn)([copy.deepcopy(row) for row in rows])
         mask, labels = (
             (batch.get(name) for name in ("attention_mask", "labels")) if isinstance(batch, Mapping) else (None, None)
         )
@@ -96,11 +117,19 @@ class TrialBench:
         return batch
 
     @cached_property
+    def collator_draws(self) -> bool:
+        """Whether the collator draws random numbers, as for masked language models."""
+        one, other = (repeatable(self.loader.collate_fn, seed)(copy.deepcopy(self.rows)) for seed in (0, 1))
+        return bool(identify(one) != identify(other))
+
+    @cached_property
     def batch(self) -> Batch:
         """One batch of all trial rows; of an online trainer, sampled completions with advantages of both signs."""
         if not self.is_online:
             return self.collate(self.rows)
         batch = self.sampled.batch
+        if "advantages" not in batch:
+            return batch
         signs = torch.ones_like(batch["advantages"])
         signs[1::2] = -1
         return {**batch, "advantages": signs}
@@ -110,15 +139,33 @@ class TrialBench:
         """Completions of an online trainer, drawn once."""
         if not self.is_online:
             raise NotApplicable("it does not sample completions")
+        return self.sample()
+
+    def sample(self, stop_at: int | None = None) -> Sampled:
+        """Returns completions of an online trainer; with `stop_at`, every second one ends with a stop token at that place."""
         torch.manual_seed(0)
         with untouched(self.trainer), self.steady():
-            return sample_completions(self.trainer, self.all_rows)
+            return sample_completions(self.trainer, self.all_rows, stop_at)
 
     # ---- runs ----
 
     def trainable(self) -> dict[str, nn.Parameter]:
         """The parameters that are trained, by name."""
         return {name: p for name, p in self.bare.named_parameters() if p.requires_grad}
+
+    @torch.no_grad()
+    def disturb(self) -> None:
+        """Gives all trainable weights other values, as training does: a new adapter is 0, and tied copies are still equal. The trainer must
+        be given back afterwards."""
+        torch.manual_seed(0)
+        for parameter in self.trainable().values():
+            spread = float(parameter.float().std()) if parameter.numel() > 1 else 0.0
+            parameter.add_(torch.randn_like(parameter) * NOISE * (spread or 1.0))
+
+    def need_policy_logps(self) -> None:
+        """Raises if the trainer computes no log-probabilities of completions."""
+        if not has_policy_logps(self.trainer):
+            raise NotApplicable("its loss does not take log-probabilities of completions")
 
     def run(self, batches: list[Batch] | None = None, steady: bool = True, seed: int = 0) -> Run:
         """Runs batches as one accumulation group through `training_step` and returns their gradients."""
@@ -127,10 +174,7 @@ class TrialBench:
             parameter.grad = None
         with self.steady(steady):
             loss = self._run_group([self.batch] if batches is None else batches, seed)
-        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        for parameter in parameters.values():
-            parameter.grad = None
-        return Run(loss, gradients)
+        return Run(loss, _release_gradients(parameters), not self.is_online)
 
     def _run_group(self, batches: list[Batch], seed: int) -> float:
         trainer = self.trainer
@@ -158,12 +202,12 @@ class TrialBench:
             return self.trainer.compute_loss(self.model, inputs, num_items_in_batch=num_items)
 
     @contextmanager
-    def steady(self, active: bool = True) -> Iterator[None]:
+    def steady(self, active: bool = True, auxiliary: float = 0.0) -> Iterator[None]:
         """Turns off dropout and other random parts of the models inside the block, and auxiliary losses, which are no sums
-        over samples."""
+        over samples: their weights are multiplied by `auxiliary`."""
         models = find_models(self.trainer).values() if active else ()
         owners = [self.trainer, *(part for model in models for part in list_parts(model))]
-        with without_randomness(owners if active else []):
+        with without_randomness(owners if active else [], auxiliary):
             yield
 
     @contextmanager
@@ -198,9 +242,11 @@ class TrialBench:
         calls: list[Inputs] = []
         batch = self.batch if batch is None else batch  # made before the hook, since sampling calls the model too
 
+        names = list(inspect.signature(without_adapter(self.bare).forward).parameters)
+
         def note(module: nn.Module, args: tuple, kwargs: Inputs) -> None:
-            if not args:
-                calls.append(dict(kwargs))
+            if len(args) <= len(names) and all(isinstance(each, Tensor) for each in args):
+                calls.append({**dict(zip(names, args, strict=False)), **kwargs})
 
         with self.model.register_forward_pre_hook(note, with_kwargs=True), torch.no_grad(), self.steady():
             self.compute_loss(batch)
@@ -274,6 +320,21 @@ def find_output(output: Any, detached: bool = True) -> Tensor:
     return found.detach() if detached else found
 
 
+def take_gradients(loss: Tensor, parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Returns the gradients of a loss by name; through `backward`, which reentrant checkpointing needs."""
+    _release_gradients(parameters)
+    loss.backward()
+    return _release_gradients(parameters)
+
+
+def _release_gradients(parameters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Returns the gradients that parameters have, and takes them off."""
+    gradients = {name: parameter.grad for name, parameter in parameters.items() if parameter.grad is not None}
+    for parameter in parameters.values():
+        parameter.grad = None
+    return gradients
+
+
 def compare(one: Run, other: Run) -> tuple[float, float, str]:
     """Returns the relative difference of all gradients (or of the loss, if larger), the largest of a single parameter and
     its name. A parameter counts with at least a thousandth of the whole norm, below which there is only rounding."""
@@ -288,5 +349,5 @@ def compare(one: Run, other: Run) -> tuple[float, float, str]:
         share = off / max(float(a.norm()), float(b.norm()) * 1e-3, 1e-3 * whole)
         if not share <= worst:
             worst, name = share, each
-    off_loss = abs(one.loss - other.loss) / max(abs(one.loss), 1e-12)
+    off_loss = abs(one.loss - other.loss) / max(abs(one.loss), 1e-12) if one.compares_loss else 0.0
     return max(total**0.5 / whole, off_loss), worst, name

@@ -5,14 +5,16 @@ documents keeps its first documents, each shortened.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice, pairwise
 from typing import Any, NoReturn
 
 import torch
 from torch.utils.data import IterableDataset
+from transformers import set_seed
 
 from ...boundary import attempt
+from ...core.rng import RngState
 from ...hf.compat.prepared_dataset import is_hf_stream
 from .law_result import NotApplicable
 
@@ -93,6 +95,13 @@ def _shorten_packed(row: Mapping, documents: list[tuple[int, int]], limit: int) 
     return short
 
 
+def cut_document(row: Row, span: tuple[int, int]) -> Row:
+    """Returns a row with one of its documents."""
+    if len(find_documents(row)) < 2 or measure(row) == span[1] - span[0]:
+        return row
+    return _shorten_packed(row, [span], span[1] - span[0])
+
+
 def choose_rows(rows: list[Any], num_rows: int) -> list[Any]:
     """Returns rows of different lengths: the shortest, the longest and some between."""
     ordered = sorted(rows, key=measure)
@@ -114,6 +123,29 @@ def vary_labels(rows: list[Any]) -> list[Any]:
         return rows
     masked = [i * len(row["labels"]) // (2 * len(rows)) for i, row in enumerate(rows)]
     return [{**row, "labels": [MASKED] * n + row["labels"][n:]} for row, n in zip(rows, masked, strict=True)]
+
+
+def repeatable(collate: Callable[[list[Any]], Any], seed: int = 0) -> Callable[[list[Any]], Any]:
+    """Returns a collator that draws the same random numbers at each call, and leaves the random state as it was."""
+
+    def call(rows: list[Any]) -> Any:
+        state = RngState.capture("cpu")
+        try:
+            set_seed(seed)
+            return collate(rows)
+        finally:
+            state.restore()
+
+    return call
+
+
+def identify(batch: Any) -> Any:
+    """Returns what tells a batch from another one, to be compared with `==`."""
+    if isinstance(batch, torch.Tensor):
+        return tuple(batch.shape), batch.double().sum().item(), batch.flatten()[:64].tolist()
+    if isinstance(batch, Mapping):
+        return {name: identify(value) for name, value in batch.items()}
+    return [identify(each) for each in batch] if isinstance(batch, list | tuple) else repr(batch)
 
 
 def measure(row: Any) -> int:

@@ -150,7 +150,7 @@ def is_online(trainer: HostTrainer) -> bool:
 
 def generate_batch(trainer: HostTrainer, rows: list[Any], max_tokens: int) -> Completions:
     """Returns sampled and scored completions of at most so many tokens: one group for each of the first rows, as many as one
-    micro-batch has.
+    micro-batch has. A trainer without groups (distillation) has one completion for each row.
 
     Can go when TRL's online trainers can be asked for completions.
     """
@@ -160,10 +160,18 @@ def generate_batch(trainer: HostTrainer, rows: list[Any], max_tokens: int) -> Co
         config.max_new_tokens = min(config.max_new_tokens or max_tokens, max_tokens)
         online.generation_config = config
     online.mask_truncated_completions = False  # a cut completion would have no loss
-    size = online.num_generations
+    size = getattr(online, "num_generations", 1)
     groups = max(trainer.args.per_device_train_batch_size // size, 1)
     trainer.model.train()
     return online._generate_and_score_completions([row for row in rows[:groups] for _ in range(size)])
+
+
+def has_policy_logps(trainer: HostTrainer) -> bool:
+    """Returns whether a trainer computes log-probabilities of completions; distillation compares whole distributions.
+
+    Can go together with [`policy_logps`].
+    """
+    return hasattr(type(trainer), "_get_per_token_logps_and_entropies")
 
 
 def policy_logps(trainer: HostTrainer, model: Any, batch: Completions) -> Tensor:

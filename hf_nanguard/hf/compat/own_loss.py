@@ -4,6 +4,7 @@ from torch import nn
 from transformers import Trainer
 
 from ...core.torch_private import pre_hooks
+from .model_config import without_adapter
 from .trainer_protocol import HostTrainer
 
 HOSTS = ("transformers.", "trl.")
@@ -17,6 +18,11 @@ LIBRARIES = (*HOSTS, *OURS, "torch.", "accelerate.", "peft.", "bitsandbytes.", "
 # Methods by which a class computes a loss of its own.
 LOSS_METHODS = (
     "training_step", "compute_loss", "_compute_loss", "compute_loss_context_manager", "_get_per_token_logps_and_entropies",
+)  # fmt: skip
+# Methods that write a checkpoint, or take a run up from one.
+RESUME_METHODS = (
+    "_save", "save_model", "_save_checkpoint", "_save_optimizer_and_scheduler", "_save_rng_state", "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler", "_load_rng_state", "create_optimizer", "create_scheduler",
 )  # fmt: skip
 # Methods by which a class may change a batch between its collator and its loss.
 BATCH_METHODS = ("get_batch_samples", "_prepare_inputs", "_prepare_input")
@@ -41,6 +47,18 @@ def has_own_batches(trainer: HostTrainer) -> bool:
     places = [vars(owner) for owner in (trainer, *type(trainer).__mro__)]
     methods = [place[name] for place in places for name in names if name in place]
     return trainer.compute_loss_func is not None or not all(map(is_library_code, methods))
+
+
+def is_hosts_resume(trainer: HostTrainer) -> bool:
+    """Returns whether only the hosts' code saves and loads checkpoints of this run, and it does not start from one.
+
+    Can go when a Trainer's resume loads what its save wrote, for every model.
+    """
+    places = [vars(owner) for owner in (trainer, *type(trainer).__mro__)]
+    methods = [place[name] for place in places for name in RESUME_METHODS if name in place]
+    classes = [type(without_adapter(trainer.model)), type(getattr(trainer.optimizer, "optimizer", trainer.optimizer))]
+    asks = trainer.args.resume_from_checkpoint or trainer.args.ignore_data_skip  # type: ignore[attr-defined]
+    return not asks and all(map(is_library_code, (*methods, *classes)))
 
 
 def is_library_code(function: object) -> bool:

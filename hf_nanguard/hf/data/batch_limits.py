@@ -43,6 +43,7 @@ class Limits:
     num_types: int | None = None  # token types are 0 to this, exclusive; None if not known
     num_positions: int | None = None  # tokens that a sequence may have at most; None if not known, or not limited
     placeholders: tuple[int, ...] = ()  # ids that the model replaces before it embeds them
+    is_regression: bool = False  # whether a classifier has one label, which makes it a regression
     known: bool = True  # whether model and loss are the hosts' own code
 
     def num_rows(self, field: str) -> int | None:
@@ -66,19 +67,20 @@ def find_limits(model: nn.Module, shifted: bool, own_loss: bool = False) -> Limi
     config = base.config
     names = {cls.__name__ for cls in type(base).__mro__}
     embedding = _find_embedding(base)
-    num_labels, token_labels = None, False
+    num_labels, token_labels, is_regression = None, False, False
     if any(names.intersection(mapping.values()) for mapping in TOKEN_LABELS):
         num_labels, token_labels = _rows(base.get_output_embeddings) or _rows(base.get_input_embeddings), True
     elif any(names.intersection(mapping.values()) for mapping in CLASS_LABELS):
         regression = config.num_labels == 1 or config.problem_type in ("regression", "multi_label_classification")
         num_labels = None if regression else config.num_labels
+        is_regression = config.num_labels == 1 and config.problem_type is None
     known = config.to_dict()
     placeholders = tuple(known[key] for key in PLACEHOLDER_IDS if isinstance(known.get(key), int))
     types, positions = _find_named(base, "token_type_embeddings"), _find_named(base, *POSITIONS)
     num_ids, num_types, num_positions = (
         None if each is None else each.num_embeddings for each in (embedding, types, positions)
     )
-    return Limits(num_labels, token_labels, shifted, num_ids, num_types, num_positions, placeholders)
+    return Limits(num_labels, token_labels, shifted, num_ids, num_types, num_positions, placeholders, is_regression)
 
 
 def _is_hosts(base: PreTrainedModel, model: nn.Module) -> bool:

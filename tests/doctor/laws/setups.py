@@ -155,6 +155,67 @@ def build_translator(folder: Path, **arguments: Any) -> Any:
     return build_plain(folder, model, rows, DataCollatorForSeq2Seq(tiny_tokenizer(), model), **arguments)
 
 
+def build_masked(folder: Path) -> Any:
+    """Returns a BERT that learns masked tokens, which its collator draws anew for each batch."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SIZES, vocab_size=VOCAB, max_position_embeddings=64, pad_token_id=0)
+    tokenizer = tiny_tokenizer()
+    tokenizer.mask_token = "<unk>"
+    rows = [{"input_ids": row["input_ids"]} for row in token_rows()]
+    collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3)
+    return build_plain(
+        folder, transformers.BertForMaskedLM(config), rows, collator, save_strategy="steps", save_steps=1
+    )
+
+
+def build_pictures(folder: Path, name: str) -> Any:
+    """Returns a classifier of pictures whose checkpoints are saved and loaded."""
+    torch.manual_seed(0)
+    small = {"ResNet": {"embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1], "layer_type": "basic"},
+             "ViT": {**SIZES, "image_size": 16, "patch_size": 8}}[name]  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(**small, num_labels=2)
+    rows = [{"pixel_values": torch.randn(3, 16, 16), "labels": i % 2} for i in range(12)]
+    args = TrainingArguments(
+        **common_arguments(folder, gradient_accumulation_steps=1, save_strategy="steps", save_steps=1)
+    )
+    return Trainer(getattr(transformers, f"{name}ForImageClassification")(config), args, train_dataset=rows)
+
+
+def build_prompt_tuning(folder: Path) -> Any:
+    """Returns a trainer of virtual tokens before the prompt."""
+    from peft import PromptTuningConfig, get_peft_model
+
+    model = get_peft_model(build_model("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    return build_plain(folder, model, label_names=["labels"])
+
+
+def turns() -> Dataset:
+    """Conversations of several turns, each as long as a packed row."""
+    rng = random.Random(2)
+    say = lambda: " ".join(f"w{rng.randrange(40)}" for _ in range(3))  # noqa: E731
+    roles = ("user", "assistant") * 2
+    return Dataset.from_list([{"messages": [{"role": role, "content": say()} for role in roles]} for _ in range(24)])
+
+
+def build_resized(folder: Path) -> Any:
+    """Returns a trainer of a model from a checkpoint, whose embedding has got rows."""
+    build_model("llama").save_pretrained(folder / "base")
+    model = transformers.LlamaForCausalLM.from_pretrained(folder / "base")
+    model.resize_token_embeddings(VOCAB + 3)
+    return build_plain(folder, model)
+
+
+def build_distillation(folder: Path) -> Any:
+    """Returns TRL's trainer of a student that learns from a teacher on its own completions."""
+    import trl
+
+    args = trl.DistillationConfig(**{**common_arguments(folder), "max_completion_length": 4})
+    prompts = Dataset.from_list([{"prompt": text} for text in text_rows()["text"]])
+    return trl.DistillationTrainer(
+        build_model("llama"), teacher_model=build_model("llama", seed=1), args=args, train_dataset=prompts, processing_class=tiny_tokenizer(),
+    )  # fmt: skip
+
+
 def build_stacked(folder: Path, name: str) -> Any:
     """Returns a Trainer of an architecture whose rows have one shape: pictures, sounds, pictures with text."""
     architecture = BY_NAME[name]

@@ -3,6 +3,8 @@
 Each has the public report it is modelled on, if there is one, the law that must catch it, and a builder for both arms.
 """
 
+import contextlib
+import random
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from transformers import AttentionInterface, DataCollatorForLanguageModeling, Da
 
 from ...models import tiny_tokenizer
 from ...trainers import build as build_trainer
-from ...trainers import reward_length
+from ...trainers import common_arguments, reward_length
 from .setups import (
     add_adapter,
     answer_rows,
@@ -112,6 +114,41 @@ def first_tokens_as_targets(folder: Path, buggy: bool) -> Any:
     return build_plain(folder, build_model("llama"), collator=Flattening("reset", mask_first=not buggy))
 
 
+def packed_mask_of_ones(folder: Path, buggy: bool) -> Any:
+    """Positions begin anew in each document, but a mask of ones keeps the model from looking at them."""
+    collate = Flattening("reset")
+
+    def with_mask(rows: list[dict]) -> dict[str, torch.Tensor]:
+        batch = collate(rows)
+        return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])} if buggy else batch
+
+    return build_plain(folder, build_model("llama"), collator=with_mask)
+
+
+def lengths_for_another_kernel(folder: Path, buggy: bool) -> Any:
+    """The lengths of the documents, which only flash attention takes."""
+    collate = transformers.DataCollatorWithFlattening(return_position_ids=not buggy, return_flash_attn_kwargs=buggy)
+    return build_plain(folder, build_model("llama"), collator=collate)
+
+
+def learned_positions_run_on(folder: Path, buggy: bool) -> Any:
+    """Documents are apart by a mask, but the table of positions is read where they are in the row."""
+
+    def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
+        ids = [token for row in rows for token in row["input_ids"]]
+        number = torch.tensor([i for i, row in enumerate(rows) for _ in row["input_ids"]])
+        sees = (number[:, None] == number[None]) & torch.ones(len(ids), len(ids)).tril().bool()
+        starts = [i for row in rows for i in range(len(row["input_ids"]))]
+        return {
+            "input_ids": torch.tensor([ids]),
+            "labels": torch.tensor([[t for row in rows for t in [-100, *row["input_ids"][1:]]]]),
+            "attention_mask": torch.zeros(1, 1, len(ids), len(ids)).masked_fill(~sees, torch.finfo(torch.float32).min),
+            "position_ids": torch.tensor([list(range(len(ids))) if buggy else starts]),
+        }
+
+    return build_plain(folder, build_model("gpt2"), collator=collate)
+
+
 # ---- accumulation ----
 
 
@@ -182,6 +219,28 @@ class ShiftedLabels(DataCollatorForSeq2Seq):
 
 def _pick_collator(cls: type, buggy: bool) -> Any:
     return (cls if buggy else DataCollatorForSeq2Seq)(tiny_tokenizer(), padding=True)
+
+
+class OwnSmoothing(Trainer):
+    """Smooths labels itself, with the shift that a causal model needs or without."""
+
+    shift = 1
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        logits, labels = logits[:, : logits.shape[1] - self.shift], labels[:, self.shift :]
+        known = labels != -100
+        loss = functional.cross_entropy(logits[known], labels[known], label_smoothing=0.1, reduction="sum")
+        return loss / num_items_in_batch
+
+
+class UnshiftedSmoothing(OwnSmoothing):
+    shift = 0
+
+
+def smoothing_without_shift(folder: Path, buggy: bool) -> Any:
+    return build_plain(folder, build_model("llama"), trainer_class=UnshiftedSmoothing if buggy else OwnSmoothing)
 
 
 def padding_as_labels(folder: Path, buggy: bool) -> Any:
@@ -302,6 +361,22 @@ def frozen_weights_decay(folder: Path, buggy: bool) -> Any:
     return build_plain(folder, add_adapter(build_model("llama")), trainer_class=DecayingTrainer if buggy else Trainer)
 
 
+def statistics_of_frozen_norms(folder: Path, buggy: bool) -> Any:
+    torch.manual_seed(0)
+    config = transformers.ResNetConfig(
+        embedding_size=4, hidden_sizes=[4, 8], depths=[1, 1], layer_type="basic", num_labels=2
+    )
+    model = transformers.ResNetForImageClassification(config)
+    model.resnet.requires_grad_(False)
+    for module in model.resnet.modules():
+        if isinstance(module, torch.nn.BatchNorm2d) and not buggy:
+            module.eval()
+            module.train = lambda mode=True, module=module: module
+    rows = [{"pixel_values": torch.randn(3, 16, 16), "labels": i % 2} for i in range(12)]
+    args = transformers.TrainingArguments(**common_arguments(folder, gradient_accumulation_steps=1))
+    return Trainer(model, args, train_dataset=rows)
+
+
 def checkpointing_drops_gradient(folder: Path, buggy: bool) -> Any:
     model = build_model("llama")
     if buggy:
@@ -329,6 +404,23 @@ def _wrong_scale(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     return sdpa_attention_forward(module, query * 2, key, value, attention_mask, scaling=scaling, **kwargs)
+
+
+def _without_window(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: Any = None, **kwargs: Any
+) -> Any:
+    """Attention to all earlier tokens, however far they are."""
+    output = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def window_ignored(folder: Path, buggy: bool) -> Any:
+    """A window that is longer than any row of the trial."""
+    AttentionInterface.register("windowless", _without_window)
+    model = build_model("mistral", sliding_window=4096, attn_implementation="windowless" if buggy else "sdpa")
+    return build_plain(
+        folder, model, rows=[row for row in token_rows() if len(row["input_ids"]) > 8], per_device_train_batch_size=1
+    )
 
 
 def attention_sees_padding(folder: Path, buggy: bool) -> Any:
@@ -422,6 +514,49 @@ def reference_is_the_policy(folder: Path, buggy: bool) -> Any:
     return trainer
 
 
+def reference_with_the_adapter(folder: Path, buggy: bool) -> Any:
+    trainer = build_trainer("dpo", folder, guard=False, lora=True)
+    if buggy:
+        trainer.model.set_adapter = lambda *args, **kwargs: None
+        trainer.model.disable_adapter = contextlib.nullcontext
+    return trainer
+
+
+def sampled_reference_is_the_policy(folder: Path, buggy: bool) -> Any:
+    import trl
+
+    class Careless(trl.GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            parts = [torch.cat([batch[f"prompt_{n}"], batch[f"completion_{n}"]], 1) for n in ("ids", "mask")]
+            with torch.no_grad():
+                found = self._get_per_token_logps_and_entropies(self.model, *parts, batch["completion_ids"].shape[1])
+            return {**batch, "ref_per_token_logps": found[0]}
+
+    return build_trainer("grpo", folder, Careless if buggy else trl.GRPOTrainer, guard=False, lora=True, beta=0.04)
+
+
+class ForgottenRouter(Trainer):
+    """Computes the loss itself, with the auxiliary loss of the experts or without."""
+
+    weight = 0.0
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        labels = inputs.pop("labels")
+        output = model(**inputs)
+        logits, target = output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        loss = functional.cross_entropy(logits, target, reduction="sum") / num_items_in_batch
+        return loss + self.weight * model.config.router_aux_loss_coef * output.aux_loss
+
+
+class RememberedRouter(ForgottenRouter):
+    weight = 1.0
+
+
+def router_loss_forgotten(folder: Path, buggy: bool) -> Any:
+    return build_plain(folder, build_model("mixtral"), trainer_class=ForgottenRouter if buggy else RememberedRouter)
+
+
 # ---- what a token sees ----
 
 
@@ -483,6 +618,42 @@ def head_initialised_anew(folder: Path, buggy: bool) -> Any:
     return build_plain(folder, model)
 
 
+def layers_under_other_names(folder: Path, buggy: bool) -> Any:
+    from safetensors.torch import load_file, save_file
+
+    saved = folder / "base"
+    build_model("llama").save_pretrained(saved)
+    weights = load_file(saved / "model.safetensors")
+    name = "model.blocks." if buggy else "model.layers."
+    save_file(
+        {n.replace("model.layers.", name): w for n, w in weights.items()}, saved / "model.safetensors", {"format": "pt"}
+    )
+    return build_plain(folder, transformers.LlamaForCausalLM.from_pretrained(saved))
+
+
+def embedding_outside_the_adapter(folder: Path, buggy: bool) -> Any:
+    model = add_adapter(build_model("llama"), modules_to_save=None if buggy else ["embed_tokens"])
+    if buggy:
+        model.get_input_embeddings().weight.requires_grad = True
+    return build_plain(folder, model)
+
+
+class OnlyLora(Trainer):
+    """Keeps only the matrices of the adapter in its checkpoints."""
+
+    def _save(self, output_dir=None, state_dict=None):
+        from safetensors.torch import load_file, save_file
+
+        super()._save(output_dir, state_dict)
+        file = Path(output_dir) / "adapter_model.safetensors"
+        save_file({name: weight for name, weight in load_file(file).items() if "lora_" in name}, file)
+
+
+def trained_head_left_out(folder: Path, buggy: bool) -> Any:
+    model = add_adapter(build_model("llama"), modules_to_save=["lm_head"])
+    return build_plain(folder, model, trainer_class=OnlyLora if buggy else Trainer)
+
+
 class RetyingLlama(transformers.LlamaForCausalLM):
     """Ties its head again when it is saved, whatever became of it."""
 
@@ -514,7 +685,33 @@ def resume_repeats_data(folder: Path, buggy: bool) -> Any:
 
 
 def experts_not_resumed(folder: Path, buggy: bool) -> Any:
-    return build_plain(folder, build_model("mixtral" if buggy else "llama"), **SAVES)
+    asked = {"resume_from_checkpoint": str(folder / "checkpoint-1")}
+    return build_plain(folder, build_model("mixtral" if buggy else "llama"), **SAVES, **asked)
+
+
+class OwnOrder(torch.utils.data.Sampler):
+    """Another order each time it is asked, whatever the seed."""
+
+    def __init__(self, size: int):
+        self.size, self.seed = size, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self):
+        OwnOrder.asked += 1
+        return iter(random.Random(OwnOrder.asked).sample(range(self.size), self.size))
+
+    asked = 0
+
+
+class OwnSampler(Trainer):
+    def _get_train_sampler(self, train_dataset=None):
+        return OwnOrder(len(self.train_dataset))
+
+
+def order_of_its_own(folder: Path, buggy: bool) -> Any:
+    return build_plain(folder, build_model("llama"), trainer_class=OwnSampler if buggy else Trainer, **SAVES)
 
 
 class ForgottenMoments(Trainer):
@@ -616,12 +813,26 @@ def stop_token_outside_policy_loss(folder: Path, buggy: bool) -> Any:
     return _build_grpo(folder, Ended)
 
 
+def completion_mask_one_off(folder: Path, buggy: bool) -> Any:
+    import trl
+
+    class Shifted(trl.GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            return {**batch, "completion_mask": functional.pad(batch["completion_mask"][:, 1:], (0, 1))}
+
+    return _build_grpo(folder, Shifted if buggy else trl.GRPOTrainer)
+
+
 BUGS = (
     SilentBug("recurrence without resets in packed rows", "modelscope/ms-swift#9565", "isolation", packed_recurrence),
     SilentBug("state-space model with packing", "huggingface/transformers#46093", "isolation", packed_state_space),
     SilentBug("flattened rows without positions", "modelscope/ms-swift#4736", "isolation", flattened_without_positions),
     SilentBug("positions run on in a packed row", "modelscope/ms-swift#4736", "isolation", positions_not_reset),
     SilentBug("first tokens of documents as targets", "", "isolation", first_tokens_as_targets),
+    SilentBug("mask of ones beside positions", "huggingface/transformers#46634", "isolation", packed_mask_of_ones),
+    SilentBug("lengths for another kernel", "", "isolation", lengths_for_another_kernel),
+    SilentBug("learned positions that run on", "hiyouga/LlamaFactory#7318", "isolation", learned_positions_run_on),
     SilentBug("loss times accumulation steps", "axolotl-ai-cloud/axolotl#2262", "accumulation", uncounted_loss),
     SilentBug("classifier that is not divided", "huggingface/transformers#46204", "accumulation", classifier_loss),
     SilentBug("loss averaged twice", "huggingface/transformers#35207", "accumulation", loss_averaged_twice),
@@ -629,6 +840,7 @@ BUGS = (
     SilentBug("padding as labels", "", "next_token", padding_as_labels),
     SilentBug("labels shifted twice", "", "next_token", labels_shifted_twice),
     SilentBug("own loss that does not shift", "", "next_token", own_loss_without_shift),
+    SilentBug("smoothing without shift", "", "next_token", smoothing_without_shift),
     SilentBug("stop token masked as padding", "huggingface/trl#1623", "stop_token", stop_token_as_padding),
     SilentBug("stop token outside the answer", "huggingface/trl#5988", "stop_token", stop_token_outside_answer),
     SilentBug("prompt that is learned", "", "prompt_tokens", prompt_learned),
@@ -636,19 +848,28 @@ BUGS = (
     SilentBug("adapter of a head that is not called", "unslothai/unsloth#9326", "gradients", adapter_of_unused_head),
     SilentBug("parameters that no optimizer knows", "", "gradients", parameters_without_optimizer),
     SilentBug("frozen weights that decay", "", "gradients", frozen_weights_decay),
+    SilentBug("statistics of frozen norms", "", "gradients", statistics_of_frozen_norms),
     SilentBug("checkpointing that drops a gradient", "locuslab/open-unlearning#178", "checkpointing", checkpointing_drops_gradient),
     SilentBug("attention that sees padding", "", "padding", attention_sees_padding),
     SilentBug("attention that sees padding, against eager", "", "attention", attention_sees_padding),
+    SilentBug("window that is ignored", "unslothai/unsloth#8253", "attention", window_ignored),
     SilentBug("attention scaled twice", "", "attention", attention_scaled_twice),
     SilentBug("norm patched with another epsilon", "", "installed_code", patched_norm),
     SilentBug("fused head without the model's scale", "", "fused_loss", head_with_hidden_scale),
     SilentBug("other outputs in training", "", "train_and_eval", scaled_in_training),
     SilentBug("reference with dropout", "", "frozen_models", reference_with_dropout),
+    SilentBug("reference with the adapter on", "", "frozen_models", reference_with_the_adapter),
+    SilentBug("sampled reference that is the policy", "", "frozen_models", sampled_reference_is_the_policy),
+    SilentBug("auxiliary loss forgotten", "", "router_loss", router_loss_forgotten),
     SilentBug("digits lost in bfloat16", "", "precision", cancelled_digits),
     SilentBug("weight that is not saved", "vec2text/vec2text#94", "saved_weights", weight_not_saved),
     SilentBug("head and embeddings trained apart", "huggingface/peft#2777", "saved_weights", untied_head),
     SilentBug("tied head lost at merge", "huggingface/peft#2777, unslothai/unsloth#9331", "merged_adapter", tied_head_trained_apart),
     SilentBug("head initialised anew after loading", "huggingface/transformers#46620", "loaded_weights", head_initialised_anew),
+    SilentBug("layers under other names", "", "loaded_weights", layers_under_other_names),
+    SilentBug("embedding outside the adapter", "", "saved_weights", embedding_outside_the_adapter),
+    SilentBug("trained head left out", "", "saved_weights", trained_head_left_out),
+    SilentBug("order that no seed fixes", "", "resume", order_of_its_own),
     SilentBug("resume that repeats data", "", "resume", resume_repeats_data),
     SilentBug("experts that are not resumed", "huggingface/transformers#48805", "resume", experts_not_resumed),
     SilentBug("moments that are not resumed", "", "resume", moments_not_resumed),
@@ -661,6 +882,7 @@ BUGS = (
     SilentBug("policy loss that is not divided", "", "accumulation", policy_loss_not_divided),
     SilentBug("policy that sees padding", "", "padding", policy_sees_padding),
     SilentBug("stop token outside the policy loss", "", "stop_token", stop_token_outside_policy_loss),
+    SilentBug("completion mask one off", "modelscope/ms-swift#8427", "stop_token", completion_mask_one_off),
     SilentBug("loss at temperature 1", "huggingface/trl#3029", "sampler", loss_at_other_temperature),
     SilentBug("sampler that reports temperature 1", "huggingface/trl#4159", "sampler", sampler_at_other_temperature),
     SilentBug("advantages not as configured", "", "advantages", advantages_not_scaled),

@@ -17,9 +17,14 @@ from .setups import (
     add_adapter,
     answer_rows,
     build_classifier,
+    build_distillation,
     build_encoder,
+    build_masked,
     build_model,
+    build_pictures,
     build_plain,
+    build_prompt_tuning,
+    build_resized,
     build_rewarder,
     build_sft,
     build_stacked,
@@ -27,9 +32,11 @@ from .setups import (
     build_vision_sft,
     text_rows,
     token_rows,
+    turns,
 )
 
 NO_ACCUMULATION = {"gradient_accumulation_steps": 1}
+SAVES = {"save_strategy": "steps", "save_steps": 1}
 
 
 def weights_of(trainer):
@@ -170,6 +177,28 @@ MORE_SOUND = {
     "dpo adapter": lambda folder: build("dpo", folder, guard=False, lora=True),
     "grpo adapter": lambda folder: build("grpo", folder, guard=False, lora=True),
     "grpo temperature": lambda folder: build("grpo", folder, guard=False, temperature=0.7),
+    "masked language model": build_masked,
+    "batch norm": lambda folder: build_pictures(folder, "ResNet"),
+    "saved under other names": lambda folder: build_pictures(folder, "ViT"),
+    "experts that are saved under other names": lambda folder: build_plain(folder, build_model("mixtral"), **SAVES),
+    "smoothed labels of a decoder": lambda folder: build_translator(folder, **NO_ACCUMULATION, label_smoothing_factor=0.1),
+    "pissa": lambda folder: build_sft(folder, add_adapter(build_model("llama"), init_lora_weights="pissa")),
+    "prompt tuning": build_prompt_tuning,
+    "rows grouped by length": lambda folder: build_plain(folder, build_model("llama"), train_sampling_strategy="group_by_length", **SAVES),
+    "bfloat16, usual rate": lambda folder: build_sft(folder, build_model("qwen3", torch.bfloat16), learning_rate=2e-5),
+    "reentrant checkpointing": lambda folder: build_sft(
+        folder, build_model("llama"), gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": True}
+    ),
+    "packed rows of one document": lambda folder: build_sft(folder, build_model("llama"), turns(), packing=True, max_length=16),
+    "new rows of an embedding": build_resized,
+    "dpo, several losses": lambda folder: build(
+        "dpo", folder, guard=False, dropout=0.0, loss_type=["sigmoid", "sft"], loss_weights=[0.8, 1.0]
+    ),
+    "grpo, dr_grpo": lambda folder: build("grpo", folder, guard=False, loss_type="dr_grpo", scale_rewards=False, dropout=0.0),
+    "grpo, sequence level": lambda folder: build(
+        "grpo", folder, guard=False, importance_sampling_level="sequence", loss_type="grpo", dropout=0.0
+    ),
+    "distillation": build_distillation,
     "grpo top_p": lambda folder: build("grpo", folder, guard=False, top_p=0.8),
 }  # fmt: skip
 
@@ -190,6 +219,27 @@ def test_a_sound_set_up_keeps_every_law(name, tmp_path):
 @pytest.mark.parametrize("name", MORE_SOUND)
 def test_another_sound_set_up_keeps_every_law(name, tmp_path):
     check_sound(MORE_SOUND[name](tmp_path))
+
+
+def test_a_resume_that_the_hosts_break_is_a_note_unless_the_run_is_one(tmp_path):
+    def prove_resume(**asked):
+        (found,) = prove(build_plain(tmp_path, build_model("mixtral"), **SAVES, **asked), only=["resume"])
+        return found
+
+    found = prove_resume()
+    assert (found.status, found.severity) == ("broken", "note")
+    assert "under other names than the model" in found.message
+    assert prove_resume(resume_from_checkpoint=str(tmp_path / "checkpoint-1")).severity == "error"
+
+
+def test_buffers_are_restored_after_each_law(tmp_path):
+    trainer = build_pictures(tmp_path, "ResNet")
+    trainer.model.save_pretrained(tmp_path / "base")
+    trainer.model.name_or_path = str(tmp_path / "base")
+    results = {
+        result.name: result for result in prove(trainer, only=["accumulation", "saved_weights", "loaded_weights"])
+    }
+    assert results["saved_weights"].status == results["loaded_weights"].status == "held"
 
 
 # ---- interface ----
