@@ -6,9 +6,11 @@ terminal or a log passes [`printable`], at that place and nowhere before: for th
 
 import logging
 import re
+from collections.abc import Sequence
 from typing import Any
 
 MAX_LINE = 300
+SHOWN_ROWS = 8
 REDACTED = "[redacted]"
 # Marks around quoted text: two code points that Unicode reserves for use inside a process.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
@@ -81,6 +83,14 @@ def format_error(error: BaseException, max_length: int = MAX_LINE) -> str:
 def quote_error(error: BaseException, max_length: int = MAX_LINE) -> str:
     """Returns the same for an event, with the message quoted: code of the user's may put data into it."""
     return f"{type(error).__name__}: {quote(first_line(error, max_length))}"
+
+
+def format_rows(rows: Sequence[int] | None) -> str:
+    """Returns the first rows of a dataset in brackets, empty if none is known."""
+    if not rows:
+        return ""
+    shown = ", ".join(map(str, rows[:SHOWN_ROWS])) + (", ..." if len(rows) > SHOWN_ROWS else "")
+    return f" (dataset {'row' if len(rows) == 1 else 'rows'} {shown})"
 
 
 def format_value(value: object, max_length: int = 200) -> str:

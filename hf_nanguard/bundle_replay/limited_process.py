@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..core.rerun.host_memory import find_free_memory
 from ..errors import ArgumentError
 
 # -P: nothing is imported from the current folder, which may be the bundle's. The root of this package comes last.
@@ -23,10 +24,6 @@ START = (
 ROOT = str(Path(__file__).parents[2])
 SHARE = 0.9  # of the free memory
 RESERVED = 2 * 2**30  # what the libraries reserve when they are imported, most of it never used
-CGROUPS = (
-    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class Limits:
     @classmethod
     def default(cls, seconds: int, num_gib: float | None = None) -> "Limits":
         """Returns the limits for a number of seconds and GiB, by default most of the memory that is free now."""
-        wanted = SHARE * find_free_memory() if num_gib is None else num_gib * 2**30
+        wanted = SHARE * find_usable_memory() if num_gib is None else num_gib * 2**30
         return cls(min(int(wanted) + RESERVED, sys.maxsize), seconds)
 
     def apply(self) -> None:
@@ -107,22 +104,12 @@ def ending_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def find_free_memory() -> int:
-    """Returns how many bytes of memory could be used: those of the machine, or of the container if these are fewer."""
+def find_usable_memory() -> int:
+    """Returns how many bytes of memory are free, or how many the machine has where that is not known."""
+    free = find_free_memory()
+    if free is not None:
+        return free
     try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):  # not Linux
-        try:
-            free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        except (AttributeError, ValueError, OSError):  # not known: the check of a model's size is left out
-            free = sys.maxsize
-    return min([free, *_free_in_cgroups()])
-
-
-def _free_in_cgroups() -> Iterator[int]:
-    for limit, used in CGROUPS:
-        try:
-            yield int(Path(limit).read_text(encoding="ascii")) - int(Path(used).read_text(encoding="ascii"))
-        except (OSError, ValueError):  # another version of cgroups, or "max"
-            continue
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # not known either: the check of a model's size is left out
+        return sys.maxsize

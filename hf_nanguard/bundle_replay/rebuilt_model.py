@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ..core.autopsy.bundle.tensor_file import count_bytes
 from ..errors import ArgumentError
 from ..hf.compat import model_config as compat_model
-from .limited_process import find_free_memory
+from .limited_process import find_usable_memory
 from .rebuilt_weights import ADAPTER, check_folder, find_dtype, load_adapter
 from .untrusted_facts import Facts, needs_factory, take
 
@@ -155,7 +155,7 @@ def check_size(
     with torch.device("meta"):
         model = compat_model.build_empty(model_class, config, dtype)
     needed = count_bytes(model.parameters()) * (2 if trains_all else 1) + count_bytes(model.buffers())
-    free = find_free_memory()
+    free = find_usable_memory()
     if needed > free:
         raise ArgumentError(
             f"The bundle's model needs {needed / 2**30:.1f} GiB for parameters, gradients and buffers, but only {free / 2**30:.1f} GiB "

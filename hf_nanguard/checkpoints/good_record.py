@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,26 +18,13 @@ ENDS = 2**16  # of a larger one, these many bytes at its begin and end are
 
 @dataclass(frozen=True)
 class GoodRecord:
-    """The last good checkpoint of a run.
-
-    Attributes:
-        step (`int`):
-            The step at which it was saved.
-        path (`str`):
-            Its folder, relative to the output directory.
-        digest (`str`):
-            [`digest_folder`] of it.
-        metric (`dict`, *optional*):
-            The metrics that were logged last before it was saved.
-        accepted (`list[str]`):
-            Tensors that are not finite by design: they were so before the run.
-    """
+    """The last good checkpoint of a run."""
 
     step: int
-    path: str
-    digest: str
-    metric: dict[str, JsonValue] | None
-    accepted: list[str]
+    path: str  # its folder, relative to the output directory
+    digest: str  # [`digest_folder`] of it
+    metric: dict[str, JsonValue] | None  # the metrics that were logged last before it was saved
+    accepted: list[str]  # tensors that are not finite by design: they were so before the run
 
 
 def write_good(run: Path, record: GoodRecord) -> None:
@@ -64,7 +50,7 @@ def digest_folder(folder: Path) -> str:
     It tells another or a truncated file, not a flipped bit in the middle of a large one, and costs next to nothing.
     """
     digest = hashlib.sha256()
-    for path in _list_files(folder):
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         size = path.stat().st_size
         digest.update(f"{path.relative_to(folder).as_posix()}\0{size}\0".encode())
         with open_to_read(path) as file:
@@ -73,7 +59,3 @@ def digest_folder(folder: Path) -> str:
                 file.seek(-ENDS, os.SEEK_END)
                 digest.update(file.read())
     return digest.hexdigest()
-
-
-def _list_files(folder: Path) -> Iterable[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())

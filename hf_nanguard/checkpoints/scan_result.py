@@ -34,23 +34,12 @@ NOT_GOOD = UNUSABLE | NONFINITE
 
 @dataclass(frozen=True)
 class ScanFinding:
-    """One problem of one file or tensor.
-
-    Attributes:
-        problem (`Problem`):
-            What is wrong.
-        file (`str`):
-            The file or folder, relative to the path that was scanned.
-        tensor (`str`, *optional*):
-            The tensor, `None` if it is the file as a whole.
-        message (`str`):
-            The rest of a sentence that begins with the tensor or the file. Safe to print.
-    """
+    """One problem of one file or tensor."""
 
     problem: Problem
-    file: str
-    tensor: str | None
-    message: str
+    file: str  # or folder, relative to the path that was scanned
+    tensor: str | None  # `None` if it is the file as a whole
+    message: str  # the rest of a sentence that begins with the tensor or the file; safe to print
 
     def __str__(self) -> str:
         place = self.file if self.tensor is None else f"{self.file}: {self.tensor}"
@@ -59,23 +48,12 @@ class ScanFinding:
 
 @dataclass
 class ScanResult:
-    """The result of scanning one checkpoint, model folder or file.
+    """The result of scanning one checkpoint, model folder or file."""
 
-    Attributes:
-        path (`Path`):
-            What was scanned.
-        findings (`list[ScanFinding]`):
-            What is wrong with it; empty if nothing is.
-        notes (`list[str]`):
-            What was seen and is not wrong, e.g. tensors that could not be checked.
-        num_files, num_tensors, num_bytes (`int`):
-            How much was checked.
-    """
-
-    path: Path
-    findings: list[ScanFinding] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    num_files: int = 0
+    path: Path  # what was scanned
+    findings: list[ScanFinding] = field(default_factory=list)  # what is wrong with it
+    notes: list[str] = field(default_factory=list)  # what is not wrong, e.g. tensors that could not be checked
+    num_files: int = 0  # that were checked
     num_tensors: int = 0
     num_bytes: int = 0
 

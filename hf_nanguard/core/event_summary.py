@@ -3,12 +3,11 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from ..plain_text import printable
+from ..plain_text import format_rows, printable
 from .event import JsonObject
 from .vocabulary import Action
 
 MAX_KINDS = 6
-MAX_ROWS = 8
 CONTAINED = (Action.DROPPED, Action.SKIPPED, Action.REPAIRED, Action.CLIPPED)
 
 
@@ -33,8 +32,7 @@ class EventKind:
         """Returns one line."""
         first, last = min(self.steps), max(self.steps)
         when = f"at step {first}" if first == last else f"at steps {first} to {last}"
-        shown = ", ".join(map(str, sorted(self.rows)[:MAX_ROWS])) + (", ..." if len(self.rows) > MAX_ROWS else "")
-        where = f" (dataset {'row' if len(self.rows) == 1 else 'rows'} {shown})" if self.rows else ""
+        where = format_rows(sorted(self.rows))
         where = " (all samples alike; the data is probably not the cause)" if self.clears_data else where
         why = f": {self.describe()}" if self.cause or self.place else ""
         return f"{len(self.steps)} x {self.signal} {self.action} {when}{why}{where}"

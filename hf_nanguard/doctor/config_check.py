@@ -27,26 +27,13 @@ NO_DEVICE: Mapping[str, Any] = dict.fromkeys(("device_type", "bf16_support", "de
 
 @dataclass
 class ConfigReport(Examined):
-    """The result of [`check_config`].
+    """The result of [`check_config`]."""
 
-    Args:
-        facts (`Facts`):
-            What the rules have judged.
-        precision (`list[Source]`):
-            Every source of the precision with its value, and whether it agrees with the others.
-        examination (`Examination`):
-            Findings, rules that were found sound, and rules whose facts are not known.
-        unjudged (`list[str]`):
-            Names in a file that no rule knows.
-        remarks (`list[str]`):
-            How a file was understood, where that is not certain.
-    """
-
-    facts: Facts
-    precision: list[Source] = field(default_factory=list)
-    examination: Examination = field(default_factory=Examination)
-    unjudged: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
+    facts: Facts  # what the rules have judged
+    precision: list[Source] = field(default_factory=list)  # every source of it, and whether they agree
+    examination: Examination = field(default_factory=Examination)  # findings, sound rules, rules without facts
+    unjudged: list[str] = field(default_factory=list)  # names in a file that no rule knows
+    remarks: list[str] = field(default_factory=list)  # how a file was understood, where that is not certain
 
     def as_dict(self) -> dict[str, Any]:
         """Returns everything as strict JSON values."""

@@ -110,20 +110,11 @@ def _has(sample: Sample, name: str) -> bool:
 
 @dataclass
 class DatasetReport(Examined):
-    """The result of [`check_dataset`].
+    """The result of [`check_dataset`]."""
 
-    Args:
-        num_rows (`int`, *optional*):
-            Rows of the dataset; `None` for a stream.
-        num_checked (`int`):
-            Rows that were checked.
-        examination (`Examination`):
-            Findings, checks that were found sound, and checks that do not apply.
-    """
-
-    num_rows: int | None
+    num_rows: int | None  # of the dataset; `None` for a stream
     num_checked: int
-    examination: Examination = field(default_factory=Examination)
+    examination: Examination = field(default_factory=Examination)  # findings, sound checks, checks that do not apply
 
     @property
     def bad_rows(self) -> list[int]:

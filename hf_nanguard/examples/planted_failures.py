@@ -1,6 +1,7 @@
 """Failures from field reports, planted in a stock or guarded trainer."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -33,13 +34,13 @@ class AnswerTrainer(SFTTrainer):
         return (loss, outputs) if return_outputs else loss
 
 
+@dataclass(eq=False)
 class CutOffAnswer:
     """A collator that masks the labels of the first sample in one batch, as if it was cut off before its answer."""
 
-    def __init__(self, collator: Callable[[list], dict[str, Tensor]], batch: int):
-        self.collator = collator
-        self.batch = batch
-        self.num_made = 0
+    collator: Callable[[list], dict[str, Tensor]]
+    batch: int
+    num_made: int = 0
 
     def __call__(self, examples: list) -> dict[str, Tensor]:
         made = self.collator(examples)

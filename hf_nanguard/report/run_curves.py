@@ -28,23 +28,12 @@ class Mark:
 
 @dataclass(frozen=True)
 class RunCurves:
-    """What a run has logged and what the guard did about it.
+    """What a run has logged and what the guard did about it."""
 
-    Attributes:
-        folder (`Path`):
-            The output directory of the run.
-        rows (`dict[int, dict[str, float]]`):
-            By step, those of `CURVES` that were logged; NaN and inf are what they are.
-        marks (`list[Mark]`):
-            Events in which the guard acted.
-        num_invalid (`int`):
-            Lines of the files that could not be read.
-    """
-
-    folder: Path
-    rows: dict[int, dict[str, float]]
-    marks: list[Mark]
-    num_invalid: int = 0
+    folder: Path  # the output directory
+    rows: dict[int, dict[str, float]]  # by step, those of `CURVES` that were logged; NaN and inf are what they are
+    marks: list[Mark]  # events in which the guard acted
+    num_invalid: int = 0  # lines of the files that could not be read
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Returns the steps and values of a curve. A value that cannot be drawn is NaN, which a plot leaves out."""

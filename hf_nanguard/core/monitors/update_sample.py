@@ -92,7 +92,9 @@ def take_sample(model: nn.Module, optimizer: Optimizer) -> UpdateSample:
     gradients = {name: parameter.grad for name, parameter, _ in named if parameter.grad is not None}
     for name, parameter, group in named:
         part = local(parameter)
-        if name in gradients and group is not None and _can_sample(part, local(gradients[name])):
+        if name not in gradients or group is None:
+            continue
+        if is_plain(part) and part.numel() and part.shape == local(gradients[name]).shape:  # not quantised or sparse
             piece = Piece(name, parameter, group, *_find_stride(part))
             batches.setdefault((part.device, part.dtype), []).append(piece)
     return UpdateSample(
@@ -151,11 +153,6 @@ def _name_parameters(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[s
     for index, (parameter, at) in enumerate(groups.items()):
         if parameter.requires_grad:  # a master copy
             yield f"parameter {index} of the optimizer", parameter, at
-
-
-def _can_sample(part: Tensor, gradient: Tensor) -> bool:
-    """Returns whether entries can be sampled: not of quantised weights, nor of sparse gradients."""
-    return is_plain(part) and part.numel() > 0 and part.shape == gradient.shape
 
 
 def _measure(gradients: list[Tensor]) -> list[Tensor]:

@@ -8,7 +8,7 @@ that is found costs its size in host memory.
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,21 +37,15 @@ class Holder:
     tensors: dict[Any, Tensor]
 
 
+@dataclass(eq=False, repr=False)
 class WeightCopies:
     """The copies of the weights of a model that somebody keeps."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        find_owners: Callable[[], Mapping[str, Any]],
-        ignored: Collection[str],
-        tell: Callable[[str], None],
-    ):
-        self.model = model
-        self.find_owners = find_owners  # returns where to search: objects by name
-        self.ignored = ignored  # names of what is not searched, as `owner.attribute`
-        self.tell = tell  # of each name that holds as much as the model and is not known to be a copy
-        self.reported: set[str] = set()
+    model: nn.Module
+    find_owners: Callable[[], Mapping[str, Any]]  # returns where to search: objects by name
+    ignored: Collection[str]  # names of what is not searched, as `owner.attribute`
+    tell: Callable[[str], None]  # of each name that holds as much as the model and is not known to be a copy
+    reported: set[str] = field(default_factory=set, init=False)
 
     def find(self) -> list[Holder]:
         """Returns the copies there are now."""
@@ -66,7 +60,9 @@ class WeightCopies:
                 continue
             if (shapes & Counter(tensor.shape for tensor in tensors)).total() >= MIRRORED * len(trained):
                 found.append(holder)
-            elif not isinstance(holder.value, nn.Module) and _count_floats(tensors) >= MIRRORED * size:
+                continue
+            num_floats = sum(tensor.numel() for tensor in tensors if tensor.is_floating_point())
+            if not isinstance(holder.value, nn.Module) and num_floats >= MIRRORED * size:
                 self._tell(holder.name)
         return found
 
@@ -101,19 +97,12 @@ class WeightCopies:
 
     def copy(self, reused: Any) -> list["SavedHolder"]:
         before = {saved.name: saved.copies for saved in reused or ()}
-        return [
-            SavedHolder(
-                holder.name,
-                holder.path,
-                holder.value if isinstance(holder.value, nn.Module) else None,
-                type(holder.value),
-                {
-                    key: copy_tensor(tensor, before.get(holder.name, {}).get(key))
-                    for key, tensor in holder.tensors.items()
-                },
-            )
-            for holder in self.find()
-        ]
+        saved = []
+        for each in self.find():
+            old, module = before.get(each.name, {}), each.value if isinstance(each.value, nn.Module) else None
+            copies = {key: copy_tensor(tensor, old.get(key)) for key, tensor in each.tensors.items()}
+            saved.append(SavedHolder(each.name, each.path, module, type(each.value), copies))
+        return saved
 
     def restore(self, saved: list["SavedHolder"], step: int) -> None:
         for each in saved:
@@ -153,10 +142,6 @@ class SavedHolder:
         return (
             values if issubclass(self.kind, dict) else (list if issubclass(self.kind, list) else tuple)(values.values())
         )
-
-
-def _count_floats(tensors: list[Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors if tensor.is_floating_point())
 
 
 def _walk(owner: Any, *keys: Any) -> Any:

@@ -52,6 +52,7 @@ from ..torch_private import has_compiled_part, unwrap_compiled
 from .bad_start import find_bad_start
 from .counters import Counter
 from .decision import Escalation
+from .nonfinite_step import Containment
 from .redo import Redo
 from .rewind_to_snapshot import Recovery
 from .settle import Settlement
@@ -134,17 +135,8 @@ class Guard:
         self.redo = Redo(self.journal, self.counter, examiner)
         self.spikes = SpikeExaminer(self.policy, self.journal, self.redo.replay, lambda: self.recovery.list_losses())
         self.monitor_set = MonitorSet(self.journal)
-        self.settlement = Settlement(
-            self.policy,
-            self.journal,
-            self.counter,
-            self.escalation,
-            self.norms,
-            self.loss_watch,
-            self.redo,
-            self.spikes,
-            self.monitor_set.find_accepted,
-        )
+        known = (self.policy, self.journal, self.counter, self.escalation, self.redo, self.monitor_set.find_accepted)
+        self.settlement = Settlement(Containment(*known), self.norms, self.loss_watch, self.spikes)
         self.recovery = Recovery(self.policy, self.journal, self.escalation, lambda: self.is_suspect)
         self.group: AccumulationGroup = AccumulationGroup(None)
         self.has_begun = False  # whether the state before the first step of the run was checked

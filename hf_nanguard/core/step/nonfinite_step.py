@@ -7,7 +7,7 @@ are left to it; if the policy says so, the step is skipped or repaired, or the r
 import logging
 import math
 from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TypedDict
 
 import torch
@@ -40,28 +40,21 @@ class RankFacts(TypedDict):
     why_not: str | None
 
 
+@dataclass(eq=False, repr=False)
 class Containment:
     """Carries out what was decided about bad steps."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        journal: Journal,
-        counter: Counter,
-        escalation: Escalation,
-        redo: Redo,
-        find_accepted: Callable[[], Collection[str]] = tuple,
-    ):
-        self.boundary = journal.boundary
-        self.find_accepted = find_accepted  # returns the parameters that contained inf before the first update
-        self.policy = policy
-        self.ranks = journal.ranks
-        self.journal = journal
-        self.counter = counter
-        self.escalation = escalation
-        self.redo = redo
-        self.logged: dict[str, str] = {}  # the bad gradients that were logged last
-        self.before_streak: RngState | None = None  # the random state before the first of the bad steps in a row
+    policy: Policy
+    journal: Journal
+    counter: Counter
+    escalation: Escalation
+    redo: Redo
+    find_accepted: Callable[[], Collection[str]] = tuple  # the parameters that contained inf before the first update
+    logged: dict[str, str] = field(default_factory=dict, init=False)  # the bad gradients that were logged last
+    before_streak: RngState | None = field(default=None, init=False)  # before the first of the bad steps in a row
+
+    def __post_init__(self) -> None:
+        self.boundary, self.ranks = self.journal.boundary, self.journal.ranks
 
     def contain(self, reading: StepReading, runner: Runner) -> StepOutcome:
         """Contains a step whose norm, or on a single rank a loss, is not finite; if that fails on a rank, all skip it."""

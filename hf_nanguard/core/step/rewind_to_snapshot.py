@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ..event import Culprit, Event, Failure, JsonValue
 from ..journal import Journal
 from ..optimizer.applied_remedies import SMALLER, choose_remedy, raise_eps, scale_rates
-from ..rerun.host_memory import find_free_memory
+from ..rerun.host_memory import find_free_share
 from ..rerun.micro_batch import AccumulationGroup
 from ..rerun.snapshot import Snapshot, StatePart
 from ..settings import Policy
@@ -102,7 +102,7 @@ class Recovery:
             return 0
         if policy.snapshot_steps is not None:
             return NUM_KEPT
-        free = find_free_memory()
+        free = find_free_share()
         fitting = 0 if free is None else int(SHARE * free) // max(num_bytes, 1)
         number = min(min(ranks.gather(fitting)), NUM_KEPT)
         if not number and ranks.rank == 0:

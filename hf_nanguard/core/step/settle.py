@@ -4,8 +4,7 @@ A step whose norm is not finite goes to `nonfinite_step.py`.
 """
 
 import math
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,47 +18,32 @@ from ..monitors.spike_detector import SpikeDetector
 from ..ranks import Ranks
 from ..rerun.micro_batch import AccumulationGroup, BatchAction, Finding
 from ..rerun.runner import Runner, same_on_all_ranks
-from ..settings import Policy
 from ..spikes.spike_examination import SpikeReport
 from ..spikes.spike_examiner import SpikeExaminer
 from ..vocabulary import Action, Cause, Signal
 from .bad_gradients import take_census
-from .counters import Counter
-from .decision import Escalation, StepAction, decide
+from .decision import StepAction, decide
 from .nonfinite_step import Containment
-from .redo import Redo
 from .step_reading import BadMicroBatch, StepOutcome, StepReading
 
 NONFINITE = (Signal.LOSS_NONFINITE, Signal.GRAD_NONFINITE)
 
 
+@dataclass(eq=False, repr=False)
 class Settlement:
     """Reads a step, decides it and carries the decision out."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        journal: Journal,
-        counter: Counter,
-        escalation: Escalation,
-        norms: SpikeDetector,
-        loss_watch: LossWatch,
-        redo: Redo,
-        spikes: SpikeExaminer,
-        find_accepted: Callable[[], Collection[str]] = tuple,
-    ):
-        self.policy = policy
-        self.journal = journal
-        self.counter = counter
-        self.escalation = escalation
-        self.norms = norms
-        self.loss_watch = loss_watch
-        self.redo = redo
-        self.spikes = spikes
-        self.boundary = journal.boundary
-        self.containment = Containment(policy, journal, counter, escalation, redo, find_accepted)
-        self.norm_dev: Tensor | None = None  # of the step that is being settled, once it is measured
-        self.reading: StepReading | None = None  # likewise, once it is read
+    containment: Containment
+    norms: SpikeDetector
+    loss_watch: LossWatch
+    spikes: SpikeExaminer
+    norm_dev: Tensor | None = None  # of the step that is being settled, once it is measured
+    reading: StepReading | None = None  # likewise, once it is read
+
+    def __post_init__(self) -> None:
+        known = self.containment
+        self.policy, self.journal, self.boundary = known.policy, known.journal, known.boundary
+        self.counter, self.escalation, self.redo = known.counter, known.escalation, known.redo
         self.begin_run()
 
     def begin_run(self) -> None:

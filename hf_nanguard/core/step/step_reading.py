@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from ...plain_text import format_rows
 from ..autopsy.evidence.verdict import Verdict
 from ..event import Culprit, Event, Failure, JsonValue
 from ..rerun.micro_batch import AccumulationGroup, BatchAction, Finding, MicroBatch
@@ -13,8 +14,6 @@ from ..rng import RngState
 from ..vocabulary import Action, Cause, Signal
 from .bad_gradients import Census, describe
 from .decision import Decision, StepAction
-
-MAX_ROWS = 8
 
 
 @dataclass(frozen=True)
@@ -143,14 +142,6 @@ def describe_loss(micro: MicroBatch, loss: float | None) -> str:
     return f"loss is {loss}" + (f", from {' and '.join(micro.bad_terms)}" if micro.bad_terms else "")
 
 
-def _format_rows(rows: list[int] | None) -> str:
-    if not rows:
-        return ""
-    shown = ", ".join(map(str, rows[:MAX_ROWS]))
-    more = ", ..." if len(rows) > MAX_ROWS else ""
-    return f" (dataset {'row' if len(rows) == 1 else 'rows'} {shown}{more})"
-
-
 @dataclass(frozen=True)
 class BadMicroBatch:
     """A micro-batch that is to blame, before it is known what will be done about it."""
@@ -187,7 +178,7 @@ class BadMicroBatch:
             rows=rows,
             tokens=[list(token) for token in finding.tokens] or None,
         )
-        message = f"{finding.message} in micro-batch {micro.index} of step {step}{_format_rows(rows)}"
+        message = f"{finding.message} in micro-batch {micro.index} of step {step}{format_rows(rows)}"
         return cls(micro, finding.signal, message, culprit, {}, finding.cause)
 
     @classmethod
@@ -205,7 +196,7 @@ class BadMicroBatch:
         term = next(iter([*micro.bad_terms, *sorted(removable_terms)]), None)
         culprit = Culprit(phase="backward" if finite else "loss", parameter=census.suspect, term=term, rows=micro.rows)
         signal = Signal.GRAD_NONFINITE if finite else Signal.LOSS_NONFINITE
-        message = f"{what} in micro-batch {micro.index} of step {step}{_format_rows(micro.rows)}"
+        message = f"{what} in micro-batch {micro.index} of step {step}{format_rows(micro.rows)}"
         message += "" if finite or census.bad else "; its gradients are finite"
         terms = {"terms": micro.term_values} if micro.terms else {}
         return cls(

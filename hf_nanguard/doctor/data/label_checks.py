@@ -8,9 +8,8 @@ from torch import Tensor
 from ...core.rerun.nested_inputs import quote_name
 from ...hf.data.batch_limits import IGNORED_LABEL
 from ...hf.data.checked_collator import find_masked
-from ...hf.data.masked_samples import format_rows
 from ...hf.data.numpy_view import is_viewable, view
-from ...plain_text import quote
+from ...plain_text import format_rows, quote
 from ..rules.finding import Finding, Severity
 from .sampled_rows import Sample, SampledRow
 
@@ -50,20 +49,17 @@ def has_answers(sample: Sample) -> bool:
     return has_token_labels(sample) and (sample.limits.shifted or sample.is_seq2seq)
 
 
-def find_masked_rows(sample: Sample) -> list[SampledRow]:
-    """Returns the rows none of whose labels is a target."""
-    return [row for row in sample.rows if row.batch is not None and _is_masked(row, sample)]
-
-
 def _is_masked(row: SampledRow, sample: Sample) -> bool:
+    """Returns whether none of the labels of a row is a target."""
     labels = row.field("labels")
-    assert row.batch is not None
-    return labels is not None and labels.numel() > 0 and len(find_masked(dict(row.batch), sample.limits)) == len(labels)
+    if row.batch is None or labels is None or not labels.numel():
+        return False
+    return len(find_masked(dict(row.batch), sample.limits)) == len(labels)
 
 
 def check_masked(sample: Sample) -> Finding | None:
     """Rows without an unmasked label train nothing."""
-    bad = find_masked_rows(sample)
+    bad = [row for row in sample.rows if _is_masked(row, sample)]
     if not bad:
         return None
     what = f"No label is left in {describe(bad, sample)}."

@@ -48,11 +48,6 @@ def read_dtype(value: object) -> str | None:
     return name if name in ("bfloat16", "float16", "float32", "float64") else None
 
 
-def find_mixed_precision(bf16: bool | None, fp16: bool | None) -> str:
-    """Returns what the Trainer trains in: the flags first, then accelerate's environment variable."""
-    return "fp16" if fp16 else "bf16" if bf16 else os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-
-
 def find_argument_facts(values: Mapping[str, Any], task: str) -> Facts:
     """Returns what training arguments say, given all of them by name, as in [`~transformers.TrainingArguments`], its subclasses
     and TRL's `ModelConfig`."""
@@ -67,7 +62,7 @@ def find_argument_facts(values: Mapping[str, Any], task: str) -> Facts:
         task=task,
         bf16=bool(bf16),
         fp16=bool(fp16),
-        mixed_precision=find_mixed_precision(bf16, fp16),
+        mixed_precision="fp16" if fp16 else "bf16" if bf16 else os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
         accelerate_precision=os.environ.get("ACCELERATE_MIXED_PRECISION"),
         deepspeed_precision=find_deepspeed_precision(values.get("deepspeed")),
         device_type="cpu" if read_flag(values, "use_cpu") else None,

@@ -44,16 +44,13 @@ def find_trainer_facts(trainer: HostTrainer) -> Facts:
         )
     )
     facts = facts.update(find_tokenizer_facts(trainer.processing_class, trainer.data_collator))
-    return facts.update(find_resource_facts(facts, args, _is_sharded(trainer)))
+    is_sharded = trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    return facts.update(find_resource_facts(facts, args, is_sharded))
 
 
 def _find_engine_precision(trainer: HostTrainer) -> str | None:
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     return None if plugin is None else find_deepspeed_precision(plugin.deepspeed_config)
-
-
-def _is_sharded(trainer: HostTrainer) -> bool:
-    return trainer.accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
 
 
 def find_model_facts(model: nn.Module) -> Facts:

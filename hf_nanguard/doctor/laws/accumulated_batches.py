@@ -69,7 +69,7 @@ def _describe(bench: TrialBench, whole: Run, parts: Run, singles: list, values: 
         return broken(
             NOTE, f"{message}. loss_type='bnpo' averages over the tokens of each micro-batch by design.", **values
         )
-    if _has_batch_statistics(bench):
+    if bench.has_batch_statistics:
         return broken(NOTE, f"{message}. Batch normalisation uses statistics of the batch.", **values)
     if bench.trainer.args.gradient_accumulation_steps == 1:
         return broken(NOTE, f"{message}. This run does not accumulate.", **values)
@@ -91,7 +91,3 @@ def _average(runs: list[Run]) -> Run:
     names = runs[0].gradients.keys()
     gradients: dict[str, Tensor] = {n: sum(r.gradients[n] for r in runs) / len(runs) for n in names}  # type: ignore[misc]
     return Run(sum(run.loss for run in runs) / len(runs), gradients)
-
-
-def _has_batch_statistics(bench: TrialBench) -> bool:
-    return any("batchnorm" in type(module).__name__.lower() for module in bench.bare.modules())

@@ -24,7 +24,8 @@ def check_gradients(bench: TrialBench) -> LawResult:
 
 def _check_steps(bench: TrialBench, parameters: dict[str, nn.Parameter]) -> LawResult:
     before = {name: p.detach().clone() for name, p in parameters.items()}
-    frozen, statistics = _find_frozen(bench), _copy_statistics(bench)
+    frozen = {name: p.detach().clone() for name, p in _name_parameters(bench).items() if not p.requires_grad}
+    statistics = _copy_statistics(bench)
     reached = _take_steps(bench)
     without = [name for name in parameters if name not in reached]
     adapters = [name for name in without if any(part in name for part in ADAPTERS) and ".experts." not in name]
@@ -73,19 +74,14 @@ def _name_parameters(bench: TrialBench) -> dict[str, nn.Parameter]:
     }
 
 
-def _find_frozen(bench: TrialBench) -> dict[str, Tensor]:
-    return {name: p.detach().clone() for name, p in _name_parameters(bench).items() if not p.requires_grad}
-
-
 def _take_steps(bench: TrialBench) -> set[str]:
     """Takes optimizer steps and returns which parameters had a gradient."""
     optimizer = bench.trainer.optimizer
     if optimizer is None:
         raise NotApplicable("the trainer has no optimizer")
     for group in bare_optimizer(optimizer).param_groups:
-        if (
-            not group["lr"] and group.get("initial_lr") != 0
-        ):  # the first step of a warm-up, not a group that never learns
+        # the first step of a warm-up, not a group that never learns
+        if not group["lr"] and group.get("initial_lr") != 0:
             group["lr"] = bench.trainer.args.learning_rate or 1e-4
     reached: set[str] = set()
     for step in range(STEPS):

@@ -99,7 +99,8 @@ def check_fused_loss(bench: TrialBench) -> LawResult:
         bench.model.train()
         fused = _differentiate(bench.bare, bench.model(**inputs).loss)
         labels, plain = inputs["labels"], {n: v for n, v in inputs.items() if n not in ("labels", "fused_lm_head")}
-        logits = bench.model(**plain).logits.float() / _temperature(bench)
+        temperature = float(getattr(bench.trainer, "temperature", 1.0)) if bench.is_online else 1.0
+        logits = bench.model(**plain).logits.float() / temperature
         loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         reference = _differentiate(bench.bare, loss)
     return _judge(bench, reference, fused, "with the fused head instead of the logits", ERROR)
@@ -139,10 +140,6 @@ def _run_model(model: Any, inputs: Any) -> Run:
     output = model(**inputs)
     loss = getattr(output, "loss", None)
     return _differentiate(model, find_output(output, detached=False).float().square().mean() if loss is None else loss)
-
-
-def _temperature(bench: TrialBench) -> float:
-    return float(getattr(bench.trainer, "temperature", 1.0)) if bench.is_online else 1.0
 
 
 def _differentiate(model: nn.Module, loss: torch.Tensor) -> Run:

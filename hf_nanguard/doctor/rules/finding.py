@@ -25,32 +25,15 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong with a configuration or its data.
-
-    Args:
-        severity (`Severity`):
-            How bad it is.
-        what (`str`):
-            What is wrong, with the names and values of the settings.
-        why (`str`):
-            Why that is bad, with numbers.
-        change (`str`):
-            What to change.
-        rule (`str`):
-            The name of the rule, check or law that found it.
-        reference (`str`):
-            Where more about it can be read.
-        rows (`tuple[int, ...]`):
-            The rows of the dataset it is about, if it is about some.
-    """
+    """One thing that is wrong with a configuration or its data."""
 
     severity: Severity
-    what: str
-    why: str
-    change: str
-    rule: str = ""
-    reference: str = ""
-    rows: tuple[int, ...] = ()
+    what: str  # with the names and values of the settings
+    why: str  # that is bad, with numbers
+    change: str  # what to change
+    rule: str = ""  # the rule, check or law that found it
+    reference: str = ""  # where more about it can be read
+    rows: tuple[int, ...] = ()  # of the dataset it is about, if it is about some
 
     def shown(self, text: bool = True) -> "Finding":
         """Returns it with quoted text of the data as it is, or, without `text`, left out."""

@@ -64,7 +64,8 @@ def check_fp16_weights(facts: Facts) -> Finding | None:
 
 def check_fp16_family(facts: Facts) -> Finding | None:
     """Some families overflow in float16."""
-    if facts.model_type not in OVERFLOWING or not _uses_fp16(facts):
+    uses_fp16 = facts.mixed_precision == "fp16" or facts.model_dtype == "float16"
+    if facts.model_type not in OVERFLOWING or not uses_fp16:
         return None
     why = f"Activations of {facts.model_type} models exceed 65504, the largest float16 number, so losses become NaN."
     return warning(
@@ -140,24 +141,16 @@ def check_compute_dtype(facts: Facts) -> Finding | None:
 def check_agreement(facts: Facts) -> Finding | None:
     """All sources of the precision must agree."""
     bad = [source for source in find_sources(facts) if not source.is_aligned and not source.name.startswith("device")]
-    bad = [
-        source for source in bad if source.name != "model weights" or facts.model_dtype != "float16"
-    ]  # a rule of its own
+    if facts.model_dtype == "float16":  # which has a rule of its own
+        bad = [source for source in bad if source.name != "model weights"]
     if not bad:
         return None
-    what = (
-        "The sources of the precision disagree: "
-        + "; ".join(f"{source.name}: {source.verdict}" for source in bad)
-        + "."
-    )
+    named = "; ".join(f"{source.name}: {source.verdict}" for source in bad)
+    what = f"The sources of the precision disagree: {named}."
     why = "Autocast, loss scaler, communication and weights would not use the same format."
     change = f"Set all of them to {facts.mixed_precision}, or to auto where that is possible."
     is_refused = any(source.name == "DeepSpeed" for source in bad)
     return (error if is_refused else warning)(what, why, change)
-
-
-def _uses_fp16(facts: Facts) -> bool:
-    return facts.mixed_precision == "fp16" or facts.model_dtype == "float16"
 
 
 PRECISION_RULES = (

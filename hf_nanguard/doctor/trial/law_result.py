@@ -16,29 +16,13 @@ class NotApplicable(Exception):  # noqa: N818 - not an error: the law says nothi
 
 @dataclass(frozen=True)
 class LawResult:
-    """What became of one law.
+    """What became of one law."""
 
-    Args:
-        name (`str`):
-            The law.
-        status (`str`):
-            `"held"`, `"broken"` or `"could not run"`.
-        severity (`Severity`):
-            Of a broken law: `error` (the run trains something else than intended), `warning`, or `note` (true, and mostly
-            harmless). `note` otherwise.
-        message (`str`):
-            By how much and where it is broken, what was compared, or why it could not run.
-        values (`dict`):
-            The figures of the message.
-        seconds (`float`):
-            How long it took.
-    """
-
-    name: str
-    status: str
-    severity: Severity
-    message: str
-    values: dict[str, Any] = field(default_factory=dict)
+    name: str  # of the law
+    status: str  # `"held"`, `"broken"` or `"could not run"`
+    severity: Severity  # of a broken law: `error` if the run trains something else than intended; `note` otherwise
+    message: str  # by how much and where it is broken, what was compared, or why it could not run
+    values: dict[str, Any] = field(default_factory=dict)  # the figures of the message
     seconds: float = 0.0
 
 

@@ -274,6 +274,10 @@ class TrialBench:
         return not self.is_seq2seq and not any(other in name for other in others)
 
     @property
+    def has_batch_statistics(self) -> bool:
+        return any("batchnorm" in type(module).__name__.lower() for module in self.bare.modules())
+
+    @property
     def is_seq2seq(self) -> bool:
         return bool(getattr(find_config(self.bare), "is_encoder_decoder", False))
 

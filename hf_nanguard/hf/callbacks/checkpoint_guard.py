@@ -1,6 +1,7 @@
 """A callback that reads each checkpoint of a stock trainer back, and keeps bad ones from being resumed from."""
 
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -70,12 +71,12 @@ class CheckpointGuardCallback(HarmlessCallback):
         self._run.close()
 
 
+@dataclass(eq=False, repr=False)
 class ResumingTrain:
     """Stands in for the `train` of a trainer: resumes from the newest good checkpoint."""
 
-    def __init__(self, trainer: Trainer, boundary: Boundary):
-        self.trainer = trainer
-        self.boundary = boundary
+    trainer: Trainer
+    boundary: Boundary
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         train = partial(type(self.trainer).train, self.trainer)

@@ -64,7 +64,8 @@ class GradientTap:
         self._unhook_forward()
         loss = output.get("loss") if isinstance(output, Mapping) else None
         if isinstance(loss, Tensor):
-            self.losses.append(as_scalar(loss.detach()))
+            # As the trainer uses it: the mean, if a model returns one for each sample or device.
+            self.losses.append(loss.detach().mean() if loss.numel() > 1 else loss.detach())
         self.queued = False
         after = partial(self._after_backward, GradientState().sync_gradients)
         on_backward = self._behind(partial(self._on_backward, self._behind(after)))
@@ -96,8 +97,3 @@ class GradientTap:
     def named_magnitudes(self) -> list[tuple[str, Tensor]]:
         """Returns the largest magnitude of every gradient, which is NaN or inf where the gradient is."""
         return list(zip(self.names, self.largest, strict=True))
-
-
-def as_scalar(loss: Tensor) -> Tensor:
-    """Returns a loss as the trainer uses it: the mean, if a model returns one for each sample or device."""
-    return loss.mean() if loss.numel() > 1 else loss

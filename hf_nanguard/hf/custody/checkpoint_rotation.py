@@ -11,6 +11,7 @@ rotation                        the last good checkpoint, and the last from befo
 import logging
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import TrainerState
@@ -31,25 +32,23 @@ logger = logging.getLogger("hf_nanguard")
 Best = tuple[float | None, int | None, str | None]
 
 
+@dataclass(eq=False, repr=False)
 class SavedCheckpoints:
     """The checkpoints that a run saves."""
 
-    def __init__(self, trainer: HostTrainer, journal: Journal, acts: bool,
-                 find_accepted: Callable[[], Collection[str]] = frozenset,
-                 is_suspect: Callable[[], bool] = lambda: False):  # fmt: skip
-        self.trainer = trainer
-        self.journal = journal
-        self.acts = acts  # whether bad ones are moved, or only reported
-        self.find_accepted = find_accepted  # returns the parameters and buffers that were not finite before the run
-        self.is_suspect = is_suspect  # returns whether a state of now may hold what makes steps bad
+    trainer: HostTrainer
+    journal: Journal
+    acts: bool  # whether bad ones are moved, or only reported
+    find_accepted: Callable[[], Collection[str]] = frozenset  # the tensors that were not finite before the run
+    is_suspect: Callable[[], bool] = lambda: False  # whether a state of now may hold what makes steps bad
+
+    def __post_init__(self) -> None:
         self.begin_run()
 
     def begin_run(self) -> None:
         """Forgets the checkpoints of an earlier run."""
         self.last_good: Path | None = None
-        self.before_bad: Path | None = (
-            None  # the last one from before a period of bad steps, or of spikes that lead to it
-        )
+        self.before_bad: Path | None = None  # the last from before a period of bad steps, or of spikes that lead to it
         self._best: Best = (None, None, None)  # as of the last good save
         self._accepted: set[str] = set()  # tensors of the last checkpoint that are not finite by design
 

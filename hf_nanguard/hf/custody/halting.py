@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
@@ -18,14 +19,14 @@ from .checkpoint_custody import CheckpointCustody
 logger = logging.getLogger("hf_nanguard")
 
 
+@dataclass(eq=False, repr=False)
 class Halting:
     """Ends a run."""
 
-    def __init__(self, trainer: HostTrainer, guard: Guard, custody: CheckpointCustody):
-        self.trainer = trainer
-        self.guard = guard
-        self.custody = custody
-        self.saves = True
+    trainer: HostTrainer
+    guard: Guard
+    custody: CheckpointCustody
+    saves: bool = True
 
     def save_nothing(self) -> None:
         """Makes a halt save no state: a measured run leaves no weights behind."""

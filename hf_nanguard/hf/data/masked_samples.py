@@ -5,9 +5,9 @@ from dataclasses import replace
 from ...core.event import Culprit, Event
 from ...core.journal import Journal
 from ...core.vocabulary import Action, Cause, Signal
+from ...plain_text import format_rows
 
 MAX_ROWS = 100
-SHOWN_ROWS = 8
 
 
 class MaskedSamples:
@@ -48,9 +48,3 @@ class MaskedSamples:
         culprit = Culprit(phase="input", samples=list(samples) or None, rows=rows[:MAX_ROWS] or None)
         event = Event(step, Signal.LABELS_MASKED, Action.OBSERVED, message, values=values, culprit=culprit)
         self.journal.write(replace(event, cause=Cause.ALL_LABELS_MASKED))
-
-
-def format_rows(rows: list[int]) -> str:
-    """Returns the first dataset rows in brackets, empty if none is known."""
-    shown = ", ".join(map(str, rows[:SHOWN_ROWS])) + (", ..." if len(rows) > SHOWN_ROWS else "")
-    return f" (dataset {'row' if len(rows) == 1 else 'rows'} {shown})" if rows else ""

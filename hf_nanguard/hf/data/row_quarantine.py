@@ -24,10 +24,11 @@ from ...core.event import Culprit, Event, JsonValue
 from ...core.journal import Journal
 from ...core.settings import Policy
 from ...core.vocabulary import Action, Cause, Signal
+from ...plain_text import format_rows
 from ..compat.observed_loader import find_number
 from ..compat.prepared_dataset import PreparedRows
 from .dataset_fingerprint import find_contents, find_fingerprint
-from .masked_samples import MAX_ROWS, format_rows
+from .masked_samples import MAX_ROWS
 from .quarantine_file import FILE, SPIKES, find_proved_rows, quarantine_rows, read_quarantine
 
 logger = logging.getLogger("hf_nanguard")

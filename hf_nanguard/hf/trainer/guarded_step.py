@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -34,27 +35,21 @@ from .trainer_runner import TrainerRunner
 from .unguarded_updates import UnguardedUpdates
 
 
+@dataclass(eq=False, repr=False)
 class GuardedStep:
     """Settles the steps of a trainer, one at a time, in the order of its calls."""
 
-    def __init__(
-        self,
-        trainer: HostTrainer,
-        guard: Guard,
-        recorder: StepRecorder,
-        unguarded: UnguardedUpdates,
-        halting: Halting,
-    ):
-        self.trainer = trainer
-        self.guard = guard  # decides, and carries the decision out
-        self.recorder = recorder  # what is known of the step
-        self.unguarded = unguarded  # reports a step of which nothing is known
-        self.halting = halting  # ends the run
-        self.policy = guard.policy
-        self.acts = guard.policy.acts
-        self.boundary = guard.boundary
-        self.deepspeed = compat_accelerate.steps_in_backward(trainer)
-        self.no_signal = NoSignalDetector(self.policy.stall_steps, guard.journal)
+    trainer: HostTrainer
+    guard: Guard  # decides, and carries the decision out
+    recorder: StepRecorder  # what is known of the step
+    unguarded: UnguardedUpdates  # reports a step of which nothing is known
+    halting: Halting  # ends the run
+
+    def __post_init__(self) -> None:
+        self.policy, self.boundary = self.guard.policy, self.guard.boundary
+        self.acts = self.policy.acts
+        self.deepspeed = compat_accelerate.steps_in_backward(self.trainer)
+        self.no_signal = NoSignalDetector(self.policy.stall_steps, self.guard.journal)
         self.online: OnlineData | None = None
         self.runner: TrainerRunner | None = None
         self._optimizer: Any = None  # the one the monitors watch; a second run may have another

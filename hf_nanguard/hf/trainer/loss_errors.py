@@ -13,11 +13,10 @@ from ...core.rerun.micro_batch import BatchAction, Finding
 from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Signal
 from ...errors import LossMissingError
-from ...plain_text import first_line, quote
+from ...plain_text import first_line, format_rows, quote
 from ..compat.accelerate import Exchange, replaced_method
 from ..compat.trainer import lost_loss
 from ..compat.trainer_protocol import HostTrainer
-from ..data.masked_samples import format_rows
 from .held_inputs import HeldInputs
 
 
@@ -78,7 +77,7 @@ class LossErrors:
         if drops and can_drop:
             return Finding(signal, message, BatchAction.DROP, None, "loss")
         step = self.trainer.state.global_step
-        message += f", in micro-batch {index} of step {step}{format_rows(rows or [])}"
+        message += f", in micro-batch {index} of step {step}{format_rows(rows)}"
         culprit = Culprit(phase="loss", rows=rows)
         self.guard.journal.write(Event(step, signal, Action.REFUSED, message, index, culprit=culprit))
         return None

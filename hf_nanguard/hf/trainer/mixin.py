@@ -33,14 +33,14 @@ import math
 from collections.abc import Mapping
 from functools import cached_property, partial
 from inspect import Parameter
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from transformers import TrainerCallback
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput
+from transformers.trainer_utils import TrainOutput
 
 from ...boundary import Boundary, HostCall
 from ..compat.own_loss import is_library_code
+from ..compat.trainer import checkpoint_folder
 from ..compat.trainer_protocol import HostTrainer
 from .arguments import GuardArguments, find_guard_arguments
 from .guarded_class import HostMethods, Stealth, detach, entered_once, reduce_guarded, takes_also
@@ -266,7 +266,7 @@ class GuardedTrainerMixin(Stealth, _Host):
     def _save_checkpoint(self, host, model, trial):
         if not self.nanguard.halting.may_save(model):
             return
-        folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        folder = checkpoint_folder(self, trial)
         with self.nanguard.custody.saving(folder):
             host(model, trial)
             if self.nanguard.on and self.args.should_save:

@@ -6,11 +6,12 @@ from typing import Any
 from ...core.event import Culprit, Event
 from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Signal
+from ...plain_text import format_rows
 from ..compat import trainer as compat
 from ..compat.accelerate import dispatches_batches, steps_in_backward
 from ..compat.prepared_dataset import PreparedRows, count_loaded_rows
 from ..compat.trainer_protocol import HostTrainer
-from ..data.masked_samples import MAX_ROWS, format_rows
+from ..data.masked_samples import MAX_ROWS
 from .arguments import GuardArguments
 from .run_record import RunRecord
 

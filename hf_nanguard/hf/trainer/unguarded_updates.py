@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,17 +18,17 @@ from .guarded_class import HostMethods
 from .step_recorder import Phase, StepRecorder
 
 
+@dataclass(eq=False, repr=False)
 class UnguardedUpdates:
     """Looks for updates of the model that were not settled."""
 
-    def __init__(self, trainer: HostTrainer, guard: Guard, recorder: StepRecorder, host: HostMethods):
-        self.trainer = trainer
-        self.guard = guard
-        self.recorder = recorder  # knows whether the step is settled
-        self.host = host  # knows which methods of ours are hidden
-        self._checks_updates = False
-        self._is_loading = False
-        self._has_reported_update = False
+    trainer: HostTrainer
+    guard: Guard
+    recorder: StepRecorder  # knows whether the step is settled
+    host: HostMethods  # knows which methods of ours are hidden
+    _checks_updates: bool = False
+    _is_loading: bool = False
+    _has_reported_update: bool = False
 
     def begin_run(self) -> None:
         """Reports such a step again, once."""
@@ -36,9 +37,8 @@ class UnguardedUpdates:
     @contextmanager
     def checked_updates(self) -> Iterator[None]:
         """Reports an optimizer that updates the model inside the block without a decision of the guard."""
-        if (
-            not self.recorder.on or steps_in_backward(self.trainer) or self._checks_updates
-        ):  # DeepSpeed steps before the guard can decide
+        # DeepSpeed steps before the guard can decide.
+        if not self.recorder.on or steps_in_backward(self.trainer) or self._checks_updates:
             yield
             return
         self._checks_updates = True

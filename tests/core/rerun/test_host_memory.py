@@ -3,14 +3,15 @@
 import pytest
 
 from hf_nanguard.core.rerun import host_memory
-from hf_nanguard.core.rerun.host_memory import find_free_memory
+from hf_nanguard.core.rerun.host_memory import find_free_memory, find_free_share
 
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    for name in ("MEMORY", "GROUP_LIMIT", "GROUP_USE"):
-        monkeypatch.setattr(host_memory, name, tmp_path / name)
+    monkeypatch.setattr(host_memory, "MEMORY", tmp_path / "MEMORY")
+    missing = tmp_path / "missing", tmp_path / "missing"
+    monkeypatch.setattr(host_memory, "CGROUPS", (missing, (tmp_path / "GROUP_LIMIT", tmp_path / "GROUP_USE")))
     (tmp_path / "MEMORY").write_text("MemTotal:  900 kB\nMemAvailable:  500 kB\n")
     return tmp_path
 
@@ -28,7 +29,7 @@ def test_a_container_may_have_less(files, limit, free):
 
 def test_processes_of_one_machine_share_it(files, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert find_free_memory() == 125 * 1024
+    assert find_free_share() == 125 * 1024
 
 
 @pytest.mark.parametrize("text", [None, "MemTotal:  900 kB\n"])

@@ -179,7 +179,7 @@ def test_no_snapshot_is_taken_while_the_loss_spikes(monkeypatch):
 
 @pytest.mark.parametrize(("free", "kept"), [(None, 0), (0, 0), (15_000, 1), (10**9, 2)])
 def test_snapshots_are_on_if_they_fit_into_a_tenth_of_the_free_memory(monkeypatch, caplog, free, kept):
-    monkeypatch.setattr(rewind_to_snapshot, "find_free_memory", lambda: free)
+    monkeypatch.setattr(rewind_to_snapshot, "find_free_share", lambda: free)
     loop = Loop().guarded()  # 65 parameters of 4 bytes, and two moments of each: 780 bytes
     with caplog.at_level(logging.INFO, "hf_nanguard"):
         loop.run(make_groups(1, 1))
