@@ -121,7 +121,7 @@ class HostCall:
         self.result: Any = None
         self.error: BaseException | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         self.has_run, self.error = True, None
         try:
             self.result = self.method(*args, **kwargs)
@@ -176,7 +176,7 @@ class Boundary:
     # ---- the three ways in ----
 
     def around(
-        self, part: str, override: Callable[..., Any], host: Callable[..., Any], *args: Any, **kwargs: Any
+        self, part: str, override: Callable[..., Any], host: Callable[..., Any], *args: object, **kwargs: object
     ) -> Any:
         """Returns `override(call, *args)`, which calls the host's method as `call`; if it fails, what the host returns."""
         if part in self.off:
@@ -196,7 +196,7 @@ class Boundary:
         self,
         part: str,
         function: Callable[..., T],
-        *args: Any,
+        *args: object,
         otherwise: Callable[..., T] | None = None,
         max_failures: int = MAX_FAILURES,
         host: HostCall | None = None,
@@ -218,7 +218,7 @@ class Boundary:
         """Returns a function for a host to call: `function` as [`Boundary.call`] calls it."""
 
         @wraps(function)
-        def entry(*args: Any) -> T:
+        def entry(*args: object) -> T:
             return self.call(part, function, *args, otherwise=otherwise)
 
         return entry
@@ -227,7 +227,7 @@ class Boundary:
         """Returns a function for a host to call in place of its own: `override` as [`Boundary.around`] runs it."""
 
         @wraps(host)
-        def entry(*args: Any, **kwargs: Any) -> Any:
+        def entry(*args: object, **kwargs: object) -> Any:
             return self.around(part, override, host, *args, **kwargs)
 
         return entry

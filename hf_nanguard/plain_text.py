@@ -23,7 +23,7 @@ def quote(text: str) -> str:
     return f"{_BEGIN}{text.translate(_MARKS)}{_END}"
 
 
-def show(value: Any, text: bool = True) -> Any:
+def show(value: object, text: bool = True) -> Any:
     """Returns plain values, nested or not, with quoted text as it is, or, without `text`, with `[redacted]` in its place."""
     if isinstance(value, str):
         return (value if text else _QUOTED.sub(REDACTED, value)).translate(_MARKS)

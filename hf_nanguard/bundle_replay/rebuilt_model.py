@@ -193,7 +193,6 @@ def match_adapters(model: Any, adapters: dict[str, object]) -> None:
 
 
 def build_adapter(recorded: object) -> "LoraConfig":
-    """Returns the config of a LoRA adapter."""
     try:
         from peft import LoraConfig
     except ModuleNotFoundError as error:

@@ -125,5 +125,4 @@ def has_any(folder: Path, patterns: tuple[str, ...]) -> bool:
 
 
 def has_optimizer(folder: Path) -> bool:
-    """Returns whether a checkpoint has the state of an optimizer."""
     return has_any(folder, OPTIMIZER)

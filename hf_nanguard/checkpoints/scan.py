@@ -6,6 +6,7 @@ whatever is wrong with a file into a finding.
 
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -55,16 +56,18 @@ def scan_checkpoint(path: str | Path, deep: bool = False, as_dtype: str | None =
     print(result.is_good, *result.findings, sep="\\n")
     ```
     """
-    results = list(scan_paths([path], make_checks(deep, as_dtype)))
-    total = ScanResult(Path(path))
-    for result in results:
-        inner = "" if result.path == total.path else f"{result.path.name}/"
-        total.findings += [ScanFinding(f.problem, inner + f.file, f.tensor, f.message) for f in result.findings]
-        total.notes += [f"{inner}{note}" for note in result.notes]
-        total.num_files += result.num_files
-        total.num_tensors += result.num_tensors
-        total.num_bytes += result.num_bytes
-    return total
+    inner = [
+        (result, "" if result.path == Path(path) else f"{result.path.name}/")
+        for result in scan_paths([path], make_checks(deep, as_dtype))
+    ]
+    return ScanResult(
+        Path(path),
+        findings=[replace(found, file=folder + found.file) for result, folder in inner for found in result.findings],
+        notes=[folder + note for result, folder in inner for note in result.notes],
+        num_files=sum(result.num_files for result, _ in inner),
+        num_tensors=sum(result.num_tensors for result, _ in inner),
+        num_bytes=sum(result.num_bytes for result, _ in inner),
+    )
 
 
 def make_checks(deep: bool, as_dtype: str | None) -> Checks:

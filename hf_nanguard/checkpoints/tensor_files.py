@@ -74,15 +74,15 @@ def _open_safetensors(path: Path) -> OpenedFile:
 class Inert:
     """Stands for an object of a class that must not be imported: takes any arguments, keeps its state, does nothing."""
 
-    def __new__(cls, *arguments: Any, **options: Any) -> "Inert":
+    def __new__(cls, *arguments: object, **options: object) -> "Inert":
         made = object.__new__(cls)
         made.__dict__["arguments"] = arguments
         return made
 
-    def __init__(self, *arguments: Any, **options: Any):
+    def __init__(self, *arguments: object, **options: object):
         pass
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.__dict__["state"] = state
 
 
@@ -130,7 +130,7 @@ def _explain_refusal(error: pickle.UnpicklingError) -> str:
     return f"is not a checkpoint, or contains code that loading it would run; it was not loaded{detail}"
 
 
-def walk(content: Any) -> Iterator[tuple[str, Tensor | float]]:
+def walk(content: object) -> Iterator[tuple[str, Tensor | float]]:
     """Yields tensors and floats of nested containers by name, without recursion, each container once."""
     stack: list[tuple[str, Any]] = [("", content)]
     seen: set[int] = set()
@@ -148,7 +148,7 @@ def walk(content: Any) -> Iterator[tuple[str, Tensor | float]]:
         stack.extend((f"{name}.{key}" if name else str(key), child) for key, child in reversed(children))
 
 
-def _list_children(value: Any) -> list[tuple[Any, Any]]:
+def _list_children(value: object) -> list[tuple[Any, Any]]:
     if isinstance(value, dict):
         return list(value.items())
     if isinstance(value, (list, tuple)):

@@ -64,7 +64,6 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Returns the parser of all commands."""
     parser = Parser(
         prog="nanguard",
         description="Numerical safety for Hugging Face training: a bad step leaves no trace.",

@@ -111,7 +111,7 @@ def print_lines(watched: WatchedRun, console: Console, interval: float, once: bo
         time.sleep(interval)
 
 
-def format_row(row: Mapping[str, Any]) -> str:
+def format_row(row: Mapping[str, object]) -> str:
     """Returns a log row in one line."""
     values = [f"{name.removeprefix('nanguard/')} {format_value(row[name])}" for name in ROW if name in row]
     return f"step {row.get('step', '?')}: {', '.join(values) or 'no loss in this row'}"
@@ -133,7 +133,6 @@ def show_live(watched: WatchedRun, console: Console, interval: float, once: bool
 
 
 def build_view(watched: WatchedRun) -> RenderableType:
-    """Returns what is shown of a run."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text

@@ -29,7 +29,6 @@ class EventKind:
         return (self.cause or self.signal) + (f" in {self.place}" if self.place else "")
 
     def format(self) -> str:
-        """Returns one line."""
         first, last = min(self.steps), max(self.steps)
         when = f"at step {first}" if first == last else f"at steps {first} to {last}"
         where = format_rows(sorted(self.rows))

@@ -65,7 +65,6 @@ class Journal:
                     self._write(event)
 
     def log(self, block: str) -> None:
-        """Logs a block of lines."""
         logger.warning(show(block, self.text))
 
     def _of_rank(self, event: Event) -> Event:

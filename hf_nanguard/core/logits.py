@@ -109,7 +109,6 @@ class Tally:
         self.raised: list[Tensor] = []
 
     def add(self, maxima: RowMaxima) -> None:
-        """Adds the rows of one call."""
         self.pending.append(maxima)
         if len(self.pending) >= FOLD_EVERY:
             self._fold()

@@ -46,7 +46,6 @@ class RngState:
         return [*(string_at(state.data_ptr(), state.nbytes) for state in states), self.python, *numpy]
 
     def restore(self) -> None:
-        """Restores the state of every generator."""
         torch.set_rng_state(self.cpu)
         if self.device is not None:
             torch.get_device_module(self.device_type).set_rng_state(self.device)

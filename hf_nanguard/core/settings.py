@@ -258,7 +258,6 @@ class Setting:
 
     @property
     def value_type(self) -> type:
-        """The type of a value that is not `None`."""
         return (get_args(self.annotation) or (self.annotation,))[0]
 
     @property

@@ -130,7 +130,7 @@ def accept_higher_order(mode: type[TorchDispatchMode]) -> None:
             operator.py_impl(mode)(partial(_dispatch_to_mode, operator))
 
 
-def _dispatch_to_mode(operator: Any, mode: TorchDispatchMode, *args: Any, **kwargs: Any) -> Any:
+def _dispatch_to_mode(operator: object, mode: TorchDispatchMode, *args: object, **kwargs: object) -> Any:
     return mode.__torch_dispatch__(operator, [], args, kwargs)
 
 
@@ -154,7 +154,6 @@ class StateSlot:
         return self.table.get(self.name)
 
     def put(self, tensor: Tensor) -> None:
-        """Puts a tensor there."""
         self.table[self.name] = tensor
 
 

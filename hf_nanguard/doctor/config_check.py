@@ -91,7 +91,7 @@ def judge_files(
     if facts.device_type is None:  # of a file, which may be checked on another machine than the one that trains
         facts = find_accelerator_facts().update(facts)
     if facts.mixed_precision is None and facts.accelerate_precision is not None:
-        facts.mixed_precision = facts.accelerate_precision
+        facts = replace(facts, mixed_precision=facts.accelerate_precision)
     if trainer is not None:
         elsewhere = files and facts.device_type is None
         facts = facts.update(replace(trainer, **NO_DEVICE) if elsewhere else trainer)

@@ -1,7 +1,6 @@
 """The guarded `Trainer`, and how any other trainer class becomes guarded."""
 
 from functools import cache
-from typing import Any
 
 from transformers import Trainer
 
@@ -16,7 +15,7 @@ class GuardedTrainer(GuardedTrainerMixin, Trainer):
 
 
 @cache
-def guarded(trainer_class: Any) -> type:
+def guarded(trainer_class: object) -> type:
     """Returns a guarded subclass of any Trainer class: DPO, KTO, RLOO, Reward, Distillation, Seq2Seq, your own.
 
     Args:

@@ -23,7 +23,7 @@ from ..hf.trainer.arguments import GuardArguments
 logger = logging.getLogger("hf_nanguard")
 
 
-def find_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def find_settings(config: Mapping[str, object]) -> dict[str, Any]:
     """Returns the settings of the guard in an axolotl config; axolotl has `None` for keys that are not there."""
     given = {f"{PREFIX}{name}": config.get(f"{PREFIX}{name}") for name in SETTINGS}
     return {name: value for name, value in given.items() if value is not None}
@@ -54,7 +54,7 @@ def _make_settings() -> type:
     """Returns the settings as a pydantic model, which checks them when axolotl reads its YAML file."""
     from pydantic import create_model, model_validator
 
-    def check(cls: type, values: Any) -> Any:
+    def check(cls: type, values: object) -> Any:
         if isinstance(values, Mapping):
             GuardArguments(**find_settings(values))  # raises an ArgumentError, which is a ValueError
         return values
@@ -68,7 +68,6 @@ def _make_settings() -> type:
 
 @cache
 def _make_plugin() -> type:
-    """Returns the plugin class."""
     from axolotl.integrations.base import BasePlugin
 
     class NanGuardPlugin(BasePlugin):

@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..errors import ArgumentError
 from ..plain_text import printable
@@ -66,7 +65,7 @@ def read_curves(run: str | Path) -> RunCurves:
     return RunCurves(files.folder.parent, _join_rows(kept), marks, files.num_invalid)
 
 
-def make_mark(event: Mapping[str, Any]) -> Mark:
+def make_mark(event: Mapping[str, object]) -> Mark:
     """Returns what a plot or a table shows of an event, safe to print."""
     action, signal = printable(str(event.get("action"))), printable(str(event.get("signal")))
     step = _step_of(event)
@@ -82,12 +81,12 @@ def read_number(value: object) -> float | None:
     return float(value) if value in ("nan", "inf", "-inf") else None  # type: ignore[arg-type]
 
 
-def _step_of(item: Mapping[str, Any]) -> float:
+def _step_of(item: Mapping[str, object]) -> float:
     step = item.get("step")
     return step if isinstance(step, int) and not isinstance(step, bool) else math.inf
 
 
-def _find_ends(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+def _find_ends(rows: Iterable[Mapping[str, object]]) -> dict[str, float]:
     """Returns for each run but the last the step from which a later one has run the same steps again."""
     starts: dict[str, float] = {}
     for row in rows:
@@ -96,7 +95,7 @@ def _find_ends(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     return {run: min(starts[later] for later in runs[index + 1 :]) for index, run in enumerate(runs[:-1])}
 
 
-def _join_rows(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
+def _join_rows(rows: Iterable[Mapping[str, object]]) -> dict[int, dict[str, float]]:
     joined: dict[int, dict[str, float]] = {}
     for row in rows:
         step, values = _step_of(row), {name: read_number(row.get(name)) for name in CURVES}

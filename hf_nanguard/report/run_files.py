@@ -79,7 +79,7 @@ def read_lines(path: str | Path) -> tuple[list[dict[str, Any]], int]:
     return items, num_skipped
 
 
-def count_events(events: Iterable[Mapping[str, Any]]) -> Counter[str]:
+def count_events(events: Iterable[Mapping[str, object]]) -> Counter[str]:
     """Returns how often each signal met each action."""
     return Counter(f"{event.get('signal')} {event.get('action')}" for event in events)
 

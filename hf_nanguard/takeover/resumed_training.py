@@ -56,7 +56,7 @@ class Search:
     progress: Progress
     is_restart: bool
 
-    def choose(self, asked: Any) -> tuple[Any, str]:
+    def choose(self, asked: object) -> tuple[Any, str]:
         """Returns what to resume from in place of what the script asks for, and which newer ones were skipped."""
         from ..checkpoints.checkpoint_files import CHECKPOINT, TRAINER_STATE
         from ..checkpoints.good_checkpoint import choose_checkpoint
@@ -83,7 +83,7 @@ class Search:
         return otherwise, "; ".join(skipped)
 
 
-def find_checkpoint(trainer: Any, asked: Any, search: Search, say: Callable[[str], None]) -> Any:
+def find_checkpoint(trainer: Any, asked: object, search: Search, say: Callable[[str], None]) -> Any:
     """Returns what to resume from: the newest good checkpoint of the run, or what the script asks for, if it is a good checkpoint
     and an earlier attempt has saved none. The first rank looks, and all take what it finds."""
     from accelerate.utils import broadcast_object_list
@@ -97,7 +97,7 @@ def find_checkpoint(trainer: Any, asked: Any, search: Search, say: Callable[[str
     return found[0]
 
 
-def emit_restart(trainer: Any, reason: str, checkpoint: Any) -> None:
+def emit_restart(trainer: object, reason: str, checkpoint: object) -> None:
     """Writes the event of a restart, if the trainer is guarded."""
     from ..core.event import Event
     from ..core.vocabulary import Action, Signal
@@ -119,8 +119,6 @@ def watch_training(trainer: Any, progress: Progress) -> None:
     from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
     class StepNote(TrainerCallback):
-        """Notes the step that begins."""
-
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.is_world_process_zero:
                 progress.write_step(state.global_step)

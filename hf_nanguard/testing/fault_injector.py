@@ -171,7 +171,7 @@ class PlantedFaults:
         return dict(bare.named_parameters())[name]
 
 
-def plant(trainer: Any, *faults: Fault) -> PlantedFaults:
+def plant(trainer: object, *faults: Fault) -> PlantedFaults:
     """Plants faults in a trainer; call it before `train()`.
 
     Args:

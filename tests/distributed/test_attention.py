@@ -30,17 +30,20 @@ def test_what_one_rank_sees_is_told_once_for_all(played: Played, case: str):
 def test_healthy_ranks_are_silent(played: Played):
     for said in played.ranks("ddp-healthy"):
         assert said["events"] == []
+        assert said["rows"]
         assert all("nanguard/attention_entropy_min" in row for row in said["rows"])
 
 
 def test_a_sharded_head_is_seen_where_it_is_called(played: Played):
     for said in played.ranks("fsdp"):
+        assert said["rows"]
         assert all("nanguard/logsumexp_max" in row for row in said["rows"])
         assert said["said"] == []
 
 
 def test_a_sharded_head_that_is_not_called_is_left_out_and_that_is_said(played: Played):
     for said in played.ranks("fsdp-fused"):
+        assert said["rows"]
         assert not any("nanguard/logsumexp_max" in row for row in said["rows"])
         assert ["sharded" in text for text in said["said"]] == [True]
 

@@ -39,8 +39,9 @@ def test_a_run_may_return_anything(tmp_path):
             super()._finalize_training(*args, **kwargs)
 
     trainer = build("plain", tmp_path, Silent, max_steps=1)
-    plant(trainer, *(Fault("loss", step=0, micro_step=micro) for micro in range(3)))
+    planted = plant(trainer, *(Fault("loss", step=0, micro_step=micro) for micro in range(3)))
     assert trainer.train() is None
+    assert len(planted.triggered) == 3
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ...boundary import attempt
 from ...plain_text import cut
@@ -153,7 +152,7 @@ class Examiner:
         return self.policy.autopsy and self.num_traces < TRACES_PER_AUTOPSY * self.policy.max_autopsies
 
     def examine(
-        self, runner: Runner, micro: MicroBatch, weight: Any, step: int, others_pass: bool = False
+        self, runner: Runner, micro: MicroBatch, weight: object, step: int, others_pass: bool = False
     ) -> Verdict | None:
         """Examines a bad micro-batch; `None` if no more are examined, or if the examination failed.
 
@@ -170,7 +169,9 @@ class Examiner:
             self.spared.add(verdict.origin.parameter)
         return verdict
 
-    def _examine(self, runner: Runner, micro: MicroBatch, weight: Any, step: int, others_pass: bool) -> Verdict | None:
+    def _examine(
+        self, runner: Runner, micro: MicroBatch, weight: object, step: int, others_pass: bool
+    ) -> Verdict | None:
         with self.boundary.not_survivable(runner.lockstep and self.journal.ranks.size > 1):
             return self._examine_suspect(SuspectBatch(runner, micro, weight, others_pass=others_pass), step)
 

@@ -78,7 +78,6 @@ class Wander:
         return len(self.means) * self.size + len(self.open)
 
     def add(self, value: float) -> None:
-        """Adds the next value."""
         self.open.append(value)
         if len(self.open) == self.size:
             self.means.append(sum(self.open) / self.size)
@@ -233,7 +232,6 @@ class DivergenceDetector:
         return found
 
     def state_dict(self) -> JsonObject:
-        """Returns what `load_state_dict` needs, as JSON values."""
         return {
             **vars(self),
             "logs": list(self.logs),
@@ -246,7 +244,6 @@ class DivergenceDetector:
         }
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Restores what [`DivergenceDetector.state_dict`] returned."""
         for name, value in vars(self).items():
             if (saved := state.get(name, value)) is value:  # a checkpoint of an earlier version
                 continue

@@ -110,7 +110,6 @@ class LossWatch:
         return Failure(message, event, found["since"], Action.SKIPPED)
 
     def state_dict(self) -> JsonObject:
-        """Returns what `load_state_dict` needs, as JSON values."""
         return {
             "spikes": self.spikes.state_dict(),
             "divergence": self.divergence.state_dict(),
@@ -119,7 +118,6 @@ class LossWatch:
         }
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Restores what [`LossWatch.state_dict`] returned."""
         self.spikes.load_state_dict(state["spikes"])
         self.divergence.load_state_dict(state["divergence"])
         self.num_seen = int(state["num_seen"])

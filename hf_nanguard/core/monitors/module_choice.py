@@ -53,7 +53,6 @@ def split_patterns(patterns: str | Sequence[str] | None) -> list[str]:
 
 
 def matches(name: str, pattern: str) -> bool:
-    """Returns whether a pattern matches the name of a module."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 

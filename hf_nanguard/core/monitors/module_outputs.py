@@ -62,7 +62,6 @@ class Activation:
 
     @property
     def largest(self) -> float:
-        """The largest magnitude."""
         return math.nan if self.has_nan else max(-self.lowest, self.highest)
 
     @property
@@ -72,7 +71,6 @@ class Activation:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all values were finite."""
         return math.isfinite(self.largest)
 
     @property

@@ -192,7 +192,6 @@ class Headroom:
         return {name: asdict(trend) for name, trend in self.trends.items()}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Restores what [`Headroom.state_dict`] returned."""
         self.trends = {}
         for name, saved in state.items():
             samples = [(int(step), float(bits)) for step, bits in saved["samples"]]

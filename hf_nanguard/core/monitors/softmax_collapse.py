@@ -204,13 +204,11 @@ class CollapseDetector:
         return (min if self.rule.rises else max)(self.first[module])
 
     def state_dict(self) -> JsonObject:
-        """Returns the state to save in a checkpoint, as JSON values."""
         first = {module: list(early) for module, early in self.first.items()}
         collapsed = sorted(self.collapsed)
         return {"first": first, "in_a_row": dict(self.in_a_row), "collapsed": collapsed, "reported": self.reported}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Restores what [`CollapseDetector.state_dict`] returned."""
         self.first = {module: [float(value) for value in early] for module, early in state["first"].items()}
         self.in_a_row = {module: int(count) for module, count in state["in_a_row"].items()}
         self.collapsed, self.reported = set(state["collapsed"]), bool(state["reported"])

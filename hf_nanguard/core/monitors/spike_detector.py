@@ -112,7 +112,6 @@ class SpikeDetector:
         return self._threshold
 
     def is_spike(self, value: float) -> bool:
-        """Returns whether a finite `value` is a spike."""
         threshold = self.threshold()
         return threshold is not None and value > threshold
 

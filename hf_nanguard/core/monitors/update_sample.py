@@ -53,7 +53,6 @@ class UpdateSample:
 
     @property
     def pieces(self) -> list[Piece]:
-        """All pieces."""
         return [piece for pieces, _, _ in self.batches for piece in pieces]
 
     def pick_entries(self, names: Collection[str]) -> dict[str, Sample]:

@@ -88,11 +88,9 @@ class UpdateMonitor(Monitor):
         self.sample = None
 
     def state_dict(self) -> JsonObject:
-        """Returns the counts to save in a checkpoint."""
         return asdict(self.state)
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Restores what [`UpdateMonitor.state_dict`] returned."""
         self.state = UpdateState(**state)
 
     def _check_rate(self, step: int, sample: UpdateSample, counts: UpdateCounts, share: float) -> bool:

@@ -89,7 +89,7 @@ class BufferKeeper:
         """Keeps an optimizer that is about to step inside the group, as it was before its first step there."""
         if optimizer in self.optimizers:
             return
-        for tensor in find_tensors([optimizer.param_groups, dict(optimizer.state)]):
+        for tensor in find_tensors([optimizer.param_groups, optimizer.state]):
             self._num_bytes += count_bytes(tensor)
         if self._num_bytes > MOST_BYTES:
             self.optimizers.clear()  # some of them alone would not go together

@@ -125,7 +125,7 @@ def count_bytes(tensor: Tensor) -> int:
     return part.numel() * part.element_size()
 
 
-def find_tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
+def find_tensors(value: object, depth: int = 0) -> Iterator[Tensor]:
     """Yields the tensors of nested containers and objects."""
     if isinstance(value, Tensor):
         yield value

@@ -66,7 +66,6 @@ class Written:
 
     @property
     def is_changed(self) -> bool:
-        """Whether it was written since."""
         if isinstance(self.holder, torch.Generator):
             return not torch.equal(self.holder.get_state(), self.value)
         return write_count(self.holder) != self.version
@@ -146,7 +145,7 @@ def untouched_modules(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def untouched(owner: Any, by_reference: Collection[str] = DATA) -> Iterator[None]:
+def untouched(owner: object, by_reference: Collection[str] = DATA) -> Iterator[None]:
     """Leaves the attributes of `owner`, and the contents of those not named, as they were before the block."""
     kept = KeptAttributes(owner, by_reference)
     try:

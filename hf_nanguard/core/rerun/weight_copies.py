@@ -144,19 +144,19 @@ class SavedHolder:
         )
 
 
-def _walk(owner: Any, *keys: Any) -> Any:
+def _walk(owner: object, *keys: object) -> Any:
     """Returns what a path leads to now, `None` if it leads nowhere any more."""
     for key in keys:
         owner = dict(_list_items(owner)).get(key)
     return owner
 
 
-def _open(value: Any) -> Any:
+def _open(value: object) -> Any:
     """Returns the container whose items are those of a value: itself, or its attributes."""
     return vars(value) if has_fields(value) else value
 
 
-def _list_tensors(value: Any) -> dict[Any, Tensor]:
+def _list_tensors(value: object) -> dict[Any, Tensor]:
     """Returns the tensors that a module, a list, a tuple or a dictionary holds directly."""
     if isinstance(value, nn.Module):
         return {**dict(value.named_parameters()), **dict(value.named_buffers())}
@@ -166,7 +166,7 @@ def _list_tensors(value: Any) -> dict[Any, Tensor]:
     return {key: item for key, item in items if isinstance(item, Tensor)}
 
 
-def _list_items(value: Any) -> list[tuple[Any, Any]]:
+def _list_items(value: object) -> list[tuple[Any, Any]]:
     """Returns the items of a container or the attributes of an object, with their keys."""
     items = _open(value)
     if not isinstance(items, (dict, list, tuple)) or len(items) > MAX_ITEMS:

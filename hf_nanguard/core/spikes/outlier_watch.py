@@ -60,11 +60,9 @@ class Series:
         return median(self.first) if len(self.first) == NUM_START else None
 
     def state_dict(self) -> JsonObject:
-        """Returns what a checkpoint needs."""
         return {"detector": self.detector.state_dict(), "first": list(self.first)}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Restores what [`Series.state_dict`] returned."""
         self.detector.load_state_dict(state["detector"])
         self.first = [value for value in map(float, state["first"]) if math.isfinite(value)][:NUM_START]
 
@@ -116,6 +114,5 @@ class OutlierWatch:
         return {"losses": self.losses.state_dict(), "norms": self.norms.state_dict()}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Restores what [`OutlierWatch.state_dict`] returned."""
         self.losses.load_state_dict(state["losses"])
         self.norms.load_state_dict(state["norms"])

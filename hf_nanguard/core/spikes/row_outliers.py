@@ -75,17 +75,14 @@ class UsualSamples:
         self.extremes: deque[float] = deque(maxlen=NUM_KEPT)  # the largest of each examination, for which it was chosen
 
     def add(self, values: list[float]) -> None:
-        """Adds the samples of one examination."""
         *rest, largest = sorted(values) or [-math.inf]
         self.values.extend(rest)
         self.extremes.append(largest)
 
     def state_dict(self) -> JsonObject:
-        """Returns what a checkpoint needs."""
         return {"values": list(self.values), "extremes": [value for value in self.extremes if math.isfinite(value)]}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Restores what [`UsualSamples.state_dict`] returned."""
         for name, kept in (("values", self.values), ("extremes", self.extremes)):
             kept.clear()
             kept.extend(value for value in map(float, state[name]) if math.isfinite(value))

@@ -246,14 +246,12 @@ class SpikeExaminer:
     # ---- state ----
 
     def state_dict(self) -> JsonObject:
-        """Returns what a checkpoint needs."""
         return {
             "watch": self.watch.state_dict(), "losses": self.losses.state_dict(),
             "norms": self.norms.state_dict(), "blamed": sorted(self.blamed),
         }  # fmt: skip
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Restores what [`SpikeExaminer.state_dict`] returned."""
         self.watch.load_state_dict(state["watch"])
         self.losses.load_state_dict(state["losses"])
         self.norms.load_state_dict(state["norms"])

@@ -30,7 +30,6 @@ class Counter:
         self.begin_run()
 
     def begin_run(self) -> None:
-        """Counts from zero."""
         self.seen = 0
         self.dropped = 0
         self.skipped_steps = 0
@@ -73,7 +72,6 @@ class Counter:
         self.recent.extend([1] * (seen - dropped) + [0] * dropped)
 
     def count_gradients(self, bad: dict[str, str]) -> None:
-        """Counts bad gradients by kind."""
         self.num_nan += sum(1 for kind in bad.values() if kind == "nan")
         self.num_inf += sum(1 for kind in bad.values() if kind == "inf")
 
@@ -106,12 +104,10 @@ class Counter:
         return metrics
 
     def state_dict(self) -> JsonObject:
-        """Returns what `load_state_dict` needs."""
         copies = {"recent": list(self.recent), "terms": dict(self.terms), "dropped_terms": dict(self.dropped_terms)}
         return {**vars(self), **copies}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Restores the counts of a checkpoint."""
         for name in vars(self):
             if name in state:
                 value = dict(state[name]) if isinstance(state[name], dict) else state[name]

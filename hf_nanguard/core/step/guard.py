@@ -48,8 +48,9 @@ from ..rerun.traceless_skip import ScalerState
 from ..rng import RngState
 from ..settings import Policy
 from ..spikes.spike_examiner import SpikeExaminer
-from ..torch_private import has_compiled_part, unwrap_compiled
+from ..torch_private import unwrap_compiled
 from .bad_start import find_bad_start
+from .compiled_model import can_hook, extra_forwards
 from .counters import Counter
 from .decision import Escalation
 from .nonfinite_step import Containment
@@ -67,7 +68,7 @@ class Statistics:
     def __init__(self, guard: "Guard"):
         self.guard = guard
 
-    def copy(self, reused: Any) -> JsonObject:
+    def copy(self, reused: object) -> JsonObject:
         return copy.deepcopy(self.guard.state_dict())
 
     def restore(self, saved: JsonObject, step: int) -> None:
@@ -153,22 +154,15 @@ class Guard:
 
     def _build_monitors(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         if self.runner is not None:
-            ignores_hooks = not self.can_hook(self.runner)
+            ignores_hooks = not can_hook(self.runner, self.ranks)
             monitors = build_monitors(
                 self.policy, unwrap_compiled(model), optimizer, self.journal, compiled=ignores_hooks
             )
             self.begin_monitors(monitors, self.runner)
 
-    def can_hook(self, runner: Runner) -> bool:
-        """Returns whether hooks on modules can be called: a compiled model needs an extra forward for that, which it has on one
-        rank only."""
-        return self.ranks.size == 1 or not has_compiled_part(runner.model)
-
     def begin_monitors(self, monitors: tuple[Monitor, ...], runner: Runner) -> None:
         """Replaces the monitors. Those of forwards get one of their own if the model ignores hooks."""
-        extra = has_compiled_part(runner.model) and self.can_hook(runner)
-        run_forwards = (lambda: self.redo.run_forwards(self.group, runner)) if extra else None
-        self.monitor_set.begin(monitors, run_forwards)
+        self.monitor_set.begin(monitors, extra_forwards(runner, self.redo, lambda: self.group))
 
     def _report_failure(self, failure: GuardFailure) -> None:
         """Reports an error of the guard; the group under way is not redone, because it may not be recorded as it ran."""
@@ -477,7 +471,6 @@ class Guard:
         }
 
     def load_state_dict(self, state: JsonObject) -> None:
-        """Restores what [`Guard.state_dict`] returned."""
         self.counter.load_state_dict(state["counter"])
         self.norms.load_state_dict(state["norms"])
         if "losses" in state:  # a checkpoint of an older version has none

@@ -84,19 +84,6 @@ class Redo:
         finally:
             self.examining = False
 
-    def run_forwards(self, group: AccumulationGroup, runner: Runner) -> None:
-        """Runs the forward of every usable micro-batch of a group once more, for hooks that a compiled model ignores, and leaves
-        no trace. On one rank only."""
-        self.boundary.call("extra forward", self._run_forwards, group, runner)
-
-    def _run_forwards(self, group: AccumulationGroup, runner: Runner) -> None:
-        if runner.why_not(group) is not None:
-            return
-        with self.replay(runner), runner.undisturbed():
-            for micro in group.micro_batches:
-                if not micro.must_be_dropped:
-                    runner.look(micro)
-
     # ---- what the step does with it ----
 
     def run(self, reading: StepReading, runner: Runner) -> RedoResult:

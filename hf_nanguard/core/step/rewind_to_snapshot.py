@@ -1,4 +1,4 @@
-"""The way back: snapshots of a healthy run, and the rewind to one when the run cannot continue from its current state.
+"""Snapshots of a healthy run, and the rewind to one when the run cannot continue from its current state.
 
     recovery.begin_step(step)          a snapshot if one is due: one finite check, one copy to host memory
     recovery.note(group)               the dataset rows of a settled step, by reference
@@ -79,7 +79,7 @@ class Recovery:
         self.snapshots, self.is_watching = [], False
         self.windows.clear()
 
-    def watch(self, parts: Sequence[StatePart], num_bytes: int, optimizer: Optimizer, scheduler: Any) -> None:
+    def watch(self, parts: Sequence[StatePart], num_bytes: int, optimizer: Optimizer, scheduler: object) -> None:
         """Takes what snapshots consist of, once model and optimizer exist, and decides whether to take any. Every rank calls it."""
         self.parts, self.next_due, self.is_watching = parts, 0, True
         self.optimizer, self.scheduler = optimizer, scheduler
@@ -163,7 +163,6 @@ class Recovery:
         return LossWindow(begin, [step for step, _ in known], [loss for _, loss in known])
 
     def count_update(self) -> None:
-        """Counts an update of the weights."""
         self.num_updates += 1
 
     # ---- a failure ----

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from ...errors import NonFiniteError
 from ..event import Culprit, Event, Failure
-from ..finite import find_nonfinite, local, read_host, total_norm
-from ..journal import Journal
+from ..finite import local, read_host
 from ..monitors.loss_watch import LossWatch
 from ..monitors.spike_detector import SpikeDetector
-from ..ranks import Ranks
 from ..rerun.micro_batch import AccumulationGroup, BatchAction, Finding
 from ..rerun.runner import Runner, same_on_all_ranks
 from ..spikes.spike_examination import SpikeReport
 from ..spikes.spike_examiner import SpikeExaminer
-from ..vocabulary import Action, Cause, Signal
+from ..vocabulary import Action, Signal
 from .bad_gradients import take_census
 from .decision import StepAction, decide
 from .nonfinite_step import Containment
+from .overflowed_norm import OverflowedNorm
 from .step_reading import BadMicroBatch, StepOutcome, StepReading
+from .watched_terms import emit_bad_terms, emit_watched
 
 NONFINITE = (Signal.LOSS_NONFINITE, Signal.GRAD_NONFINITE)
 
@@ -51,7 +51,7 @@ class Settlement:
         self.last_norm: float | None = None
         self.last_loss: float | None = None
         self.has_reported_zero = False
-        self.has_overflowed = False  # the norm of finite gradients; reported once
+        self.overflowed_norm = OverflowedNorm(self.journal)
 
     def settle(
         self, group: AccumulationGroup, runner: Runner, step: int, norm: Tensor | None, zero_is_news: bool
@@ -91,7 +91,7 @@ class Settlement:
         *values, norm_host = read_host([*group.losses, *group.notes, local(norm_dev)])
         losses, watched = values[: len(group.losses)], group.take_notes(values[len(group.losses) :])
         if math.isinf(norm_host) and norm is None:
-            norm_host = self._measure_again(runner, step, norm_host)
+            norm_host = self.overflowed_norm.measure_again(runner, step, norm_host)
             norm_dev = torch.full_like(norm_dev, norm_host, dtype=torch.float32)
         self.last_norm = norm_host
         self.last_loss = runner.mean_loss(losses)
@@ -108,25 +108,6 @@ class Settlement:
             emit_bad_terms(self.journal, group, losses, step)
         self._emit_findings(reading)
         return self._carry_out(reading, runner, zero_is_news)
-
-    def _measure_again(self, runner: Runner, step: int, norm: float) -> float:
-        """Returns the true norm if every gradient is finite and only their squares overflow; the first time, says so."""
-        gradients = runner.named_gradients()
-        ranks = self.journal.ranks if runner.lockstep else Ranks(alone=True)
-        if any(ranks.gather(bool(find_nonfinite(gradients)))):
-            return norm
-        exact = math.hypot(*ranks.gather(total_norm([gradient for _, gradient in gradients])))
-        if not self.has_overflowed:
-            message = f"the gradient norm is {norm} at step {step} although every gradient is finite: it overflows. The true norm is {exact:.4g}"
-            values = {"grad_norm": norm, "true_norm": exact, "num_bad_parameters": 0}
-            culprit, cause = Culprit(phase="backward"), Cause.NORM_OVERFLOW
-            self.journal.write_once(
-                Event(
-                    step, Signal.GRAD_NONFINITE, Action.OBSERVED, message, values=values, culprit=culprit, cause=cause
-                )
-            )
-        self.has_overflowed = True
-        return exact
 
     def _carry_out(self, reading: StepReading, runner: Runner, zero_is_news: bool) -> StepOutcome:
         decision, finite = reading.decision, math.isfinite(reading.norm)
@@ -255,33 +236,3 @@ class Settlement:
         if finding.action is BatchAction.SUSPECT:
             return finite and finding.signal not in self.journal.written  # the loss ignored it; once is enough
         return True
-
-
-def emit_watched(journal: Journal, group: AccumulationGroup, watched: list[float], step: int) -> None:
-    """Writes an event for every watched tensor whose largest magnitude, as read, is not finite or exceeds its bound."""
-    for (name, _, bound), largest in zip(group.watched, watched, strict=True):
-        if math.isfinite(largest) and (bound is None or largest <= bound):
-            continue
-        what = f"exceeds its bound of {bound}" if math.isfinite(largest) else "is not finite"
-        message = f"{name} {what} at step {step} (largest magnitude {largest})"
-        values = {"largest": largest, "bound": bound}
-        culprit = Culprit(phase="forward", term=name)
-        event = Event(step, Signal.PREDICTION_NONFINITE, Action.OBSERVED, message, values=values, culprit=culprit)
-        journal.write(event)
-
-
-def emit_bad_terms(journal: Journal, group: AccumulationGroup, losses: list[float], step: int) -> None:
-    """Writes an event for every non-finite term of a step with finite gradients, unless the event of its loss names it."""
-    for micro in group.micro_batches:
-        is_named = micro.index < len(losses) and not math.isfinite(losses[micro.index])
-        for name in micro.bad_terms:
-            drops = all(term.drops for term in micro.terms if term.name == name and term.is_bad)
-            if is_named and not drops:
-                continue
-            action = Action.DROPPED if drops else Action.OBSERVED
-            rest = "the loss continues without it" if drops else "the gradients are finite"
-            message = f"{name} is {micro.term_values[name]} in micro-batch {micro.index} of step {step}; {rest}"
-            values = {"terms": micro.term_values}
-            culprit = Culprit(phase="loss", term=name, rows=micro.rows)
-            event = Event(step, Signal.LOSS_NONFINITE, action, message, micro.index, values=values, culprit=culprit)
-            journal.write(event)

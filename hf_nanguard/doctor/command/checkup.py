@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ...core.event import strict
@@ -18,8 +18,6 @@ STAGES = ("rules", "data", "laws", "steps")
 
 @dataclass
 class Stage:
-    """One stage."""
-
     name: str  # one of `STAGES`
     examination: Examination = field(default_factory=Examination)
     seconds: float = 0.0
@@ -61,9 +59,15 @@ class Checkup:
         """Returns the number of findings of a severity."""
         return sum(found.severity is severity for found in self.findings)
 
+    def drop_sound_stages(self) -> None:
+        """Forgets the stages that found nothing, because another one judges the same with more knowledge."""
+        self.stages = [stage for stage in self.stages if stage.examination.findings]
+
     def add_config(self, stage: Stage, report: ConfigReport) -> None:
-        """Takes what rules said; the sources of the precision are those of the newest report."""
-        stage.examination.add(report.examination)
+        """Takes what rules said and no stage did before; the sources of the precision are those of the newest report."""
+        known = {found.rule for found in self.findings}
+        findings = [found for found in report.examination.findings if found.rule not in known]
+        stage.examination.add(replace(report.examination, findings=findings))
         self.precision = report.precision
         self.unjudged = list(dict.fromkeys([*self.unjudged, *report.unjudged]))
         self.remarks = list(dict.fromkeys([*self.remarks, *report.remarks]))

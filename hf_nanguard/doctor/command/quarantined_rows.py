@@ -1,7 +1,6 @@
 """Bad rows that the data stage has found, written where a guarded run of the same data will leave them out."""
 
 from pathlib import Path
-from typing import Any
 
 from ...core.vocabulary import Signal
 from ...errors import ArgumentError
@@ -20,7 +19,7 @@ SIGNALS = {
 }
 
 
-def quarantine_found(folder: Path, dataset: Any, sample: Sample, report: DatasetReport) -> list[int]:
+def quarantine_found(folder: Path, dataset: object, sample: Sample, report: DatasetReport) -> list[int]:
     """Appends the bad rows of a report on a sample to `quarantine.jsonl` of the run with this output directory, and returns
     those that are new."""
     found = {

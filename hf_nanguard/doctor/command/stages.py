@@ -120,11 +120,9 @@ def _judge_trainer(
     stage: Stage, checkup: Checkup, files: Sequence[ConfigFile], trainer: Trainer, options: Options
 ) -> None:
     """Judges the built trainer; what the files have already said is not repeated."""
-    report = judge_files(files, options.skip, find_trainer_facts(cast(HostTrainer, trainer)), options.memory_limit)
-    known = {found.rule for found in checkup.findings}
-    report.examination.findings = [found for found in report.examination.findings if found.rule not in known]
-    checkup.stages = [before for before in checkup.stages if before.examination.findings]
-    checkup.add_config(stage, report)
+    facts = find_trainer_facts(cast(HostTrainer, trainer))
+    checkup.drop_sound_stages()
+    checkup.add_config(stage, judge_files(files, options.skip, facts, options.memory_limit))
 
 
 def _run_later(
@@ -135,7 +133,7 @@ def _run_later(
             raise ArgumentError("the trainer has no training data.")
         sample = take_sample(cast(HostTrainer, trainer), options.num_rows, slow_progress(progress, "rows"))
         found = judge_sample(sample, options.skip)
-        stage.examination = found.examination
+        stage.examination.add(found.examination)
         stage.details |= {"num_rows": found.num_rows, "num_checked": found.num_checked, "bad_rows": found.bad_rows}
         print_rows(console, sample, options.num_shown)
         if options.quarantine is not None:

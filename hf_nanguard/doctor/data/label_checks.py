@@ -31,7 +31,6 @@ def describe(rows: Sequence[SampledRow], sample: Sample) -> str:
 
 
 def numbers(rows: Sequence[SampledRow]) -> tuple[int, ...]:
-    """Returns the numbers of rows."""
     return tuple(row.number for row in rows)
 
 

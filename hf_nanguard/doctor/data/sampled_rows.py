@@ -41,8 +41,6 @@ TEXTS = (*CONVERSATIONS, "input_ids", "prompt_ids", "chosen_ids", "rejected_ids"
 
 @dataclass(frozen=True)
 class SampledRow:
-    """One row."""
-
     number: int  # in the dataset that the user passed in, if that can be known
     example: Any  # what the dataset returned
     batch: Mapping[str, Any] | None = None  # what the collator made of it alone, `None` if it could not
@@ -50,7 +48,6 @@ class SampledRow:
     source: Mapping[str, Any] = field(default_factory=dict)  # texts, tokens, and columns the model does not take
 
     def field(self, name: str) -> Tensor | None:
-        """Returns a tensor of the batch."""
         value = None if self.batch is None else self.batch.get(name)
         return value if isinstance(value, Tensor) else None
 
@@ -155,7 +152,7 @@ def _is_plain(dataset: Any) -> bool:
     return type(dataset) in (list, TensorDataset)
 
 
-def _choose_rows(dataset: Any, num_rows: int | None) -> tuple[int | None, Sequence[int]]:
+def _choose_rows(dataset: object, num_rows: int | None) -> tuple[int | None, Sequence[int]]:
     """Returns the size of the dataset and the rows to read, evenly spread; of a stream the first ones."""
     if isinstance(dataset, IterableDataset) or is_hf_stream(dataset) or not hasattr(dataset, "__len__"):
         return None, range(num_rows or 2**62)
@@ -201,12 +198,12 @@ def _collate(
             report(done, total)
 
 
-def _try(function: Callable, argument: Any) -> tuple[Any, str | None]:
+def _try(function: Callable, argument: object) -> tuple[Any, str | None]:
     """Returns what a function of the user's returns for a copy of an argument, which it may change, and why it could not."""
     return attempt(lambda: (function(copy.deepcopy(argument)), None), lambda error: (None, format_error(error)))
 
 
-def find_stop_ids(model: Any, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
+def find_stop_ids(model: object, tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
     """Returns the tokens at which generation stops: those of the model's generation config, else that of the tokenizer."""
     ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     if ids is None:

@@ -3,7 +3,6 @@
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -37,7 +36,7 @@ def find_messages(row: SampledRow) -> Iterator[tuple[str, str, list[int]]]:
                 yield str(message.get("role")), content, tokens
 
 
-def _read_ids(value: Any) -> list[int]:
+def _read_ids(value: object) -> list[int]:
     found = value.tolist() if hasattr(value, "tolist") else value
     return found if isinstance(found, list) and all(isinstance(each, int) for each in found) else []
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import fields
 from difflib import get_close_matches
-from typing import Any
 
 from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig
 from accelerate.utils import PrecisionType
@@ -19,12 +18,11 @@ USED = ("compute_environment", "distributed_type", "mixed_precision", "num_machi
 OLD = ("dynamo_backend",)  # which accelerate converts
 
 
-def is_accelerate(values: Mapping[str, Any]) -> bool:
-    """Returns whether a file is one of accelerate."""
+def is_accelerate(values: Mapping[str, object]) -> bool:
     return "compute_environment" in values or {"distributed_type", "mixed_precision"} <= set(values)
 
 
-def read_accelerate(path: str, values: Mapping[str, Any]) -> ConfigFile:
+def read_accelerate(path: str, values: Mapping[str, object]) -> ConfigFile:
     """Reads a configuration of accelerate, which refuses to start with a name that it does not know."""
     known = [*(each.name for cls in (ClusterConfig, SageMakerConfig) for each in fields(cls)), *OLD]
     unknown = {name: "".join(get_close_matches(name, known, 1)) for name in values if name not in known}

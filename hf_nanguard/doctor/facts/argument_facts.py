@@ -25,15 +25,14 @@ def read_number(values: Mapping[str, Any], name: str) -> float | None:
         raise ArgumentError(f"{name} must be a number, got {value!r}.") from None
 
 
-def read_count(values: Mapping[str, Any], name: str) -> int | None:
-    """Returns an integer."""
+def read_count(values: Mapping[str, object], name: str) -> int | None:
     number = read_number(values, name)
     if number is not None and (not math.isfinite(number) or number != int(number)):
         raise ArgumentError(f"{name} must be an integer, got {values[name]!r}.")
     return None if number is None else int(number)
 
 
-def read_flag(values: Mapping[str, Any], name: str) -> bool | None:
+def read_flag(values: Mapping[str, object], name: str) -> bool | None:
     """Returns a truth value, `None` if it is neither true nor false."""
     value = values.get(name)
     return value if isinstance(value, bool) else TRUTHS.get(str(value).strip().lower())
@@ -48,7 +47,7 @@ def read_dtype(value: object) -> str | None:
     return name if name in ("bfloat16", "float16", "float32", "float64") else None
 
 
-def find_argument_facts(values: Mapping[str, Any], task: str) -> Facts:
+def find_argument_facts(values: Mapping[str, object], task: str) -> Facts:
     """Returns what training arguments say, given all of them by name, as in [`~transformers.TrainingArguments`], its subclasses
     and TRL's `ModelConfig`."""
     bf16, fp16 = read_flag(values, "bf16"), read_flag(values, "fp16")
@@ -111,7 +110,7 @@ def find_resumed_facts(checkpoint: Path) -> Facts:
     return Facts.of(resumed_rate=find_highest_rate(state), resumed_step=step if isinstance(step, int) else None)
 
 
-def find_highest_rate(state: Mapping[str, Any]) -> float | None:
+def find_highest_rate(state: Mapping[str, object]) -> float | None:
     """Returns the highest learning rate in the log of a trainer's state."""
     history = state.get("log_history")
     rows = [row for row in history if isinstance(row, Mapping)] if isinstance(history, list) else []

@@ -23,7 +23,7 @@ RANGES: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
 )  # fmt: skip
 
 
-def find_bad_values(values: Mapping[str, Any], classes: Iterable[type]) -> dict[str, str]:
+def find_bad_values(values: Mapping[str, object], classes: Iterable[type]) -> dict[str, str]:
     """Returns the names whose value no argument of these classes takes, each with what it must be. `None` is always taken."""
     bad: dict[str, str] = {}
     for cls in classes:
@@ -40,7 +40,7 @@ def find_bad_values(values: Mapping[str, Any], classes: Iterable[type]) -> dict[
     return bad
 
 
-def _judge_type(hint: Any, choices: Iterable[Any] | None, value: Any) -> str | None:
+def _judge_type(hint: object, choices: Iterable[object] | None, value: object) -> str | None:
     kinds = {kind for kind in get_args(hint) or (hint,) if kind is not type(None)}
     names = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Enum)), None)
     if names is not None or choices is not None:
@@ -64,7 +64,7 @@ def _suggest(text: str, known: list[str]) -> str:
     return f"did you mean {near[0]}?" if near else f"must be one of {listed}"
 
 
-def _judge_number(value: Any, may_be_float: bool) -> str | None:
+def _judge_number(value: object, may_be_float: bool) -> str | None:
     number = _read(value)
     if number is None:
         return "must be a number" if may_be_float else "must be an integer"
@@ -80,7 +80,7 @@ def _read(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _judge_range(name: str, value: Any) -> str | None:
+def _judge_range(name: str, value: object) -> str | None:
     number = _read(value)
     return next(
         (phrase for names, phrase, fits in RANGES if name in names and number is not None and not fits(number)), None

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from ...yaml_file import read_yaml
 from ..rules.run_facts import Facts
@@ -18,7 +17,7 @@ from .run_folder import read_run
 
 
 def read_config(
-    path: str | Path, task: str | None = None, flags: Mapping[str, Any] = MappingProxyType({})
+    path: str | Path, task: str | None = None, flags: Mapping[str, object] = MappingProxyType({})
 ) -> ConfigFile:
     """Reads a YAML file or the folder of a run, whose pickles (`training_args.bin`) are never loaded. `task` is the kind of
     training, where the file does not say it; `flags` are arguments that take precedence over those of the file."""
@@ -34,7 +33,7 @@ def read_config(
     return read_arguments(str(path), {**values, **flags}, task)
 
 
-def read_arguments(path: str, values: Mapping[str, Any], task: str | None = None) -> ConfigFile:
+def read_arguments(path: str, values: Mapping[str, object], task: str | None = None) -> ConfigFile:
     """Reads arguments of a recipe, of TRL's scripts or of the Trainer."""
     possible = (task,) if task else find_tasks(values)
     task = possible[0]
@@ -56,7 +55,7 @@ def read_arguments(path: str, values: Mapping[str, Any], task: str | None = None
     return result
 
 
-def _read_model_flags(values: Mapping[str, Any]) -> Facts:
+def _read_model_flags(values: Mapping[str, object]) -> Facts:
     """Returns what TRL's arguments about the model say."""
     bits = 4 if read_flag(values, "load_in_4bit") else 8 if read_flag(values, "load_in_8bit") else 0
     dtype = read_dtype(values.get("dtype"))

@@ -50,7 +50,6 @@ def _own_names(task: str) -> set[str]:
 
 
 def find_config_class(task: str) -> type[TrainingArguments]:
-    """Returns the class of the arguments of a kind of training."""
     if task == "trainer":
         return TrainingArguments
     import trl

@@ -34,18 +34,15 @@ LLAMAFACTORY_OWN = ("stage", "finetuning_type", "lora_rank", "lora_alpha", "lora
                     "pure_bf16", "adapter_name_or_path")  # fmt: skip
 
 
-def is_axolotl(values: Mapping[str, Any]) -> bool:
-    """Returns whether a file is one of axolotl."""
+def is_axolotl(values: Mapping[str, object]) -> bool:
     return "base_model" in values
 
 
-def is_llamafactory(values: Mapping[str, Any]) -> bool:
-    """Returns whether a file is one of LlamaFactory."""
+def is_llamafactory(values: Mapping[str, object]) -> bool:
     return len(set(LLAMAFACTORY_MARKS).intersection(values)) >= 2
 
 
-def read_axolotl(path: str, values: Mapping[str, Any], task: str | None = None) -> ConfigFile:
-    """Reads a file of axolotl."""
+def read_axolotl(path: str, values: Mapping[str, object], task: str | None = None) -> ConfigFile:
     given = {name: value for name, value in values.items() if value is not None}
     defaults = {name: value for name, value in read_defaults("trainer").items() if name.startswith("adam_")}
     named = {**defaults, **{ours: given[theirs] for theirs, ours in AXOLOTL_NAMES.items() if theirs in given}}
@@ -91,7 +88,7 @@ def read_axolotl(path: str, values: Mapping[str, Any], task: str | None = None) 
     return result
 
 
-def read_llamafactory(path: str, values: Mapping[str, Any], task: str | None = None) -> ConfigFile:
+def read_llamafactory(path: str, values: Mapping[str, object], task: str | None = None) -> ConfigFile:
     """Reads a file of LlamaFactory, whose names are those of the training arguments and its own."""
     given = {name: value for name, value in values.items() if value is not None}
     defaults = read_defaults("trainer")
@@ -124,7 +121,7 @@ def read_llamafactory(path: str, values: Mapping[str, Any], task: str | None = N
     return result
 
 
-def _read_scale(values: Mapping[str, Any], rank: str, stabilised: str) -> float | None:
+def _read_scale(values: Mapping[str, object], rank: str, stabilised: str) -> float | None:
     return find_scale(read_number(values, rank), read_number(values, "lora_alpha"), read_flag(values, stabilised))
 
 

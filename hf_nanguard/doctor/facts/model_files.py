@@ -27,8 +27,7 @@ def find_model_facts(name: str) -> Facts:
     return facts.update(read_model_config(config, folder)) if isinstance(config, Mapping) else facts
 
 
-def read_model_config(config: Mapping[str, Any], folder: Path) -> Facts:
-    """Returns what the config of a model says."""
+def read_model_config(config: Mapping[str, object], folder: Path) -> Facts:
     text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
     assert isinstance(text, Mapping)
     dtype = read_dtype(config.get("dtype", config.get("torch_dtype")))

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from transformers import TrainingArguments
 
@@ -63,7 +62,7 @@ def find_kind(class_name: str) -> str:
     return next((task for name, task in ARGUMENT_CLASSES.items() if class_name.endswith(name)), "trainer")
 
 
-def _read_adapter(adapter: Mapping[str, Any]) -> Facts:
+def _read_adapter(adapter: Mapping[str, object]) -> Facts:
     """Returns what the config of an adapter says, and the model it was trained on if it is on this machine."""
     targets, base = read_targets(adapter.get("target_modules")), adapter.get("base_model_name_or_path")
     scale = None

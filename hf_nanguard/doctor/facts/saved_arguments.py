@@ -59,7 +59,7 @@ def read_saved_arguments(folder: Path) -> tuple[str, dict[str, Any]] | None:
     }
 
 
-def _find_plain(value: Any) -> Any:
+def _find_plain(value: object) -> Any:
     """Returns the text of an enum member, which is built from it alone; other values as they are."""
     if not isinstance(value, _Opaque) or not value.name.startswith(HOSTS) or len(value.arguments) != 1:
         return value
@@ -89,7 +89,7 @@ def _trace(content: bytes) -> Any:
     return None
 
 
-def _build(name: str, argument: Any, stack: list[Any]) -> None:
+def _build(name: str, argument: object, stack: list[Any]) -> None:
     """Follows an instruction that builds something out of what is on the stack."""
     if name == "MARK":
         stack.append(_MARK)

@@ -149,7 +149,7 @@ def _find_quantization(config: object) -> dict[str, Any]:
     }
 
 
-def find_tokenizer_facts(processor: Any, collator: object) -> Facts:
+def find_tokenizer_facts(processor: object, collator: object) -> Facts:
     """Returns what the tokenizer says, and whether the collator masks its pad token."""
     tokenizer = find_tokenizer(processor)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):

@@ -134,7 +134,7 @@ def _describe_leak(
     )  # fmt: skip
 
 
-def _show(positions: Any, row: int) -> list[int] | None:
+def _show(positions: object, row: int) -> list[int] | None:
     return positions[min(row, len(positions) - 1)].flatten()[:64].tolist() if isinstance(positions, Tensor) else None
 
 

@@ -94,7 +94,7 @@ def check_advantages(bench: TrialBench) -> LawResult:
     )  # fmt: skip
 
 
-def _read_rule(trainer: Any) -> str:
+def _read_rule(trainer: object) -> str:
     rule = getattr(trainer, "scale_rewards", None)
     if rule not in ("group", "batch", "none"):
         raise NotApplicable("its config does not say how rewards are scaled")

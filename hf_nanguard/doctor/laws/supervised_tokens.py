@@ -133,7 +133,7 @@ def _judge_absent(bench: TrialBench, stops: set[int], values: dict[str, Any]) ->
     )  # fmt: skip
 
 
-def _content_mask(row: Any, name: str) -> bool:
+def _content_mask(row: object, name: str) -> bool:
     """Whether a row says which of its tokens are learned, and not all are."""
     value = row.get(name) if isinstance(row, Mapping) else None
     return isinstance(value, list) and any(item in (0, MASKED) for item in value)
@@ -166,7 +166,7 @@ def check_prompt_tokens(bench: TrialBench) -> LawResult:
     return held(f"none of {prompts} prompt tokens is supervised", prompt_tokens=prompts)
 
 
-def _prompt_tokens(row: Any) -> list[bool]:
+def _prompt_tokens(row: object) -> list[bool]:
     if not isinstance(row, Mapping) or not isinstance(row.get(IDS), list):
         return []
     for name, prompt in (("completion_mask", 0), ("assistant_masks", 0), ("labels", MASKED)):
@@ -186,7 +186,7 @@ def _read_batches(bench: TrialBench) -> list[tuple[Targets, int]]:
     return [(_find_targets(bench, bench.collate(chunk)), len(chunk)) for chunk in chunks]
 
 
-def _find_targets(bench: TrialBench, batch: Any) -> Targets:
+def _find_targets(bench: TrialBench, batch: object) -> Targets:
     """Returns what each position is asked for, from the labels, or from the loss of a user who computes it alone."""
     if bench.is_online or not isinstance(batch, Mapping) or IDS not in batch or "labels" not in batch:
         raise NotApplicable("its batches have no input_ids and labels")

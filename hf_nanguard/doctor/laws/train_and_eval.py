@@ -62,7 +62,7 @@ def check_dropout(bench: TrialBench) -> LawResult:
         raise NotApplicable("no module of its model has dropout")
     modes: dict[str, bool] = {}
 
-    def note(module: nn.Module, args: Any, output: Any) -> None:
+    def note(module: nn.Module, args: object, output: object) -> None:
         modes[names[module]] = modes.get(names[module], False) or module.training
 
     with ExitStack() as hooks:
@@ -183,7 +183,7 @@ def _outputs(bench: TrialBench, model: nn.Module, seed: int) -> list[Tensor]:
     """Returns the outputs of a model while the trainer computes its loss, with everything random left on."""
     found: list[Tensor] = []
 
-    def note(module: nn.Module, args: Any, output: Any) -> None:
+    def note(module: nn.Module, args: object, output: object) -> None:
         found.append(find_output(output))
 
     torch.manual_seed(seed)

@@ -101,7 +101,6 @@ class Facts:
         return cls(**facts)
 
     def known(self) -> dict[str, Any]:
-        """Returns the facts that are known."""
         return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
 
     def update(self, other: "Facts") -> "Facts":

@@ -31,7 +31,7 @@ def find_targets(bench: TrialBench, batch: Any) -> Tensor:
 def _read_gradient(bench: TrialBench, batch: Any) -> Tensor:
     kept: list[Tensor] = []
 
-    def note(module: nn.Module, args: Any, output: Any) -> None:
+    def note(module: nn.Module, args: object, output: object) -> None:
         logits = getattr(output, "logits", None)
         if isinstance(logits, Tensor) and logits.requires_grad:
             kept.append(logits)

@@ -128,7 +128,7 @@ class _Ready(Exception):  # noqa: N818 - ends a training run where its first ste
 
 
 class _StopAtBegin(TrainerCallback):
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: object, state: object, control: object, **kwargs: object) -> None:
         raise _Ready
 
 

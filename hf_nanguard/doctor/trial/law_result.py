@@ -35,11 +35,9 @@ class Law:
     check: Callable[[Any], LawResult]
 
 
-def held(message: str, **values: Any) -> LawResult:
-    """Returns the result of a law that held."""
+def held(message: str, **values: object) -> LawResult:
     return LawResult("", HELD, NOTE, message, values)
 
 
-def broken(severity: Severity, message: str, **values: Any) -> LawResult:
-    """Returns the result of a broken law."""
+def broken(severity: Severity, message: str, **values: object) -> LawResult:
     return LawResult("", BROKEN, severity, message, values)

@@ -1,7 +1,6 @@
 """Which module is the first whose output differs between two forward passes."""
 
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from .trial_bench import Inputs, TrialBench
 
 
-def _first_tensor(output: Any) -> Tensor | None:
+def _first_tensor(output: object) -> Tensor | None:
     found = output[0] if isinstance(output, tuple | list) and output else output
     return found.detach() if isinstance(found, Tensor) and found.is_floating_point() and found.ndim >= 3 else None
 
@@ -19,7 +18,7 @@ def _record(bench: TrialBench, inputs: Inputs) -> list[tuple[str, Tensor]]:
     names = {module: name for name, module in bench.bare.named_modules()}
     outputs: list[tuple[str, Tensor]] = []
 
-    def note(module: nn.Module, args: Any, output: Any) -> None:
+    def note(module: nn.Module, args: object, output: object) -> None:
         value = _first_tensor(output)
         if value is not None and names[module]:
             outputs.append((names[module], value))

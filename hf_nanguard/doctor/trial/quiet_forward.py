@@ -12,7 +12,7 @@ DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 AUXILIARY = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef")
 
 
-def _is_rate(owner: Any, name: str) -> bool:
+def _is_rate(owner: object, name: str) -> bool:
     return any(part in name.lower() for part in RANDOM) or (name == "p" and isinstance(owner, DROPOUTS))
 
 

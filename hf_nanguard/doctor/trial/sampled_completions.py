@@ -96,7 +96,7 @@ def sample_completions(trainer: Any, rows: list[Any], stop_at: int | None = None
     temperatures: list[float] = []
     rewards: list[Tensor] = []
 
-    def score(calculate: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def score(calculate: Callable[..., Tensor], *args: object, **kwargs: object) -> Tensor:
         rewards.append(calculate(*args, **kwargs))
         return rewards[-1]
 

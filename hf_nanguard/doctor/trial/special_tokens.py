@@ -28,12 +28,11 @@ def find_special_tokens(trainer: Any) -> set[int]:
     return found | find_stop_tokens(trainer) | set(getattr(tokenizer, "all_special_ids", ()))
 
 
-def find_padding(trainer: Any) -> int | None:
-    """Returns the padding token of the tokenizer."""
+def find_padding(trainer: object) -> int | None:
     return getattr(_tokenizer(trainer), "pad_token_id", None)
 
 
-def show_token(trainer: Any, token: int) -> str:
+def show_token(trainer: object, token: int) -> str:
     """Returns a token as text, its number without a tokenizer."""
     tokenizer = _tokenizer(trainer)
     if not hasattr(tokenizer, "convert_ids_to_tokens"):

@@ -43,7 +43,7 @@ def _refuse_stream(error: Exception) -> NoReturn:
     raise NotApplicable(f"its stream of training data cannot be copied ({type(error).__name__})") from error
 
 
-def find_documents(row: Any) -> list[tuple[int, int]]:
+def find_documents(row: object) -> list[tuple[int, int]]:
     """Returns begin and end of each document of a row, by what the row says: lengths, positions or document numbers."""
     if not isinstance(row, Mapping) or not _is_sequence(row.get(IDS)):
         return []
@@ -66,7 +66,7 @@ def find_documents(row: Any) -> list[tuple[int, int]]:
     return list(zip(starts, [*starts[1:], size], strict=True))
 
 
-def shorten(row: Any, limit: int) -> Any:
+def shorten(row: object, limit: int) -> Any:
     """Returns a row whose token fields have at most `limit` entries: the last ones, or of several documents the last ones
     of the first documents. A row with images or the like, whose tokens belong together, is returned as it is."""
     if not isinstance(row, Mapping) or any(_is_nested(value) for value in row.values()):
@@ -166,11 +166,11 @@ def change_document(row: Row, span: tuple[int, int], kept: set[int]) -> Row:
     return {**row, IDS: torch.tensor(ids) if isinstance(row[IDS], torch.Tensor) else ids}
 
 
-def _is_sequence(value: Any) -> bool:
+def _is_sequence(value: object) -> bool:
     return isinstance(value, list | tuple) or (hasattr(value, "tolist") and getattr(value, "ndim", 0) == 1)
 
 
-def _is_nested(value: Any) -> bool:
+def _is_nested(value: object) -> bool:
     if getattr(value, "ndim", 0) > 1 or (hasattr(value, "size") and hasattr(value, "mode")):  # pixels, a picture
         return True
     return isinstance(value, list) and bool(value) and not isinstance(value[0], int | float | str | bool)

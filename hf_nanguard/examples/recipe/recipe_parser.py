@@ -35,8 +35,6 @@ def argument(default: object, help: str) -> Any:
 
 @dataclass
 class RecipeFlags:
-    """Flags that every recipe has."""
-
     preset: str | None = argument(None, "Arguments that work: balanced or ultra_conservative.")
     compare: bool = argument(
         False, "Plant a failure, run stock and guarded, below --output_dir, and print both outcomes."
@@ -58,7 +56,7 @@ class RecipeParser(HfArgumentParser):
 
     def __init__(
         self,
-        types: Sequence[Any],
+        types: Sequence[object],
         kind: str,
         defaults: Mapping[str, object],
         data_defaults: Mapping[str, object] = MappingProxyType({}),
@@ -121,7 +119,7 @@ class RecipeParser(HfArgumentParser):
                 )
         return layer
 
-    def _find_defaults(self, values: Mapping[str, Any], is_built_in: bool) -> Mapping[str, object]:
+    def _find_defaults(self, values: Mapping[str, object], is_built_in: bool) -> Mapping[str, object]:
         """Returns the recipe's defaults for what is built in, after a check that the user's data come with a model."""
         if "dataset_name" not in values:
             return self.defaults

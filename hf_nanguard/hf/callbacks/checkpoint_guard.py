@@ -78,11 +78,11 @@ class ResumingTrain:
     trainer: Trainer
     boundary: Boundary
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         train = partial(type(self.trainer).train, self.trainer)
         return self.boundary.around("resume", self._resume, train, *args, **kwargs)
 
-    def _resume(self, train: HostCall, *args: Any, **kwargs: Any) -> Any:
+    def _resume(self, train: HostCall, *args: object, **kwargs: object) -> Any:
         asked = args[0] if args else kwargs.get("resume_from_checkpoint")
         if asked is not None:
             chosen = choose_resume(asked, cast(HostTrainer, self.trainer), make_journal(self.trainer.args), True).path
@@ -106,7 +106,7 @@ class Baseline:
         return {name for name, largest in zip(self._names, read, strict=True) if not largest < float("inf")}
 
 
-def _save(saved: SavedCheckpoints, trainer: Trainer, save: HostCall, model: Any, trial: Any) -> None:
+def _save(saved: SavedCheckpoints, trainer: Trainer, save: HostCall, model: object, trial: object) -> None:
     """Stands in for `_save_checkpoint`."""
     with saved.saving(checkpoint_folder(trainer, trial)):
         save(model, trial)

@@ -7,7 +7,6 @@ do, including the reductions of DDP and FSDP. That takes two fused reductions a 
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from accelerate.state import GradientState
@@ -58,7 +57,7 @@ class GradientTap:
             self._handle.remove()
         self._handle = None
 
-    def _on_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _on_forward(self, module: nn.Module, args: object, output: object) -> None:
         if not torch.is_grad_enabled() and output is not None:
             return
         self._unhook_forward()

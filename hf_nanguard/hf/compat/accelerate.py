@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import IterableDataset
 
@@ -25,7 +26,9 @@ def steps_in_backward(trainer: HostTrainer) -> bool:
 
 
 @contextmanager
-def replaced_method(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+def replaced_method(
+    owner: object, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
     """Replaces a method on one object for the duration of the block, and restores what was there. `wrap` returns the
     replacement, given the method as it is now.
 
@@ -130,7 +133,7 @@ class Exchange:
 
     NAMES = ("gather", "gather_for_metrics", "reduce")
 
-    def __init__(self, accelerator: Accelerator, model: Any):
+    def __init__(self, accelerator: Accelerator, model: nn.Module):
         self.accelerator = accelerator
         self.model = model  # as the training loop calls it
         self.forwards = 0
@@ -142,7 +145,7 @@ class Exchange:
         self.forwards = self.calls = 0
         inside = False
 
-        def on_forward(model: Any, *args: Any) -> None:
+        def on_forward(model: nn.Module, *args: object) -> None:
             self.forwards += 1
             if self.forwards <= forwards_done and isinstance(model, DistributedDataParallel):
                 model.require_forward_param_sync = False

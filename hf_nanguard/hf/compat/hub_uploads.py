@@ -10,7 +10,7 @@ from transformers import trainer as trainer_module
 class _Client:
     """The Hub's client, with another `upload_folder`."""
 
-    def __init__(self, client: Any, upload_folder: Callable[..., Any]):
+    def __init__(self, client: object, upload_folder: Callable[..., Any]):
         self._client = client
         self.upload_folder = upload_folder
 
@@ -26,7 +26,7 @@ def uploads_without(folder: str) -> Iterator[None]:
     """
 
     def leave_out(upload: Callable[..., Any]) -> Callable[..., Any]:
-        def upload_folder(*args: Any, ignore_patterns: Any = None, **kwargs: Any) -> Any:
+        def upload_folder(*args: object, ignore_patterns: Any = None, **kwargs: object) -> Any:
             given = [ignore_patterns] if isinstance(ignore_patterns, str) else list(ignore_patterns or ())
             return upload(*args, ignore_patterns=[*given, folder, f"{folder}/*"], **kwargs)
 

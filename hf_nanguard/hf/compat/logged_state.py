@@ -1,7 +1,6 @@
 """What a Trainer adds up between two rows of its log, as a part of a snapshot."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -31,7 +30,7 @@ class LogSums:
     def __init__(self, trainer: HostTrainer):
         self.trainer = trainer
 
-    def copy(self, reused: Any) -> LoggedState:
+    def copy(self, reused: object) -> LoggedState:
         trainer, step = self.trainer, self.trainer.state.global_step
         return LoggedState(
             loss=running_loss(trainer).clone(),

@@ -132,7 +132,7 @@ class GenerationBuffer:
     def __init__(self, trainer: HostTrainer):
         self.trainer = trainer
 
-    def copy(self, reused: Any) -> None:
+    def copy(self, reused: object) -> None:
         return None
 
     def restore(self, saved: None, step: int) -> None:

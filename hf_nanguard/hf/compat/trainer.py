@@ -213,7 +213,7 @@ def replace_callbacks(trainer: Trainer, callbacks: list[TrainerCallback]) -> Non
     trainer.callback_handler = CallbackHandler(callbacks, trainer.model, trainer.processing_class, None, None)
 
 
-def prepare_inputs(trainer: HostTrainer, batch: Any) -> Any:
+def prepare_inputs(trainer: HostTrainer, batch: object) -> Any:
     """Returns a batch as a trainer gives it to its loss: on the device.
 
     Can go when the Trainer has a public method for it.
@@ -229,7 +229,7 @@ def set_batch_size(trainer: HostTrainer, size: int) -> None:
     trainer.args.per_device_train_batch_size = trainer._train_batch_size = size
 
 
-def checkpoint_folder(trainer: Trainer, trial: Any) -> Path:
+def checkpoint_folder(trainer: Trainer, trial: object) -> Path:
     """Returns where the Trainer saves the checkpoint of the current step.
 
     Can go when the Trainer tells its callbacks.
@@ -299,7 +299,7 @@ def ending_when_complete(trainer: HostTrainer) -> AbstractContextManager[None]:
     """
 
     def wrap(run_epoch: Callable[..., None]) -> Callable[..., None]:
-        def run(*args: Any, **kwargs: Any) -> None:
+        def run(*args: object, **kwargs: object) -> None:
             if trainer.state.global_step < trainer.state.max_steps:
                 run_epoch(*args, **kwargs)
             else:

@@ -43,7 +43,7 @@ class CheckpointCustody:
         """Surrounds the save of a checkpoint."""
         return nullcontext() if self.guard.policy.mode == "off" else self.saved.saving(folder)
 
-    def choose_resume(self, asked: Any) -> Any:
+    def choose_resume(self, asked: object) -> Any:
         """Returns what `train()` resumes from, given what it was asked to."""
         policy = self.guard.policy
         if policy.mode == "off":

@@ -42,7 +42,7 @@ class _Plan:
 
 
 def choose_resume(
-    asked: Any, trainer: HostTrainer, journal: Journal, acts: bool, repairs: bool = False
+    asked: object, trainer: HostTrainer, journal: Journal, acts: bool, repairs: bool = False
 ) -> ResumeChoice:
     """Returns what to resume from in place of what was asked for, the same on every rank. Every rank must call it.
 
@@ -68,7 +68,7 @@ def choose_resume(
     return ResumeChoice(asked if plan.path is None else plan.path, plan.last_good)
 
 
-def _plan(asked: Any, trainer: HostTrainer, repairs: bool) -> _Plan:
+def _plan(asked: object, trainer: HostTrainer, repairs: bool) -> _Plan:
     folder = Path(str(trainer.args.output_dir) if asked is True else str(asked))
     needs_optimizer = not trainer.args.save_only_model
     if not list_checkpoints(folder) or (asked is not True and (folder / TRAINER_STATE).exists()):

@@ -23,7 +23,6 @@ class MaskedSamples:
         self.rows: dict[int, None] = {}  # in the order of their first use
 
     def count(self, step: int, samples: tuple[int, ...], rows: list[int] | None) -> None:
-        """Counts samples of a batch."""
         if not samples:
             return
         theirs = [rows[sample] for sample in samples] if rows is not None and max(samples) < len(rows) else []

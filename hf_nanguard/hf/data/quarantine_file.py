@@ -38,8 +38,6 @@ OF_DATA = ("input", "forward", "loss", "backward")  # phases; a bad parameter is
 
 @dataclass(frozen=True)
 class QuarantinedRow:
-    """One line of the file."""
-
     row: int  # of the dataset as the trainer was given it
     dataset: str  # its fingerprint
     signal: str

@@ -53,7 +53,7 @@ class RowQuarantine:
         """Blames no row from now on: what is trained on is sampled anew each time, so a bad sample says little about its prompt."""
         self.has_completions = True
 
-    def begin_run(self, folder: Path, run: str, dataset: Any, prepared: PreparedRows) -> None:
+    def begin_run(self, folder: Path, run: str, dataset: object, prepared: PreparedRows) -> None:
         """Takes the folder and the dataset of a run, whose id is `run`."""
         self.folder, self.run, self.dataset, self.prepared = folder, run, dataset, prepared
         self.replacements, self._news = {}, None
@@ -151,7 +151,7 @@ class RowQuarantine:
             event = self._describe([], "this dataloader does not show which rows its batches are made of")
         self.journal.write_once(replace(event, step=self.find_step()))
 
-    def replace(self, batch: Any) -> Any:
+    def replace(self, batch: object) -> Any:
         """Returns what a batch sampler has yielded, with other rows in place of those that are left out."""
         if not self.replacements or not isinstance(batch, (list, tuple, Tensor, np.ndarray)):
             return batch

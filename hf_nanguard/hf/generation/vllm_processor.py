@@ -43,7 +43,7 @@ def __getattr__(name: str) -> type:
     class VllmStabilityLogitsProcessor(LogitsProcessor):
         """Masks NaN and +inf, and ends a sequence without a finite score; finite rows stay as they are."""
 
-        def __init__(self, vllm_config: Any, device: object, is_pin_memory: bool):
+        def __init__(self, vllm_config: object, device: object, is_pin_memory: bool):
             self.boundary = Boundary()
             self.end_id = self.boundary.call("logits", _find_end_id, vllm_config) or 0
             self.tally = Tally()

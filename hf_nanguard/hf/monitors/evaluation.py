@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor
 
@@ -34,7 +33,7 @@ class Evaluation:
         finally:
             self.losses = None
 
-    def keep(self, loss: Any, labels: Any) -> None:
+    def keep(self, loss: object, labels: object) -> None:
         """Keeps the loss of an evaluation batch; nothing is read."""
         if self.losses is not None and isinstance(loss, Tensor):
             self.losses.append(loss.detach().mean())

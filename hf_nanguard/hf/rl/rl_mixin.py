@@ -4,7 +4,7 @@ import logging
 from contextlib import nullcontext
 from copy import copy
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from transformers import TrainingArguments
@@ -59,7 +59,7 @@ class ReinforcementMixin(GuardedTrainerMixin):
     """
 
     @takes_also(SETTINGS)
-    def __init__(self, *args: Any, guard: GuardArguments | None = None, **kwargs: Any):
+    def __init__(self, *args: object, guard: GuardArguments | None = None, **kwargs: object):
         raised = partial(Boundary().call, "temperature", raise_temperature, otherwise=lambda value, guard: value)
         args = tuple(raised(value, guard) for value in args)
         kwargs = {name: raised(value, guard) for name, value in kwargs.items()}

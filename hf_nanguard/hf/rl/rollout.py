@@ -304,5 +304,4 @@ class Rollout:
 
     @property
     def step(self) -> int:
-        """The step of the trainer."""
         return self.trainer.state.global_step

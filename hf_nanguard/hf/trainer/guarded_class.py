@@ -29,7 +29,7 @@ def is_made_here(cls: type) -> bool:
 class Stealth:
     """Hides a class that is made here from `__init_subclass__` of the classes after it, which may be a registry."""
 
-    def __init_subclass__(cls, **kwargs: Any):
+    def __init_subclass__(cls, **kwargs: object):
         if MADE_HERE not in vars(cls):
             super().__init_subclass__(**kwargs)
 
@@ -37,7 +37,7 @@ class Stealth:
 class HostMethods:
     """The methods of the host, whose classes come after `mixin`, as they were when its trainer became guarded."""
 
-    def __init__(self, trainer: Any, mixin: type):
+    def __init__(self, trainer: object, mixin: type):
         order = type(trainer).__mro__
         self._classes = order[order.index(mixin) + 1 :]
         self._found: dict[str, Any] = {}
@@ -50,7 +50,7 @@ class HostMethods:
         now = next(vars(host)[name] for host in self._classes if name in vars(host))
         return now is not self._found[name]
 
-    def find_hidden(self, trainer: Any) -> list[str]:
+    def find_hidden(self, trainer: object) -> list[str]:
         """Returns which methods of the mixin are never called, because a subclass or somebody else has put another there."""
         found = {name: owner for owner in reversed(type(trainer).__mro__) for name in vars(owner)}
         ours = {
@@ -63,8 +63,7 @@ class HostMethods:
             name for name in ours if name in vars(trainer) or not isinstance(vars(found[name])[name], Override)
         )
 
-    def call(self, trainer: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Calls a method as it was."""
+    def call(self, trainer: object, name: str, *args: object, **kwargs: object) -> Any:
         return self._found[name](trainer, *args, **kwargs)
 
 
@@ -80,14 +79,14 @@ class Override:
     def __set_name__(self, mixin: type, name: str) -> None:
         self.mixin = mixin
 
-    def __get__(self, trainer: Any, cls: type) -> Any:
+    def __get__(self, trainer: object, cls: type) -> Any:
         if cls not in self._shown:
             self._shown[cls] = self._show(getattr(super(self.mixin, cls), self.name, self.method))
         return self._shown[cls] if trainer is None else MethodType(self._shown[cls], trainer)
 
     def _show(self, host: Callable[..., Any]) -> Any:
         @wraps(host)
-        def call(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(trainer: object, *args: object, **kwargs: object) -> Any:
             return self.method(trainer, *args, **kwargs)
 
         signature = inspect.signature(host)
@@ -103,7 +102,7 @@ def entered_once(method: Callable[..., Any]) -> Any:
     name = method.__name__
 
     @wraps(method)
-    def call(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(trainer: Any, *args: object, **kwargs: object) -> Any:
         if not hasattr(type(trainer), "nanguard"):  # somebody has kept the method since before `detach`
             return getattr(type(trainer), name)(trainer, *args, **kwargs)
         guard, below = trainer.nanguard, getattr(super(override.mixin, trainer), name)
@@ -129,7 +128,7 @@ def takes_also(*added: inspect.Parameter) -> Callable[[Callable[..., Any]], Any]
     return lambda method: Override(method, added)
 
 
-def detach(trainer: Any) -> None:
+def detach(trainer: object) -> None:
     """Makes a trainer that was guarded by [`attach`] one of its original class again."""
     _, trainer.__class__ = vars(type(trainer))[MADE_HERE]
     for name in OURS:
@@ -164,7 +163,7 @@ def reduce_guarded(cls: type, reduced: str | tuple) -> str | tuple:
     return (rebuild, (make, original, *parts), *rest)
 
 
-def without_attributes(state: Any, names: tuple[str, ...]) -> Any:
+def without_attributes(state: object, names: tuple[str, ...]) -> Any:
     """Returns the state of an object, as `copy` and `pickle` get it, without some attributes."""
     if isinstance(state, tuple):  # of a class with slots
         return (without_attributes(state[0], names), *state[1:])

@@ -16,6 +16,7 @@ from ...core.finite import local, read_host
 from ...core.rerun.runner import same_on_all_ranks
 from ...core.rerun.traceless_skip import clear_gradients, show_zero_gradients
 from ...core.rerun.weight_copies import WeightCopies
+from ...core.step.compiled_model import can_hook
 from ...core.step.guard import Guard
 from ...core.step.step_reading import StepOutcome
 from ...core.torch_private import unwrap_compiled
@@ -67,14 +68,14 @@ class GuardedStep:
         self._abandons_step = False
         self._num_left_out = 0
 
-    def begin_group(self, batches: Sequence[Any]) -> Sequence[Any]:
+    def begin_group(self, batches: Sequence[object]) -> Sequence[Any]:
         """Begins the accumulation group of the next optimizer step; returns its batches, made safe to run."""
         if not self.recorder.is_open:
             self.end_step()
         return self.recorder.begin_group(batches)
 
     def guard_step(
-        self, training_step: HostCall, model: nn.Module, inputs: Any, num_items: Tensor | int | None
+        self, training_step: HostCall, model: nn.Module, inputs: object, num_items: Tensor | int | None
     ) -> Tensor:
         """Runs a `training_step` as one micro-batch of `train()`; as it is if it was called by hand, again, or by another."""
         if not self.recorder.watches or self.guard.replaying or self.recorder.phase is Phase.RUNNING:
@@ -122,11 +123,11 @@ class GuardedStep:
             self.runner = TrainerRunner(trainer, model, self.guard.ranks, self.recorder)
             bare = unwrap_compiled(trainer.accelerator.unwrap_model(model))
             watched = None if self.deepspeed else trainer.optimizer
-            compiled = not self.guard.can_hook(self.runner)
+            compiled = not can_hook(self.runner, self.guard.ranks)
             self.guard.begin_monitors(build_monitors(bare, watched, self.guard, compiled), self.runner)
         return self.runner
 
-    def settle(self, model: nn.Module, max_norm: float, host_clip: HostCall, norm: Any = None) -> Any:
+    def settle(self, model: nn.Module, max_norm: float, host_clip: HostCall, norm: object = None) -> Any:
         """Settles the recorded step and clips what is left of it; returns the norm for the log, `None` for a step that is
         skipped.
 
@@ -152,7 +153,7 @@ class GuardedStep:
             self.guard.journal.write_once(Event(step, Signal.GRAD_NONFINITE, Action.SKIPPED, message))
         return None if self.recorder.phase is Phase.SKIPPED else norm
 
-    def _settle(self, model: nn.Module, max_norm: float, host_clip: HostCall, norm: Any) -> Any:
+    def _settle(self, model: nn.Module, max_norm: float, host_clip: HostCall, norm: object) -> Any:
         runner, record, call = self.runner, self.recorder.finish(), self.boundary.call
         if self.online is not None:
             call("online data", self.online.add_readings, record.group)
@@ -186,7 +187,7 @@ class GuardedStep:
         return norm
 
     def _mark(
-        self, record: StepRecord, model: nn.Module, runner: TrainerRunner, host_clip: Callable[[], Any], norm: Any
+        self, record: StepRecord, model: nn.Module, runner: TrainerRunner, host_clip: Callable[[], Any], norm: object
     ) -> Any:
         """Marks the gradients of a step that must not be taken as it is; returns the norm if somebody has clipped."""
         must_drop = any(micro.must_be_dropped for micro in record.group.micro_batches)
@@ -307,7 +308,7 @@ class GuardedStep:
     ) -> bool:
         """Rewinds or ends a run that cannot continue from its state; returns whether it was rewound."""
 
-        def stop(*_: Any) -> bool:
+        def stop(*_: object) -> bool:
             self.halting.stop(model, f"{failure.reason} The guard failed to rewind the run.")
             return False
 

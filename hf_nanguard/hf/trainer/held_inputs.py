@@ -19,7 +19,7 @@ class HeldInputs:
     versions: tuple[int, ...]
 
     @classmethod
-    def of(cls, inputs: Any) -> "HeldInputs":
+    def of(cls, inputs: object) -> "HeldInputs":
         """Holds prepared inputs by reference."""
         return cls(copy(inputs) if isinstance(inputs, Mapping) else inputs, _versions(inputs))
 
@@ -34,11 +34,10 @@ class HeldInputs:
 
     @property
     def has_labels(self) -> bool:
-        """Whether the batch is labelled."""
         return isinstance(self.inputs, Mapping) and "labels" in self.inputs
 
 
-def _versions(inputs: Any) -> tuple[int, ...]:
+def _versions(inputs: object) -> tuple[int, ...]:
     values = inputs.values() if isinstance(inputs, Mapping) else ()
     return tuple(write_count(v) for v in values if isinstance(v, Tensor) and not v.is_inference())
 

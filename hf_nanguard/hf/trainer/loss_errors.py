@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
@@ -92,5 +91,5 @@ class LossErrors:
                 stack.enter_context(replaced_method(self.trainer, "compute_loss", lambda _: self._zero_loss))
             yield
 
-    def _zero_loss(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _zero_loss(self, *args: object, **kwargs: object) -> torch.Tensor:
         return torch.zeros((), device=self.trainer.args.device)

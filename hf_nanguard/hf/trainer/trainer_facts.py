@@ -160,7 +160,7 @@ def describe_arguments(args: TrainingArguments) -> dict[str, Any]:
     return {name: value for name, value in found.items() if is_simple(value)}
 
 
-def to_json(value: Any) -> Any:
+def to_json(value: object) -> Any:
     """Returns a value with tuples and sets as lists, enumerations as their values and keys as strings."""
     if isinstance(value, Enum):
         return value.value
@@ -175,7 +175,7 @@ def to_json(value: Any) -> Any:
     return str(value)
 
 
-def is_simple(value: Any) -> bool:
+def is_simple(value: object) -> bool:
     """Returns whether a value is `None`, a number, a single word (so no path and no address), or a list or a mapping of
     these."""
     if isinstance(value, dict):

@@ -168,7 +168,7 @@ class TrainerGuard:
         self.recorder.turn_off()
 
     @contextmanager
-    def epoch(self, dataloader: Any, position: int, resumed: str | None) -> Iterator[None]:
+    def epoch(self, dataloader: object, position: int, resumed: str | None) -> Iterator[None]:
         """Surrounds one epoch, which begins at batch `position`: not 0 after a resume in mid-epoch. `resumed` is the checkpoint
         that the run continues from, given with its first epoch."""
         if not self.on:
@@ -200,7 +200,7 @@ class TrainerGuard:
         if self._creates_optimizer:
             check_resumed_rate(self.trainer, self.guard)
 
-    def _recorded_batches(self, dataloader: Any, position: int) -> AbstractContextManager[None]:
+    def _recorded_batches(self, dataloader: object, position: int) -> AbstractContextManager[None]:
         """Checks the batches of an epoch and records the rows they consist of; rows that rank 0 dispatches are not known."""
         dispatched = compat_accelerate.dispatches_batches(self.trainer)
         followed, check = (None, None) if dispatched else (dataloader, self._batch_check())
@@ -218,7 +218,7 @@ class TrainerGuard:
         """Guards a `training_step` that was put on the trainer itself, where it hides that of its class."""
 
         def wrap(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            def training_step(model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+            def training_step(model: nn.Module, inputs: object, num_items_in_batch: object = None) -> Tensor:
                 return self.boundary.around(
                     "training_step", self.step.guard_step, own, model, inputs, num_items_in_batch
                 )
@@ -272,7 +272,7 @@ class TrainerGuard:
         self.record.keep_metrics(metrics)
         return metrics if self.policy.full_metrics else find_news(counted)
 
-    def check_loss(self, result: Any, with_outputs: bool, labels: Any, training: bool) -> Any:
+    def check_loss(self, result: object, with_outputs: bool, labels: object, training: bool) -> Any:
         """Checks what `compute_loss` returned: `None` is an error, an evaluation loss is kept."""
         loss = result[0] if with_outputs and isinstance(result, tuple) else result
         if loss is None and training:  # a prediction_step may do without

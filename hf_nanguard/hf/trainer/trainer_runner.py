@@ -183,7 +183,7 @@ class TrainerRunner(Runner):
     def inputs_of(self, micro: MicroBatch) -> Any:
         return micro.payload.inputs
 
-    def with_inputs(self, micro: MicroBatch, inputs: Any) -> HeldInputs:
+    def with_inputs(self, micro: MicroBatch, inputs: object) -> HeldInputs:
         return HeldInputs.of(inputs)
 
     def decode(self, micro: MicroBatch, sample: int) -> str | None:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -57,7 +56,7 @@ class UnguardedUpdates:
         finally:
             self._is_loading = before
 
-    def _check_update(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+    def _check_update(self, optimizer: torch.optim.Optimizer, *arguments: object) -> None:
         """Runs before every `optimizer.step()` of the process: an update of the model that was not settled is reported, and what
         steps inside a `training_step` is kept, so that it can be put back."""
         if self._is_loading or not self.recorder.watches or self.recorder.phase in (Phase.DECIDED, Phase.SKIPPED):

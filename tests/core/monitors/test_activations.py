@@ -182,6 +182,7 @@ def test_only_forwards_of_training_count():
     model.layers[1].poison = 0.0
     model(torch.arange(6)).backward()
     monitor.end_backward(0)
+    assert monitor.seen
     assert all(seen.is_finite for seen in monitor.seen.values())
     assert not monitor.is_bad
 

@@ -576,6 +576,7 @@ def test_always_draws_from_bounded_scores():
         model.lm_head.weight.mul_(1000)
     with guard_generation(model, mode="always", clip_value=2.0, min_prob=1e-3):
         output = run(model, ids, do_sample=True, top_k=0, return_dict_in_generate=True, output_scores=True)
+    assert output.scores
     for scores in output.scores:
         assert scores.min() > -8
         assert torch.allclose(scores.exp().sum(-1), torch.ones(3), atol=1e-5)

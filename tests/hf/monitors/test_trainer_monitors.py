@@ -227,6 +227,7 @@ def test_what_monitors_know_survives_a_resume(tmp_path):
     second = build("plain", tmp_path, max_steps=6, extra={"guard": guard})
     second.train(resume_from_checkpoint=str(Path(tmp_path) / "checkpoint-4"))
     [again] = [m for m in second.nanguard.guard.monitor_set.monitors if type(m).__name__ == "ActivationMonitor"]
+    assert monitor.headroom.trends
     for name, trend in monitor.headroom.trends.items():
         assert len(trend.samples) == 4
         assert list(again.headroom.trends[name].samples)[:4] == list(trend.samples)

@@ -261,7 +261,9 @@ def test_text_is_printable():
 def test_events_are_strict_json(tmp_path):
     trainer = poisoned("plain", tmp_path, max_steps=8)
     trainer.train()
-    for line in (tmp_path / "nanguard" / "events.jsonl").read_text().splitlines():
+    lines = (tmp_path / "nanguard" / "events.jsonl").read_text().splitlines()
+    assert lines
+    for line in lines:
         json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not strict JSON"))
 
 

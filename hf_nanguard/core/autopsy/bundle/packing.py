@@ -94,7 +94,7 @@ class _PackedInputs(Packed):
         kind = "tuple" if isinstance(value, tuple) else "list"
         return {kind: [self.pack(item, f"{name}.{place}", depth + 1) for place, item in enumerate(value)]}
 
-    def _name_key(self, key: Any, place: int) -> Any:
+    def _name_key(self, key: object, place: int) -> Any:
         return key if self.text or key in self.known else f"key_{place}"
 
     def _leave_out(self, name: str, why: str) -> dict[str, str]:

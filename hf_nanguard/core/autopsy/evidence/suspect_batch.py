@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +56,7 @@ class SuspectBatch:
         self,
         runner: Runner,
         micro: MicroBatch,
-        weight: Any,
+        weight: object,
         num_samples: int | None = None,
         others_pass: bool = False,
     ):
@@ -159,7 +158,7 @@ class SuspectBatch:
             return self.runner.decode(self.micro, sample)
         return self.runner.decode(self.part([sample]), 0)
 
-    def _probe(self, micro: MicroBatch, compiled: bool = False, weight: Any = None) -> Tensor:
+    def _probe(self, micro: MicroBatch, compiled: bool = False, weight: object = None) -> Tensor:
         self.num_runs += 1
         as_it_is = compiled or "torch._dynamo" not in sys.modules
         # a compiled graph has no modules and no source lines

@@ -67,7 +67,6 @@ class Verdict:
         return Cause.UNKNOWN if self.origin is None else self.origin.cause
 
     def as_dict(self) -> JsonObject:
-        """Returns the verdict as strict JSON values."""
         return strict({**asdict(self), "cause": str(self.cause)})
 
     def as_values(self) -> dict[str, JsonValue]:
