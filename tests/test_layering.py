@@ -140,6 +140,7 @@ FOLDERS: dict[str, tuple[str, str]] = {
 }
 EVERYWHERE = {
     "boundary",
+    "command_errors",
     "command_exit",
     "errors",
     "harmless_log",

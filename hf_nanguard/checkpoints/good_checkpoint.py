@@ -8,6 +8,8 @@ from .checkpoint_files import has_optimizer, list_checkpoints
 from .scan import scan_paths
 from .tensor_check import Checks
 
+MAX_REASONS = 3  # checkpoints whose reasons are said
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -17,8 +19,10 @@ class Choice:
     skipped: tuple[tuple[Path, str], ...]
 
     def format_skipped(self) -> str:
-        """Returns the checkpoints that were not chosen with their reasons, in one line."""
-        return "; ".join(f"{path.name}: {why}" for path, why in self.skipped)
+        """Returns the checkpoints that were not chosen in one line, the newest with their reasons."""
+        reasons = [f"{path.name}: {why}" for path, why in self.skipped[:MAX_REASONS]]
+        num_more = len(self.skipped) - len(reasons)
+        return "; ".join([*reasons, f"and {num_more} more, see nanguard scan"] if num_more else reasons)
 
 
 def choose_checkpoint(run: Path, needs_optimizer: bool = False, before: Path | None = None) -> Choice:

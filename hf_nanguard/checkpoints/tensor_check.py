@@ -152,7 +152,10 @@ def _judge_deep(name: str, tensor: Tensor) -> Iterator[tuple[Problem, str]]:
 
 
 def _format_entries(kind: str, bad: Tensor) -> str:
-    return f"contains {kind} in {int(bad.sum())} of {bad.numel()} entries{_format_rows(bad)}"
+    num_bad, total = int(bad.sum()), bad.numel()
+    if num_bad == total > 1:
+        return f"contains {kind} in all {total} entries"
+    return f"contains {kind} in {num_bad} of {total} entries{_format_rows(bad)}"
 
 
 def _format_rows(bad: Tensor) -> str:

@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +27,13 @@ if TYPE_CHECKING:
     from ..doctor.facts.file_facts import ConfigFile
 
 RECIPES = ("sft", "grpo")
+OWN_TRAINER = "--trainer MODULE:FUNCTION, a function of yours that returns a trainer"
+OWN_RUN = "its YAML file, its output folder"
+# Kinds of files whose trainer only their own framework can build.
+KINDS = {
+    "axolotl": "a file of axolotl", "llamafactory": "a file of LlamaFactory", "accelerate": "a file of accelerate",
+    "run": "the folder of a run", "trainer": "a trainer",
+}  # fmt: skip
 HELP = ("-h", "--help")
 
 EPILOG = """stages, from cheap to expensive:
@@ -173,6 +181,14 @@ def run(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     files = read_files(arguments)
     console = build_console(stderr=arguments.json)
+    obstacle = find_obstacle(arguments, files)
+    if not (files or arguments.words or arguments.trainer or obstacle):
+        print_plain(console, f"note: the built-in task is checked. For your own run give {OWN_RUN}, or {OWN_TRAINER}.")
+    if files and obstacle is not None and not arguments.only:
+        options = replace(options, only=("rules",))
+        print_plain(
+            console, f"note: only rules are checked, because {obstacle}. For the other stages give {OWN_TRAINER}."
+        )
     with _open_folder(arguments.output_dir) as folder:
         build = find_builder(arguments, files, folder, console)
         with stdout_aside(arguments.json), quiet_hosts(), guard_log(console), progress(console) as begin:
@@ -225,16 +241,29 @@ def find_builder(arguments: argparse.Namespace, files: Sequence[ConfigFile], fol
 
     if arguments.trainer is not None:
         return partial(build_own, arguments.trainer)
+    obstacle = find_obstacle(arguments, files)
+    if obstacle is not None:
+        return partial(refuse, f"These stages need a trainer, but {obstacle}. Give {OWN_TRAINER}, or --only rules.")
     given = [file for file in files if file.kind == "arguments"]
-    other = next((file for file in files if file.kind != "arguments"), None)
-    tasks = {arguments.task} if arguments.task else {file.facts.task for file in given}
-    task = next(iter(tasks), "sft")
-    task = "sft" if task == "trainer" else task
-    if task not in RECIPES or (other is not None and not given):
-        kind = f"{task} from its arguments" if other is None or given else f"a trainer from a file of kind {other.kind}"
-        return partial(refuse, f"nanguard cannot build {kind}. Give --trainer MODULE:FUNCTION, or --only rules.")
-    return partial(build_recipe, task, [*arguments.words, *(["--config", given[0].path] if given else [])], folder, console,
-                   arguments.steps)  # fmt: skip
+    words = [*arguments.words, *(["--config", given[0].path] if given else [])]
+    return partial(build_recipe, find_task(arguments, given), words, folder, console, arguments.steps)
+
+
+def find_obstacle(arguments: argparse.Namespace, files: Sequence[ConfigFile]) -> str | None:
+    """Returns why no trainer can be built from the files, as a clause; `None` if one can."""
+    given = [file for file in files if file.kind == "arguments"]
+    if arguments.trainer is not None:
+        return None
+    if files and not given:
+        return f"nanguard cannot build a trainer from {KINDS[files[0].kind]}"
+    task = find_task(arguments, given)
+    return None if task in RECIPES else f"nanguard builds trainers of {' and '.join(RECIPES)} only, not of {task}"
+
+
+def find_task(arguments: argparse.Namespace, given: Sequence[ConfigFile]) -> str:
+    """Returns the kind of training of the files, that of the built-in task without any."""
+    task = arguments.task or next((file.facts.task for file in given), "sft")
+    return "sft" if task == "trainer" else str(task)
 
 
 def refuse(sentence: str) -> NoReturn:

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from .. import __version__
+from ..command_errors import reword, suggest
 from ..command_exit import exit_code
 from ..errors import ArgumentError
 from . import completion, demo, doctor, grpo, replay, report, run, scan, sft, watch
@@ -52,7 +53,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         missing = message.removeprefix(REQUIRED)
         if missing == message:
-            raise ArgumentError(f"{message}. Run `{self.prog} --help` for its options.")
+            message = reword(message)
+            raise ArgumentError(
+                f"{message}{'' if message.endswith('?') else '.'} Run `{self.prog} --help` for its options."
+            )
         if missing == COMMAND:
             raise ArgumentError(NO_COMMAND)
         helps = [action.help for action in self._actions if missing in (action.metavar, action.dest)]
@@ -91,8 +95,7 @@ def run_command(words: list[str]) -> int:
         parser = build_parser()
         arguments, unknown = parser.parse_known_args(words)
         if unknown:
-            help_command = f"nanguard {arguments.command} --help"
-            raise ArgumentError(f"unrecognized arguments: {' '.join(unknown)}. Run `{help_command}` for its options.")
+            raise ArgumentError(refuse_unknown(arguments.command, unknown, parser))
         arguments.parser, arguments.words = parser, others
         code = arguments.run(arguments)
         sys.stdout.flush()
@@ -100,6 +103,17 @@ def run_command(words: list[str]) -> int:
     except BrokenPipeError:  # the reader of the output, e.g. head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
         return 1
+
+
+def refuse_unknown(command: str, unknown: list[str], parser: argparse.ArgumentParser) -> str:
+    """Returns the message about words that a command does not know, with the flag that was probably meant."""
+    [commands] = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
+    flag = next((word for word in unknown if word.startswith("-")), "")
+    known = [option for action in commands[command]._actions for option in action.option_strings]
+    hint = suggest(flag, known) or "."
+    return (
+        f"nanguard {command} does not know {' '.join(unknown)}{hint} Run `nanguard {command} --help` for its options."
+    )
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..checkpoints.scan_result import ScanResult
 
 MAX_SHOWN = 20  # findings of one checkpoint
+MAX_OF_MANY = 3  # of each of several
 EPILOG = """examples:
   nanguard scan runs/mine                        # every checkpoint of a run
   nanguard scan model.safetensors --as float16   # what would overflow
@@ -70,7 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps({"results": [result.as_dict() for result in results]}, allow_nan=False))
     else:
-        print("\n".join(line for result in results for line in format_result(result)))
+        shown = MAX_SHOWN if len(results) == 1 else MAX_OF_MANY
+        print("\n".join(line for result in results for line in format_result(result, shown)))
+        print_next_step(results)
     return worst_exit_code(results)
 
 
@@ -92,14 +95,24 @@ def print_best(arguments: argparse.Namespace) -> int:
     return 2 if choice.path is None else 0
 
 
-def format_result(result: ScanResult) -> Iterator[str]:
-    """Yields the lines about one checkpoint."""
+def print_next_step(results: list[ScanResult]) -> None:
+    """Says which checkpoint of a run to continue from, if some are good and some are not."""
+    from ..checkpoints.checkpoint_files import CHECKPOINT
+
+    numbered = [result for result in results if CHECKPOINT.search(str(result.path))]  # in the order of their steps
+    good = [printable(str(result.path)) for result in numbered if result.is_good]
+    if good and len(good) < len(numbered) and len({result.path.parent for result in numbered}) == 1:
+        print(f"newest good checkpoint: {good[-1]}. `nanguard run --resume train.py` continues from it.")
+
+
+def format_result(result: ScanResult, max_shown: int = MAX_SHOWN) -> Iterator[str]:
+    """Yields the lines about one checkpoint, with at most so many findings."""
     state = "good" if not result.findings else "usable, with findings" if result.is_good else "NOT GOOD"
     tensors, size = f"{result.num_tensors} tensors", f"{result.num_bytes / 1e6:,.1f} MB"
     yield f"{printable(str(result.path))}: {state} ({tensors} in {result.num_files} files, {size})"
-    yield from (f"  {finding.problem:<18} {finding}" for finding in result.findings[:MAX_SHOWN])
-    if len(result.findings) > MAX_SHOWN:
-        yield f"  ... and {len(result.findings) - MAX_SHOWN} more (--json has all)"
+    yield from (f"  {finding.problem:<18} {finding}" for finding in result.findings[:max_shown])
+    if len(result.findings) > max_shown:
+        yield f"  ... and {len(result.findings) - max_shown} more (--json has all)"
     yield from (f"  note               {note}" for note in result.notes)
 
 

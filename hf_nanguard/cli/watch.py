@@ -103,7 +103,8 @@ def print_lines(watched: WatchedRun, console: Console, interval: float, once: bo
         for row in rows:
             print_line(console, format_row(row))
         for mark in marks:
-            print_line(console, f"step {mark.step}: {mark.signal} {mark.action}: {mark.message}")
+            why = f"; {mark.why}" if mark.why else ""
+            print_line(console, f"step {mark.step}: {mark.signal} {mark.action}: {mark.message.rstrip('.')}{why}")
         if once:
             if not rows and not marks:
                 print_line(console, f"{watched.folder}: nothing logged yet")
@@ -146,7 +147,7 @@ def build_view(watched: WatchedRun) -> RenderableType:
     values.add_row(*(format_value(watched.row[name]) for name in shown))
     events = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
     for mark in watched.marks:
-        message = Text(mark.message, no_wrap=True, overflow="ellipsis")
+        message = Text(mark.why or mark.message, no_wrap=True, overflow="ellipsis")
         events.add_row(str(mark.step), Text(mark.action, style="yellow"), mark.signal, message)
-    title = Text(f"{watched.num_events} events" if watched.num_events else "no events", style="dim")
+    title = Text(f"events: {watched.num_events or 'none'}", style="dim")
     return Group(head, values if shown else Text("nothing logged yet"), title, events)

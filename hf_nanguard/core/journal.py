@@ -17,6 +17,11 @@ logger = logging.getLogger("hf_nanguard")
 EventSink = Callable[[JsonObject], None]
 
 
+def log_block(text: str) -> None:
+    """Logs lines that belong together; the first is not put behind a progress bar."""
+    logger.warning(f"\n{text}")
+
+
 class Journal:
     """Writes events; `on_event` is called with each of them as a dictionary of the public schema.
 
@@ -65,7 +70,7 @@ class Journal:
                     self._write(event)
 
     def log(self, block: str) -> None:
-        logger.warning(show(block, self.text))
+        log_block(show(block, self.text))
 
     def _of_rank(self, event: Event) -> Event:
         return replace(event, rank=self.ranks.rank) if event.rank is None else event

@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..core.event_summary import EventKind, EventSummary
 from ..errors import ArgumentError
 from ..plain_text import printable
 from .run_files import GUARD_FOLDER, RunFiles
@@ -23,6 +24,7 @@ class Mark:
     action: str
     signal: str
     message: str
+    why: str = ""  # cause, place and remedies, as far as they are known
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class RunCurves:
     folder: Path  # the output directory
     rows: dict[int, dict[str, float]]  # by step, those of `CURVES` that were logged; NaN and inf are what they are
     marks: list[Mark]  # events in which the guard acted
+    events: list[str] = field(default_factory=list)  # all of them, those of the same kind and place in one line
     num_invalid: int = 0  # lines of the files that could not be read
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
@@ -57,20 +60,26 @@ def read_curves(run: str | Path) -> RunCurves:
     rows, events = files.read()
     ends = _find_ends(rows)
     kept = [row for row in rows if _step_of(row) < ends.get(str(row.get("run")), math.inf)]
-    marks = [
-        make_mark(event)
-        for event in events
-        if event.get("action") in MARKED and _step_of(event) < ends.get(str(event.get("run")), math.inf)
-    ]
-    return RunCurves(files.folder.parent, _join_rows(kept), marks, files.num_invalid)
+    events = [event for event in events if _step_of(event) < ends.get(str(event.get("run")), math.inf)]
+    marks = [make_mark(event) for event in events if event.get("action") in MARKED]
+    summary = EventSummary()
+    for event in events:
+        summary.add(event)
+    lines = [printable(line, MAX_MESSAGE) for line in summary.format()]
+    return RunCurves(files.folder.parent, _join_rows(kept), marks, lines, files.num_invalid)
 
 
 def make_mark(event: Mapping[str, object]) -> Mark:
     """Returns what a plot or a table shows of an event, safe to print."""
     action, signal = printable(str(event.get("action"))), printable(str(event.get("signal")))
     step = _step_of(event)
+    message, why = str(event.get("message")), EventKind.of(dict(event)).explain()
     return Mark(
-        int(step) if math.isfinite(step) else 0, action, signal, printable(str(event.get("message")), MAX_MESSAGE)
+        int(step) if math.isfinite(step) else 0,
+        action,
+        signal,
+        printable(message, MAX_MESSAGE),
+        printable(why, MAX_MESSAGE),
     )
 
 

@@ -125,6 +125,20 @@ def test_the_overflow_is_announced_before_it_comes(finished):
     assert "fp16_overflow" in guarded
 
 
+def test_the_autopsy_is_the_one_of_the_readme(finished):
+    """But for the numbers, and the folder of the run."""
+    [shown] = re.findall(
+        r"^```\n(---- autopsy .*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE
+    )
+    lines = finished[0].splitlines()
+    begin = next(index for index, line in enumerate(lines) if line.startswith("---- autopsy"))
+    printed = lines[begin : begin + len(shown.splitlines())]
+    printed = [line.replace(str(finished[2]), "runs/demo") for line in printed]
+    assert [re.sub(r"[\d.]+", "#", line) for line in printed] == [
+        re.sub(r"[\d.]+", "#", line) for line in shown.splitlines()
+    ]
+
+
 def test_it_ends_with_where_the_evidence_is(finished):
     output, _, folder = finished
     named = re.findall(r"^(?:events|autopsies) of failure \d: (.*)$", output, flags=re.MULTILINE)

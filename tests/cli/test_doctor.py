@@ -217,6 +217,29 @@ def test_rules_alone_build_nothing(tmp_path, capsys):
     assert {"clipping", "learning-rate", "unknown-arguments"} <= set(result["stages"][0]["sound"])
 
 
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (
+            {"base_model": "no/such-model", "learning_rate": 1e-5, "max_grad_norm": 1.0},
+            "a trainer from a file of axolotl",
+        ),
+        ({"desirable_weight": 1.0, "max_grad_norm": 0.0}, "sft and grpo only, not of kto"),
+    ],
+)
+def test_a_file_whose_trainer_cannot_be_built_is_judged_by_rules(content, told, tmp_path, capsys):
+    file = tmp_path / "my.yaml"
+    file.write_text(yaml.safe_dump(content))
+    assert main(["doctor", str(file)]) == 0
+    output = capsys.readouterr()
+    [note] = [line for line in output.out.splitlines() if line.startswith("note: ")]
+    assert told in note
+    assert "--trainer MODULE:FUNCTION" in note
+    assert "verdict: " in output.out
+    assert main(["doctor", str(file), "--only", "steps"]) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_a_flag_takes_precedence_over_the_file(tmp_path, capsys):
     file = tmp_path / "my.yaml"
     file.write_text(yaml.safe_dump({"model_name_or_path": "no/such-model", "max_grad_norm": 0}))

@@ -30,7 +30,11 @@ def test_report_draws_a_picture(folder, capsys):
     assert main(["report", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert re.match(rf"{re.escape(str(folder))}: \d logged steps, loss \S+ at step 1 to \S+ at step 4$", lines[0])
-    assert lines[1].split() == ["skipped", "1"]
+    assert lines[1].startswith("  1 x loss_nonfinite skipped at step 2")
+    places = dict(line.split(maxsplit=1) for line in lines[2:])
+    guard = folder / "nanguard"
+    assert places == {"events": f"{guard / 'events.jsonl'}", "autopsies": f"{guard / 'autopsy'}",
+                      "picture": f"{guard / 'report.svg'}"}  # fmt: skip
     assert (folder / "nanguard" / "report.svg").read_text().startswith("<?xml")
 
 
@@ -44,11 +48,15 @@ def test_report_as_json(folder, tmp_path, capsys):
     assert (tmp_path / "x.png").stat().st_size > 1000
 
 
-def test_without_matplotlib_the_numbers_can_still_be_had(folder, monkeypatch, capsys):
+def test_without_matplotlib_only_the_picture_is_missing(folder, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["report", "--json", str(folder)]) == 0
     capsys.readouterr()
-    assert main(["report", str(folder)]) == 2
+    assert main(["report", str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("  1 x loss_nonfinite skipped at step 2")
+    assert lines[-1] == "  picture   none. A picture needs matplotlib. Run pip install 'hf-nanguard[plot]'."
+    assert main(["report", "--output", "x.svg", str(folder)]) == 2  # asked for
     assert "pip install 'hf-nanguard[plot]'" in capsys.readouterr().err
 
 
@@ -101,7 +109,7 @@ def test_the_live_view_shows_row_and_events(folder):
     text = console.file.getvalue()
     assert "step 4" in text
     assert "loss_nonfinite" in text
-    assert "1 events" in text
+    assert "events: 1" in text
 
 
 def test_a_followed_file_returns_each_object_once(tmp_path):

@@ -55,6 +55,13 @@ args = TrainingArguments(
 )
 Trainer(LlamaForCausalLM(CONFIG), args, train_dataset=rows).train()
 """
+TRAINER = """
+from tests.trainers import build as build_trainer
+
+
+def build():
+    return build_trainer("plain", "out", guard=False)
+"""
 MODEL = """
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -111,6 +118,8 @@ def workplace(tmp_path_factory) -> Path:
     (folder / "my_package" / "model.py").write_text(MODEL, encoding="utf-8")
     (folder / "guard.yaml").write_text("nanguard_on_spike: skip\n", encoding="utf-8")
     (folder / "my.yaml").write_text("learning_rate: 1.0e-3\n", encoding="utf-8")
+    (folder / "accelerate.yaml").symlink_to(ROOT / "configs" / "accelerate" / "single.yaml")
+    (folder / "my_module.py").write_text(TRAINER, encoding="utf-8")
     (folder / "my-data").mkdir()
     rows = [{"prompt": f"{i % 5}+1=", "completion": str(i % 5 + 1)} for i in range(32)]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
@@ -148,3 +157,12 @@ def test_the_command_runs_as_it_is_written(command, workplace, request):
         assert "[loss_nonfinite]" in done.stderr
     if "--json" in command:
         json.loads((workplace / "result.json").read_text() if "result.json" in command else done.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_bundle_is_replayed_from_python(workplace, bundle):
+    [snippet] = find_snippets((ROOT / "docs" / "autopsy.md").read_text(encoding="utf-8"), "python with-bundle")
+    (workplace / "replay.py").write_text(snippet, encoding="utf-8")
+    done = run("python replay.py", workplace)
+    assert done.stdout.split()[-1] == "input_nonfinite", done.stderr

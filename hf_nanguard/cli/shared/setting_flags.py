@@ -5,9 +5,9 @@ before transformers is imported.
 """
 
 import argparse
-import difflib
 from collections.abc import Mapping
 
+from ...command_errors import suggest
 from ...core.settings import PREFIX, SETTINGS, Setting, check_settings
 from ...errors import ArgumentError
 
@@ -61,6 +61,5 @@ def _find_setting(name: str, spelling: str, place: str) -> Setting:
     known = {f"{PREFIX}{setting.name}": setting for setting in SETTINGS.values()}
     if name in known:
         return known[name]
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f" Did you mean {near[0].upper() if spelling.isupper() else near[0]}?" if near else ""
-    raise ArgumentError(f"{spelling} {place} is not a setting of the guard.{hint} `nanguard run --help` lists them.")
+    hint = suggest(spelling, [each.upper() if spelling.isupper() else each for each in known]) or "."
+    raise ArgumentError(f"{spelling} {place} is not a setting of the guard{hint} `nanguard run --help` lists them.")

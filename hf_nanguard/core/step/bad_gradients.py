@@ -9,7 +9,8 @@ from ...plain_text import printable
 from ..event import JsonValue
 from ..finite import find_nonfinite
 
-SHOWN = 12
+SHOWN = 12  # bad parameters in an event
+NEIGHBOURS = 4  # good ones in the log
 KINDS = {"nan": "NaN", "inf": "inf"}
 
 
@@ -73,8 +74,10 @@ def describe(census: Census) -> str:
     return f"gradient of {census.suspect} became {kind}{rest}"
 
 
-def format_bad_gradients(step: int, norm: float, census: Census, num_nan: int, num_inf: int) -> str:
-    """Returns the block that is logged when gradients are not finite: the total norm and every bad parameter."""
+def format_bad_gradients(
+    step: int, norm: float, census: Census, num_nan: int, num_inf: int, max_shown: int = SHOWN
+) -> str:
+    """Returns the block that is logged when gradients are not finite: the total norm and the last bad parameters."""
     kinds = {kind: sum(1 for found in census.bad.values() if found == kind) for kind in ("nan", "inf")}
     lines = [
         f"---- bad gradients at step {step} ----",
@@ -85,9 +88,9 @@ def format_bad_gradients(step: int, norm: float, census: Census, num_nan: int, n
         lines.append("  every gradient is finite, only their norm is not; no parameter is to blame")
     if census.bad and not census.good:
         return "\n".join(map(printable, [*lines, f"  all {len(census.bad)} parameters are bad"]))
-    shown = list(census.bad.items())[-SHOWN:]
+    shown = list(census.bad.items())[-max_shown:]
     if len(census.bad) > len(shown):
         lines.append(f"  ... {len(census.bad) - len(shown)} more bad parameters before these")
     lines += [f"  bad:  {name} ({KINDS[kind]})" for name, kind in shown]
-    lines += [f"  good: {name} (next to a bad one)" for name in census.neighbours[-4:]]
+    lines += [f"  good: {name} (next to a bad one)" for name in census.neighbours[-NEIGHBOURS:]]
     return "\n".join(map(printable, lines))

@@ -4,7 +4,6 @@ The norm is the same on every rank, so every rank is here at once and may commun
 are left to it; if the policy says so, the step is skipped or repaired, or the run halts; otherwise the step is redone without its bad micro-batches.
 """
 
-import logging
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ import torch
 
 from ..event import Culprit, Event, Failure, JsonValue, Remedy
 from ..finite import find_nonfinite, local, read_host
-from ..journal import Journal
+from ..journal import Journal, log_block
 from ..optimizer.bad_update import examine_update, try_update_remedies
 from ..rerun.micro_batch import BatchAction, MicroBatch
 from ..rerun.runner import Runner
@@ -27,7 +26,7 @@ from .decision import Escalation, StepAction
 from .redo import Redo, RedoResult
 from .step_reading import StepOutcome, StepReading
 
-logger = logging.getLogger("hf_nanguard")
+LOGGED = 4  # bad parameters; the autopsy says more
 
 
 class RankFacts(TypedDict):
@@ -111,7 +110,8 @@ class Containment:
         """Logs which gradients are bad, on rank 0, if they differ from those logged last."""
         census, counter = reading.census, self.counter
         if self.ranks.rank == 0 and census.bad != self.logged:
-            logger.warning(format_bad_gradients(reading.step, reading.norm, census, counter.num_nan, counter.num_inf))
+            nums = counter.num_nan, counter.num_inf
+            log_block(format_bad_gradients(reading.step, reading.norm, census, *nums, max_shown=LOGGED))
         self.logged = census.bad
 
     # ---- the whole step ----

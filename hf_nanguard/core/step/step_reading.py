@@ -148,12 +148,19 @@ class BadMicroBatch:
 
     micro: MicroBatch
     signal: Signal
-    message: str
+    what: str  # one clause, without its dataset rows
     culprit: Culprit
     values: Mapping[str, JsonValue] = field(default_factory=dict)
     cause: Cause | None = None
     verdict: Verdict | None = None
     removable_terms: frozenset[str] = frozenset()  # terms without which its gradients are finite
+    note: str = ""  # said after the rows
+
+    @property
+    def message(self) -> str:
+        """What is wrong, with the dataset rows to blame if an autopsy has found them, else those of the micro-batch."""
+        culprit = self.culprit if self.verdict is None else self.verdict.explain(self.culprit)
+        return f"{self.what}{format_rows(culprit.rows)}{self.note}"
 
     @property
     def begins_here(self) -> bool:
@@ -178,8 +185,8 @@ class BadMicroBatch:
             rows=rows,
             tokens=[list(token) for token in finding.tokens] or None,
         )
-        message = f"{finding.message} in micro-batch {micro.index} of step {step}{format_rows(rows)}"
-        return cls(micro, finding.signal, message, culprit, {}, finding.cause)
+        what = f"{finding.message} in micro-batch {micro.index} of step {step}"
+        return cls(micro, finding.signal, what, culprit, {}, finding.cause)
 
     @classmethod
     def of_run(
@@ -196,16 +203,15 @@ class BadMicroBatch:
         term = next(iter([*micro.bad_terms, *sorted(removable_terms)]), None)
         culprit = Culprit(phase="backward" if finite else "loss", parameter=census.suspect, term=term, rows=micro.rows)
         signal = Signal.GRAD_NONFINITE if finite else Signal.LOSS_NONFINITE
-        message = f"{what} in micro-batch {micro.index} of step {step}{format_rows(micro.rows)}"
-        message += "" if finite or census.bad else "; its gradients are finite"
         terms = {"terms": micro.term_values} if micro.terms else {}
         return cls(
             micro,
             signal,
-            message,
+            f"{what} in micro-batch {micro.index} of step {step}",
             culprit,
             {"loss": loss, **terms, **census.as_values()},
             removable_terms=removable_terms,
+            note="" if finite or census.bad else "; its gradients are finite",
         )
 
     def event(self, action: Action, reading: StepReading, note: str = "") -> Event:

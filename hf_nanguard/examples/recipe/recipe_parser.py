@@ -19,6 +19,7 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments
 from transformers.utils import is_torch_bf16_gpu_available
 
+from ...command_errors import reword
 from ...errors import ArgumentError
 from ...plain_text import format_value
 from ...yaml_file import read_yaml
@@ -73,7 +74,7 @@ class RecipeParser(HfArgumentParser):
         self.add_argument("--config", help="YAML file of arguments; flags take precedence over it.")
 
     def error(self, message: str) -> NoReturn:
-        raise ArgumentError(f"{_end(message)} Run `{self.prog} {self.help_flag}` to list the arguments.")
+        raise ArgumentError(f"{_end(reword(message))} Run `{self.prog} {self.help_flag}` to list the arguments.")
 
     def parse(self, words: Sequence[str] | None = None) -> list[Any]:
         """Returns an object for each dataclass, and makes the output folder. `words` are those of the process by default."""

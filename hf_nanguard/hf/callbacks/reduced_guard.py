@@ -1,18 +1,16 @@
 """What a callback can do in a training loop that is not that of transformers: detect, skip, report."""
 
-import logging
-
 from accelerate.optimizer import AcceleratedOptimizer
 from transformers import TrainerControl
 
 from ...core.event_summary import EventSummary
+from ...core.journal import log_block
 from ...core.monitors.weights import find_bad_weights
 from ...core.vocabulary import Action
 from ..trainer.arguments import GuardArguments, find_guard_arguments
 from .gradient_monitor import GradientMonitorCallback
 from .harmless_callback import harmless
 
-logger = logging.getLogger("hf_nanguard")
 NOT_CHECKED = (
     "No gradient was checked, so nothing is guarded: the training loop must call on_step_begin before the forward and "
     "on_pre_optimizer_step before the optimizer steps."
@@ -49,9 +47,9 @@ class ReducedGuard(GradientMonitorCallback):
         if self.tap is not None and not self.has_checked and state.global_step > 0:
             self._emit_failure(args, state, NOT_CHECKED)
         super().on_train_end(args, state, control, **kwargs)
-        text = None if self.writer is None else self.summary.format_end(self.writer.path)
+        text = None if self.writer is None else self.summary.format_end(args.output_dir)
         if text is not None and args.process_index == 0:
-            logger.warning(text)
+            log_block(text)
         self.summary = EventSummary()
 
     def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):

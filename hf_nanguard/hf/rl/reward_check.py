@@ -28,6 +28,7 @@ from .reward_values import BAD_REWARD, UNUSABLE, describe_entry, find_kind, is_l
 
 MAX_KEPT = 8  # findings per function
 MAX_TEXT = 200  # characters of a prompt, a completion or an error
+SHOWN_TEXT = 80  # characters of a completion in a message
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class BadReward:
     def message(self) -> str:
         """One clause for an event."""
         link = "while it held" if self.whole else "for"
-        where = "" if self.completion is None else f" {link} completion {self.completion}"
+        text = "" if self.text is None else f" ('{quote(cut(self.text, SHOWN_TEXT))}')"
+        where = "" if self.completion is None else f" {link} completion {self.completion}{text}"
         scope = "; no completion of this call has a score" if self.whole else ""
         return f"reward function {self.function} {self.detail}{where}{scope}"
 

@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 from ...core.event import Culprit, Event
+from ...core.journal import log_block
 from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Signal
 from ...plain_text import format_rows
@@ -79,9 +80,9 @@ def log_unknown_copy(guard: Guard, name: str) -> None:
 def log_summary(trainer: HostTrainer, guard: Guard, record: RunRecord, prepared: PreparedRows) -> None:
     """Ends a run that had events with what they were, which dataset its rows are of, and where to read more."""
     notes = [note for note in (guard.recovery.format_end(), _describe_rows(trainer, prepared)) if note is not None]
-    text = guard.journal.summary.format_end(record.events.path, *notes)
+    text = guard.journal.summary.format_end(record.directory.parent, *notes)
     if text is not None and guard.ranks.rank == 0:
-        logger.warning(text)
+        log_block(text)
 
 
 def _describe_rows(trainer: HostTrainer, prepared: PreparedRows) -> str | None:

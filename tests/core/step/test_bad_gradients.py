@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from hf_nanguard.core.event import strict
-from hf_nanguard.core.step.bad_gradients import SHOWN, Census, describe, format_bad_gradients, judge, take_census
+from hf_nanguard.core.step.bad_gradients import (
+    SHOWN,
+    Census,
+    describe,
+    format_bad_gradients,
+    judge,
+    take_census,
+)
 from hf_nanguard.testing import INF, NAN
 
 NAMES = [f"layer.{index}.weight" for index in range(6)]

@@ -673,7 +673,8 @@ def test_a_finding_becomes_a_culprit():
     assert (culprit.phase, culprit.reward_function, culprit.samples, culprit.rows) == ("reward", "accuracy", [1], [11])
     assert show([culprit.prompt, culprit.completion]) == ["2+2", "5"]
     assert show([culprit.prompt, culprit.completion], text=False) == ["[redacted]", "[redacted]"]
-    assert bad.message == "reward function accuracy returned nan for completion 1"
+    assert show(bad.message) == "reward function accuracy returned nan for completion 1 ('5')"
+    assert show(bad.message, text=False) == "reward function accuracy returned nan for completion 1 ('[redacted]')"
     assert BadReward("accuracy", None, "length", "x", True).culprit([10]).rows is None
 
 
