@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ CHAIN = (
     ("… / mask.sum(1)\n0 / 0", False), ("mean", False), ("loss\nNaN", False),
 )  # fmt: skip
 ORIGIN = 4
+GAP = 7  # between two boxes, in characters
 
 
 def run_demo(folder: Path) -> Path:
@@ -64,29 +66,40 @@ def draw_headroom(run: Path, file: Path) -> None:
 def draw_walk(file: Path) -> None:
     """Draws how an autopsy walks back from a bad loss to the first operator whose inputs were finite."""
     figure, panel = pyplot.subplots(figsize=(7.2, 1.7), layout="constrained")
-    end = len(CHAIN) - 1
-    panel.set(xlim=(-0.5, end + 0.5), ylim=(-0.9, 1.1))
+    places = list(_center_boxes())
+    origin, end = places[ORIGIN], places[-1]
+    panel.set(xlim=(0, end + GAP), ylim=(-0.9, 1.1))
     panel.axis("off")
     last: Any = None
-    for place, (text, is_finite) in enumerate(CHAIN):
-        color, width = GREY if is_finite else RED, 2 if place == ORIGIN else 1
+    for place, (text, is_finite) in zip(places, CHAIN, strict=True):
+        color, width = GREY if is_finite else RED, 2 if place == origin else 1
         box = {"boxstyle": "round,pad=0.4", "facecolor": "none", "edgecolor": color, "linewidth": width}
         shown = panel.text(place, 0, text, ha="center", va="center", fontsize=7, color=color, bbox=box)
-        if place:
+        if last is not None:
             ends = {"patchA": last.get_bbox_patch(), "patchB": shown.get_bbox_patch()}
-            panel.annotate("", (place, 0), (place - 1, 0), arrowprops={"arrowstyle": "-|>", "color": color, **ends})
+            arrow = {"arrowstyle": "-|>", "color": last.get_color(), **ends}  # that of the value it carries
+            panel.annotate("", shown.get_position(), last.get_position(), arrowprops=arrow)
         last = shown
     back = {"arrowstyle": "-|>", "color": RED, "linestyle": "--"}
-    panel.annotate("", (ORIGIN, 0.6), (end, 0.6), arrowprops=back)
+    panel.annotate("", (origin, 0.6), (end, 0.6), arrowprops=back)
     notes = (
-        ((ORIGIN + end) / 2, 0.75, "the autopsy walks back along NaN", RED),
-        (1.5, -0.75, "finite, so not blamed", GREY),
-        (ORIGIN, -0.75, "origin: finite inputs, result NaN", BLUE),
+        ((origin + end) / 2, 0.75, "the autopsy walks back along NaN", RED),
+        ((places[0] + places[ORIGIN - 1]) / 2, -0.75, "finite, so not blamed", GREY),
+        (origin, -0.75, "origin: finite inputs, result NaN", BLUE),
     )
     for place, height, text, color in notes:
         panel.text(place, height, text, ha="center", fontsize=8, color=color)
     figure.savefig(file, transparent=True, metadata={"Date": None})
     pyplot.close(figure)
+
+
+def _center_boxes() -> Iterator[float]:
+    """Yields the center of each box, in characters, with the same gap between all of them."""
+    right = 0
+    for text, _ in CHAIN:
+        width = max(map(len, text.splitlines()))
+        yield right + GAP / 2 + width / 2
+        right += width + GAP
 
 
 def _finish(figure: Any, panel: Any, x: str, y: str, file: Path) -> None:

@@ -107,9 +107,9 @@ class Containment:
         return self.skip_whole(reading, runner, reports, action, why_not)
 
     def log_gradients(self, reading: StepReading) -> None:
-        """Logs which gradients are bad, on rank 0, if they differ from those logged last."""
+        """Logs which gradients are bad, on rank 0, if some are good and the bad ones are not those logged last."""
         census, counter = reading.census, self.counter
-        if self.ranks.rank == 0 and census.bad != self.logged:
+        if self.ranks.rank == 0 and census.good and census.bad != self.logged:
             nums = counter.num_nan, counter.num_inf
             log_block(format_bad_gradients(reading.step, reading.norm, census, *nums, max_shown=LOGGED))
         self.logged = census.bad

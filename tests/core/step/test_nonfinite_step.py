@@ -16,7 +16,7 @@ from hf_nanguard.core.rerun.micro_batch import AccumulationGroup, BatchAction, F
 from hf_nanguard.core.rerun.runner import LoopRunner
 from hf_nanguard.core.rng import RngState
 from hf_nanguard.core.settings import Policy
-from hf_nanguard.core.step.bad_gradients import Census
+from hf_nanguard.core.step.bad_gradients import judge
 from hf_nanguard.core.step.counters import Counter
 from hf_nanguard.core.step.decision import Decision, Escalation, StepAction, decide
 from hf_nanguard.core.step.nonfinite_step import Containment
@@ -397,12 +397,13 @@ def test_a_loss_of_nan_is_no_matter_of_scale():
 def test_the_same_bad_gradients_are_shown_once(caplog):
     """Every bad step has its event; the list of its parameters is in the log again only if it is another list."""
     containment = Bench([]).containment
-    census = [Census(bad={"a": "nan"}), Census(bad={"a": "nan"}), Census(bad={"a": "nan", "b": "inf"})]
+    bad = [{"a": "nan"}, {"a": "nan"}, {"a": "nan", "b": "inf"}, dict.fromkeys("abc", "nan")]
+    census = [judge(["a", "b", "c"], found) for found in bad]  # of the last one all are bad, as its event says
     for step, bad in enumerate(census):
         decision = Decision(StepAction.REDO, Signal.GRAD_NONFINITE)
         norm = torch.tensor(NAN)
         containment.log_gradients(StepReading(step, AccumulationGroup(None), [], NAN, norm, decision, census=bad))
     blocks = [record.message for record in caplog.records if "bad gradients" in record.message]
-    assert [block.splitlines()[0] for block in blocks] == [
-        "---- bad gradients at step 0 ----", "---- bad gradients at step 2 ----",
-    ]  # fmt: skip
+    assert [block.split("\n")[:2] for block in blocks] == [
+        ["", f"---- bad gradients at step {step} ----"] for step in (0, 2)
+    ]
