@@ -20,8 +20,11 @@ INDEX_SUFFIX = ".index.json"
 CONFIGS = ("config.json", "adapter_config.json")  # which the host reads when it resumes
 MAX_JSON = 256 * 2**20  # a log history of many steps may be large
 DISTRIBUTED_METADATA = ".metadata"
-OPTIMIZER = ("optimizer.pt", "optimizer.bin", "optimizer_*", "global_step*")
-SCHEDULER = ("scheduler.pt", "global_step*")
+ENGINE_FOLDER = "global_step*"
+SHARD = re.compile(r"zero_pp_rank_(\d+)_")
+MAX_NAME = 4096
+OPTIMIZER = ("optimizer.pt", "optimizer.bin", "optimizer_*", ENGINE_FOLDER)
+SCHEDULER = ("scheduler.pt", ENGINE_FOLDER)
 RANDOM_STATE = ("rng_state*.pth",)
 STATE_FILES = re.compile(r"optim|scheduler|scaler|rng_state")
 IGNORED = {"training_args.bin"}  # an object of the user's run, not tensors
@@ -113,10 +116,31 @@ def _check_training_state(folder: Path) -> Iterator[str]:
         yield f"has {'a truncated' if there else 'no'} {TRAINER_STATE}, which is written last: the save was interrupted"
     if all(map(is_state_file, list_tensor_files(folder))):
         yield "has no weights"
+    if any(path.is_dir() for path in folder.glob(ENGINE_FOLDER)):
+        yield from _check_engine_folder(folder)
     parts = {"optimizer": OPTIMIZER, "scheduler": SCHEDULER, "random": RANDOM_STATE}
     missing = [name for name, patterns in parts.items() if not has_any(folder, patterns)]
     if 0 < len(missing) < len(parts):
         yield f"has no {' and no '.join(missing)} state, but other training state"
+
+
+def _check_engine_folder(folder: Path) -> Iterator[str]:
+    """DeepSpeed loads the folder that the file `latest` names, and a shard for each rank; it writes `latest` last."""
+    try:
+        name = read_file(folder / "latest", MAX_NAME).decode(errors="replace").strip()
+    except (OSError, ValueError):
+        yield "has no file latest, which DeepSpeed writes last: the save was interrupted"
+        return
+    if Path(name).name != name or not (folder / name).is_dir():
+        yield f"has no {printable(name, 100)}, which the file latest names"
+        return
+    shards: dict[str, set[int]] = {}  # the ranks that have a file of each kind
+    for path in (folder / name).iterdir():
+        if match := SHARD.search(path.name):
+            shards.setdefault(path.name.replace(match[0], "", 1), set()).add(int(match[1]))
+    every = set(range(max((max(ranks) for ranks in shards.values()), default=-1) + 1))
+    if missing := {rank for ranks in shards.values() for rank in every - ranks}:
+        yield f"has not all shards of rank {min(missing)} in {name}"
 
 
 def has_any(folder: Path, patterns: tuple[str, ...]) -> bool:

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from hf_nanguard import ArgumentError, scan_checkpoint
+from hf_nanguard.checkpoints.scan_result import Problem
 from hf_nanguard.checkpoints.tensor_extents import PART, build_pool, find_extents
 
 INF, NAN = float("inf"), float("nan")
@@ -319,3 +320,37 @@ def test_no_position_hides_a_bad_entry_from_the_norm(value, dtype):
             weight = torch.ones(67, dtype=dtype)
             weight[position] = value
             assert "w" in find_extents({"w": weight}, pool, lambda num_bytes: None, is_exact=False)
+
+
+def make_engine_checkpoint(folder, num_ranks=3):
+    """A checkpoint as the Trainer and DeepSpeed (ZeRO 3) leave it."""
+    inner = folder / "global_step4"
+    inner.mkdir(parents=True)
+    (folder / "latest").write_text("global_step4")
+    (folder / "trainer_state.json").write_text("{}")
+    save = {"global_steps": 4, "weight": torch.randn(4)}
+    for rank in range(num_ranks):
+        torch.save({"cpu": torch.get_rng_state()}, folder / f"rng_state_{rank}.pth")
+        for kind in ("model", "optim"):
+            torch.save(save, inner / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt")
+    return folder
+
+
+ENGINE_DAMAGE = {
+    "no latest": (lambda folder: (folder / "latest").unlink(), "no file latest"),
+    "another latest": (lambda folder: (folder / "latest").write_text("global_step3"), "no global_step3, which"),
+    "a path in latest": (lambda folder: (folder / "latest").write_text("../global_step4"), "which the file latest names"),
+    "no shard": (lambda folder: next((folder / "global_step4").glob("*_rank_1_*optim*")).unlink(), "shards of rank 1"),
+    "no last shard": (lambda folder: next((folder / "global_step4").glob("*_rank_2_*model*")).unlink(), "shards of rank 2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENGINE_DAMAGE)
+def test_a_deepspeed_checkpoint_that_was_not_saved_to_the_end_is_incomplete(name, tmp_path):
+    damage, expected = ENGINE_DAMAGE[name]
+    folder = make_engine_checkpoint(tmp_path / "checkpoint-4")
+    assert scan_checkpoint(folder).is_good
+    damage(folder)
+    [finding] = scan_checkpoint(folder).findings
+    assert finding.problem is Problem.INCOMPLETE
+    assert expected in finding.message

@@ -1,5 +1,6 @@
 """A held micro-batch measured sample by sample: loss and gradient norm of each, as if it were the whole step."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,12 +33,23 @@ class MeasuredBatch:
         """Its position in the group."""
         return self.suspect.micro.index
 
+    @property
+    def classes(self) -> Tensor | None:
+        """Its labels, if they are classes or tokens."""
+        labels = next(iter(find_fields(self.suspect.fields, ("labels",))), None)
+        return None if labels is None or labels.is_floating_point() else labels
+
     def has_many_targets(self, sample: int) -> bool:
         """Whether the loss of a sample is a mean over many targets, so that one hard target does not decide it."""
-        labels: Tensor | None = next(iter(find_fields(self.suspect.fields, ("labels",))), None)
-        if labels is None or labels.ndim < 2 or labels.is_floating_point() or sample >= len(labels):
+        labels = self.classes
+        if labels is None or labels.ndim < 2 or sample >= len(labels):
             return False
         return int((labels[sample] != IGNORED_LABEL).sum()) >= NUM_MANY
+
+    @property
+    def guess(self) -> float:
+        """The loss of a uniform guess over the classes; at least two are known to exist, none of numbers."""
+        return 0.0 if self.classes is None else math.log(max(self.suspect.runner.num_labels or 2, 2))
 
     def measure_without(self, samples: set[int]) -> tuple[float, float] | None:
         """Returns loss and norm without some samples, `None` if nothing is left."""

@@ -10,7 +10,6 @@ whose rows are blamed already are not examined again.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from ..event import JsonObject
 from ..monitors.spike_detector import SpikeDetector
@@ -56,8 +55,9 @@ class Series:
 
     @property
     def start(self) -> float | None:
-        """The level at the start of the run, `None` if too few values are known."""
-        return median(self.first) if len(self.first) == NUM_START else None
+        """The level at the start of the run, `None` if too few values are known. A model may learn within a few steps, so it is the
+        largest value but one, which may be that of a bad row."""
+        return sorted(self.first)[-2] if len(self.first) == NUM_START else None
 
     def state_dict(self) -> JsonObject:
         return {"detector": self.detector.state_dict(), "first": list(self.first)}

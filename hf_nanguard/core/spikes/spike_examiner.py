@@ -14,7 +14,7 @@ RL, where the size of a sample's loss says nothing about its row.
 
 A row is blamed only if its loss is also above that at the start of the run and above that of a uniform guess, as the mean over wrong
 labels is: a hard row is learned late, but is seldom worse than guessing. One hard target may be, so where samples have few targets the
-loss must be a multiple of that at the start. A norm must be a multiple of that at the start as well.
+loss must be a multiple of that at the start. A norm must be a multiple of that at the start as well, and the loss above that.
 """
 
 import math
@@ -164,7 +164,7 @@ class SpikeExaminer:
             | {
                 index
                 for index in find_outliers(by_norm, seen_norms, self.norms.extremes)
-                if self._exceeds_first_norm(readings[index])
+                if self._exceeds_first_norm(readings[index], measured)
             }
         )
         if not chosen:  # a row above the start is no usual one, although it is not blamed yet
@@ -172,7 +172,11 @@ class SpikeExaminer:
                 [log for log, each in zip(by_loss, readings, strict=True) if not self._exceeds_start(each, measured)]
             )
             self.norms.add(
-                [log for log, each in zip(by_norm, readings, strict=True) if not self._exceeds_first_norm(each)]
+                [
+                    log
+                    for log, each in zip(by_norm, readings, strict=True)
+                    if not self._exceeds_first_norm(each, measured)
+                ]
             )
             return replace(found, why="no sample is out of line with the others")
         blamed = [readings[index] for index in chosen]
@@ -195,16 +199,18 @@ class SpikeExaminer:
             f"{'of the largest' if many else 'alone'}{rest}; usual are {usual[0]:.4g} and {usual[1]:.4g}",
         )
 
-    def _exceeds_start(self, reading: SampleReading, measured: list[MeasuredBatch]) -> bool:
+    def _exceeds_start(self, reading: SampleReading, measured: list[MeasuredBatch], few: float = FEW_TARGETS) -> bool:
         start = self.watch.losses.start or 0.0
         batch = next(each for each in measured if each.index == reading.micro_step)
-        if not batch.has_many_targets(reading.sample):
-            return reading.loss > FEW_TARGETS * start
-        return reading.loss > max(MANY_TARGETS * start, math.log(batch.suspect.runner.num_labels or 1))
+        if batch.has_many_targets(reading.sample):
+            return reading.loss > max(MANY_TARGETS * start, batch.guess)
+        return reading.loss > few * max(start, batch.guess)
 
-    def _exceeds_first_norm(self, reading: SampleReading) -> bool:
+    def _exceeds_first_norm(self, reading: SampleReading, measured: list[MeasuredBatch]) -> bool:
+        """Returns whether the norm is above that at the start, of a sample that the model cannot predict better than then."""
         start = self.watch.norms.start
-        return start is None or reading.norm > START_NORM * start
+        is_large = start is None or reading.norm > START_NORM * start
+        return is_large and self._exceeds_start(reading, measured, few=MANY_TARGETS)
 
     def _leave_out(self, measured: list[MeasuredBatch], blamed: list[SampleReading]) -> tuple[float, float] | None:
         """Returns the largest loss and norm of the micro-batches without these samples; `None` if nothing is left of any."""

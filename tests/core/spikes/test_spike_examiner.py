@@ -191,6 +191,18 @@ def test_a_bad_sample_too_small_for_a_spike_is_named_as_well():
     assert event["micro_step"] == 1
 
 
+def test_a_sample_with_a_large_gradient_that_the_model_predicts_is_not_to_blame():
+    """A healthy pair of DPO was blamed for its norm although its loss was below that of the others."""
+    run = Run.begin().steps(0, NUM_STEPS)
+    batch = make_batch(7777)
+    batch["x"][3] *= 300.0
+    run.model[2].p = 0.0
+    batch["y"][3] = run.model(batch["x"][3:4])[0].detach() + 0.3  # an error as usual, whose gradient is large
+    [found] = run.spoil(batch).found()
+    assert found["verdict"] == "batch"
+    assert max(each["grad_norm"] for each in found["samples"]) > 50 * found["usual"]["grad_norm"]
+
+
 def test_samples_that_are_all_bad_are_a_batch_if_other_micro_batches_pass():
     run = Run.begin().steps(0, NUM_STEPS, 2).spoil(make_batch(1), spoiled(range(SIZE)))
     assert {found["verdict"] for found in run.found()} == {"batch"}
