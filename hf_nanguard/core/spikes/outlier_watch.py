@@ -103,10 +103,10 @@ class OutlierWatch:
             return self.num_fruitless < self.max_fruitless
         return step >= self.next_step and len(self.norms.detector.logs) >= MIN_SEEN
 
-    def conclude(self, step: int, is_spike: bool, found_rows: bool) -> None:
-        """Notes what an examination came to."""
+    def conclude(self, step: int, is_spike: bool, found_rows: bool, has_verdict: bool = False) -> None:
+        """Notes what an examination came to; one with another verdict than rows was worth its time if it was that of a spike."""
         self.num_in_a_row = 0 if found_rows else self.num_in_a_row + 1
-        self.num_fruitless += is_spike and not found_rows
+        self.num_fruitless += is_spike and not (found_rows or has_verdict)
         self.next_step = 0 if found_rows else step + FIRST_WAIT * WAIT_FACTOR ** (self.num_in_a_row - 1)
 
     def state_dict(self) -> JsonObject:

@@ -127,7 +127,7 @@ class SpikeExaminer:
         seconds = time.monotonic() - begin
         self.seconds += seconds
         self.blamed.update(found.rows)
-        self.watch.conclude(step, is_spike, found.verdict is SpikeVerdict.ROWS)
+        self.watch.conclude(step, is_spike, found.verdict is SpikeVerdict.ROWS, found.verdict is not None)
         return replace(found, seconds=round(seconds, 3))
 
     # ---- judge ----

@@ -62,6 +62,8 @@ def test_a_run_pays_for_few_examinations_that_come_to_nothing():
         step for step in range(60, 10_000) if watch.is_due(step, False) and watch.conclude(step, False, False) is None
     ]
     assert len(examined) <= 10
+    for step in range(50, 100):  # each with another verdict than rows
+        watch.conclude(step, True, False, True)
     for step in (100, 200, 300):
         assert watch.is_due(step, True)
         watch.conclude(step, True, False)
