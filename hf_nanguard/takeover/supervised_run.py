@@ -122,7 +122,11 @@ class Supervisor:
 
 def format_end(code: int) -> str:
     """Returns how a process ended, in words."""
-    return f"exit code {code}" if code > 0 else signal.Signals(-code).name
+    if code > 0:
+        return f"exit code {code}"
+    return (
+        signal.Signals(-code).name if -code in {*signal.Signals} else f"signal {-code}"
+    )  # real-time signals have no name
 
 
 def end_alike(code: int) -> int:

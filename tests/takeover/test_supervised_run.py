@@ -156,7 +156,8 @@ def test_without_a_temporary_folder_the_script_runs_all_the_same(plan, code, rea
 
 
 def test_words_for_an_end():
-    assert [format_end(code) for code in (1, 255, -9, -15)] == ["exit code 1", "exit code 255", "SIGKILL", "SIGTERM"]
+    ends = {1: "exit code 1", 255: "exit code 255", -9: "SIGKILL", -15: "SIGTERM", -40: "signal 40"}
+    assert {code: format_end(code) for code in ends} == ends
 
 
 def test_progress_survives_a_folder_that_is_gone(tmp_path):
