@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
-from .boundary import attempt
 from .plain_text import make_record_printable
+
+T = TypeVar("T")
 
 
 def make_harmless(logger: logging.Logger) -> None:
@@ -25,12 +26,20 @@ def make_harmless(logger: logging.Logger) -> None:
 
 
 def _make_record(make: Callable[..., logging.LogRecord], *args: Any, **kwargs: Any) -> logging.LogRecord:
-    return attempt(lambda: make(*args, **kwargs), lambda error: logging.LogRecord(*args[:7]))
+    return _attempt(lambda: make(*args, **kwargs), lambda error: logging.LogRecord(*args[:7]))
 
 
 def _handle(handle: Callable[[logging.LogRecord], None], record: logging.LogRecord) -> None:
     with nothing_left_in(sys.stderr):
-        attempt(lambda: handle(record), lambda error: None)
+        _attempt(lambda: handle(record), lambda error: None)
+
+
+def _attempt(call: Callable[[], T], failed: Callable[[Exception], T]) -> T:
+    # The boundary is not imported with the package: `python -m hf_nanguard.run` imports that while the script's folder, which may
+    # have a dataclasses.py, is still searched first.
+    from .boundary import attempt
+
+    return attempt(call, failed)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ def leave_current_folder() -> None:
 
 
 if __name__ == "__main__":
-    if not sys.flags.safe_path:  # type: ignore[attr-defined] # since Python 3.11
+    if not getattr(sys.flags, "safe_path", False):  # since Python 3.11
         leave_current_folder()
     from .cli.main import main
 

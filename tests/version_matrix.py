@@ -38,6 +38,8 @@ TESTS = (
     "tests/hf/test_guarded_trainer.py::test_attach_makes_a_stock_trainer_survive",
     "tests/hf/test_guarded_trainer.py::test_checkpoints_go_both_ways_and_resume_is_exact",
     "tests/hf/callbacks/test_nan_guard.py::test_it_attaches_when_the_trainer_is_built",
+    "tests/takeover/test_fidelity.py::test_a_script_sees_and_ends_as_without_us[exit code]",
+    "tests/laws/test_rewind.py::test_a_rewind_between_two_rows_of_the_log",
     "tests/hf/monitors/test_compiled_model.py",
     "tests/hf/monitors/test_evaluation.py",
     "tests/core/autopsy/trace",

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .trainer import FIRST_STEP, metric_lists, running_loss
+from .trainer import metric_lists, running_loss
 from .trainer_protocol import HostTrainer
 
 
@@ -36,7 +36,7 @@ class LogSums:
             loss=running_loss(trainer).clone(),
             total=trainer._total_loss_scalar,
             num_unlogged=step - trainer._globalstep_last_logged,
-            num_steps=step - vars(trainer).get(FIRST_STEP, 0),
+            num_steps=step - trainer._initial_global_step,
             num_rows=self._count_rows(),
             metrics={name: list(values) for name, values in metric_lists(trainer).items()},
         )
@@ -47,8 +47,7 @@ class LogSums:
         total.copy_(torch.zeros_like(total) if is_logged else saved.loss)
         trainer._total_loss_scalar = saved.total + (float(saved.loss) if is_logged else 0.0)
         trainer._globalstep_last_logged = step - (0 if is_logged else saved.num_unlogged)
-        if FIRST_STEP in vars(trainer):
-            trainer._initial_global_step = step - saved.num_steps
+        trainer._initial_global_step = step - saved.num_steps
         metrics.clear()
         metrics.update({} if is_logged else {name: list(values) for name, values in saved.metrics.items()})
 

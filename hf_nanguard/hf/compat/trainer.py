@@ -20,7 +20,7 @@ from .accelerate import local_collectives, replaced_method
 from .trainer_protocol import HostTrainer
 
 ITEMS = "num_items_in_batch"
-FIRST_STEP = "_initial_global_step"  # since transformers 5.19
+KNOWS_FIRST_STEP = Version(transformers.__version__).release >= (5, 19)  # `_initial_global_step`, for the mean loss
 ONE_NORM = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU,
             DistributedType.MULTI_NPU, DistributedType.MULTI_MLU, DistributedType.MULTI_HPU)  # fmt: skip
 
@@ -75,33 +75,41 @@ def running_loss(trainer: HostTrainer) -> torch.Tensor:
     return trainer._tr_loss
 
 
+def begin_mean(trainer: HostTrainer) -> None:
+    """Sets the first step of the run where the host does not know it: its mean loss is that of all steps.
+
+    Can go when transformers 5.19 is the lowest version.
+    """
+    if not KNOWS_FIRST_STEP:
+        trainer._initial_global_step = 0
+
+
 def forget_step(trainer: HostTrainer) -> None:
     """Takes a skipped step out of the means that the Trainer logs, which would else show part of a 0.0.
 
     Can go together with `running_loss`.
     """
     trainer._globalstep_last_logged += 1
-    if FIRST_STEP in vars(trainer):
-        trainer._initial_global_step += 1
+    trainer._initial_global_step += 1
 
 
-def counts_no_step(trainer: HostTrainer, num_skipped: int) -> bool:
+def counts_no_step(trainer: HostTrainer) -> bool:
     """Returns whether no step is left in the mean loss of the run, which the Trainer then calls 0.
 
     Can go together with `forget_step`.
     """
-    return trainer.state.global_step <= vars(trainer).get(FIRST_STEP, num_skipped)
+    return trainer.state.global_step <= trainer._initial_global_step
 
 
-def leave_out_of_mean(trainer: HostTrainer, num_skipped: int) -> None:
-    """Takes skipped steps out of the mean loss of a run that ends, for which older Trainers divide by `global_step`.
+def end_mean(trainer: HostTrainer) -> None:
+    """Takes the steps that were left out from the mean loss of a run that ends, which older Trainers divide by `global_step`.
 
-    Can go when transformers 5.19 is the lowest version.
+    Can go together with `begin_mean`.
     """
-    num_kept = trainer.state.global_step - num_skipped
-    if FIRST_STEP not in vars(trainer) and num_skipped and num_kept > 0:
-        trainer._total_loss_scalar *= trainer.state.global_step / num_kept
-        trainer._tr_loss *= trainer.state.global_step / num_kept
+    num_steps = trainer.state.global_step
+    if not KNOWS_FIRST_STEP and 0 < trainer._initial_global_step < num_steps:
+        trainer._total_loss_scalar *= num_steps / (num_steps - trainer._initial_global_step)
+        trainer._tr_loss *= num_steps / (num_steps - trainer._initial_global_step)
 
 
 def loss_shifts_labels(trainer: HostTrainer) -> bool:

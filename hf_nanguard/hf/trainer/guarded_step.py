@@ -55,7 +55,7 @@ class GuardedStep:
         self.runner: TrainerRunner | None = None
         self._optimizer: Any = None  # the one the monitors watch; a second run may have another
         self._hidden_filter = ExitStack()  # logging_nan_inf_filter while the host reads it: it hides NaN, by two reads
-        self._num_left_out = 0  # steps of this run that the mean of its losses does not count
+        self._has_left_out = False  # whether the mean loss of this run leaves out a step
         self._abandons_step = False  # the run halts within the step that is being recorded
 
     def use_online(self, online: OnlineData) -> None:
@@ -66,7 +66,8 @@ class GuardedStep:
         """Begins the steps of a `train()`."""
         self.no_signal.begin_run()
         self._abandons_step = False
-        self._num_left_out = 0
+        self._has_left_out = False
+        compat.begin_mean(self.trainer)
 
     def begin_group(self, batches: Sequence[object]) -> Sequence[Any]:
         """Begins the accumulation group of the next optimizer step; returns its batches, made safe to run."""
@@ -227,7 +228,7 @@ class GuardedStep:
         """Leaves out the step during which the run was halted, from weights and log alike."""
         self._skip_optimizer()
         self.recorder.restore_running_loss([])
-        self._leave_out_step()
+        compat.forget_step(self.trainer)
         if self.runner is not None:
             self.runner.remove_metrics()
         self.recorder.release()
@@ -257,20 +258,13 @@ class GuardedStep:
         if not outcome.stepped:
             runner.remove_metrics()
             if not floors:
-                self._leave_out_step()
-
-    def _leave_out_step(self) -> None:
-        self._num_left_out += 1
-        compat.forget_step(self.trainer)
-
-    def leave_out_of_mean(self) -> None:
-        """Makes the mean of the losses of the run that of the steps that were taken."""
-        compat.leave_out_of_mean(self.trainer, self._num_left_out)
+                self._has_left_out = True
+                compat.forget_step(self.trainer)
 
     @property
     def has_no_mean(self) -> bool:
         """Whether every step of the run was skipped, so that there is no loss to take the mean of."""
-        return self._num_left_out > 0 and compat.counts_no_step(self.trainer, self._num_left_out)
+        return self._has_left_out and compat.counts_no_step(self.trainer)
 
     def end_step(self) -> None:
         """Lets the optimizer step again, once a skipped step has passed."""

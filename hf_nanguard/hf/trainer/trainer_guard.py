@@ -209,7 +209,7 @@ class TrainerGuard:
     @contextmanager
     def finalizing(self) -> Iterator[None]:
         """Surrounds what comes after the last epoch."""
-        self.step.leave_out_of_mean()
+        compat.end_mean(self.trainer)
         with self._joined, self.guarded_generation():
             yield
         self.boundary.call("custody", self.custody.saved.end_run)

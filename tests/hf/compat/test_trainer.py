@@ -346,21 +346,24 @@ def test_a_forgotten_step_is_not_part_of_a_mean(tmp_path):
         logging_steps=2,
     )
     assert [row["loss"] for row in trainer.state.log_history if "loss" in row] == [6.0]  # the mean of one
-    assert not compat.counts_no_step(trainer, 1)
+    assert not compat.counts_no_step(trainer)
     for _ in range(trainer.state.global_step):
         compat.forget_step(trainer)
-    assert compat.counts_no_step(trainer, trainer.state.global_step)
+    assert compat.counts_no_step(trainer)
 
 
-def test_older_hosts_divide_by_the_steps_that_are_left(tmp_path):
+@pytest.mark.parametrize("knows_first_step", [True, False])
+def test_older_hosts_divide_by_the_steps_that_are_left(knows_first_step, tmp_path, monkeypatch):
+    monkeypatch.setattr(compat, "KNOWS_FIRST_STEP", knows_first_step)
     trainer = _at_a_step(tmp_path, lambda trainer: None)  # of 3 steps
+    trainer._initial_global_step = 0  # newer hosts begin with it
+    compat.begin_mean(trainer)
     trainer._total_loss_scalar, trainer._tr_loss = 6.0, torch.tensor(3.0)
-    compat.leave_out_of_mean(trainer, 1)
-    assert (trainer._total_loss_scalar, trainer._tr_loss) == (6.0, 3.0)  # this host counts the steps itself
-    vars(trainer).pop(compat.FIRST_STEP, None)  # as before transformers 5.19
-    compat.leave_out_of_mean(trainer, 1)
-    assert (trainer._total_loss_scalar + trainer._tr_loss) / trainer.state.global_step == 9.0 / 2
-    assert [compat.counts_no_step(trainer, skipped) for skipped in (2, 3)] == [False, True]
+    compat.forget_step(trainer)
+    compat.end_mean(trainer)
+    total = trainer._total_loss_scalar + trainer._tr_loss
+    assert total / (2 if knows_first_step else trainer.state.global_step) == 9.0 / 2
+    assert not compat.counts_no_step(trainer)
 
 
 def test_causal_losses_shift_their_labels_and_others_do_not(trainer, tmp_path):
