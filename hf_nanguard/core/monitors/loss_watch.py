@@ -46,8 +46,7 @@ class LossWatch:
         """Judges the loss as one that moves around 0, where only its size says anything."""
         if not self.is_signed:
             self.is_signed = True
-            self.spikes.ratio = SIGNED_RATIO
-            self.spikes.raise_floor(SIGNED_FLOOR)
+            self.spikes.raise_floor(SIGNED_FLOOR, SIGNED_RATIO)
             self.divergence.raise_floor(SIGNED_LEVEL)
 
     def observe(self, step: int, loss: float, norm: float = 1.0, explain: Explain | None = None) -> None:

@@ -117,7 +117,7 @@ class SpikeExaminer:
             mine = measure_group(runner, suspects, others, num_wanted, begin + limit, ranks.rank)
             found = self._judge(mine, suspicion, len(group.micro_batches))
             if found.verdict is None and is_spike:
-                found = self._judge_rest(mine, suspicion, found, runner, len(group.micro_batches))
+                found = self._judge_rest(suspicion, found, runner, len(group.micro_batches))
             found = share_examination(found, ranks)
             window = self.find_window() if found.verdict is SpikeVerdict.ROWS else None
             if window is not None:
@@ -221,9 +221,7 @@ class SpikeExaminer:
                 found.append(rest)
         return (max(loss for loss, _ in found), max(norm for _, norm in found)) if found else None
 
-    def _judge_rest(
-        self, measured: list[MeasuredBatch], suspicion: Suspicion, found: SpikeExamination, runner: Runner, size: int
-    ) -> SpikeExamination:
+    def _judge_rest(self, suspicion: Suspicion, found: SpikeExamination, runner: Runner, size: int) -> SpikeExamination:
         """Says what a spike comes from that no row is to blame for, as far as it was measured."""
         by_loss = suspicion.signal is Signal.LOSS_SPIKE
         values = [reading.loss if by_loss else reading.norm for reading in found.readings]

@@ -243,7 +243,6 @@ class Recovery:
         factor, self.rate_factor = self.rate_factor / snapshot.rate_factor, snapshot.rate_factor
         if factor != 1.0:
             self._scale(factor)
-        snapshot.num_used += 1
         self.snapshots = [each for each in self.snapshots if each.step <= snapshot.step]
         self.num_lost += self.num_updates - snapshot.num_updates
         self.num_updates = snapshot.num_updates

@@ -145,10 +145,8 @@ class Settlement:
         is_spike = self.norms.is_spike(reading.norm)
         if losses and self.journal.ranks.size == 1:  # only this rank knows them
             is_spike = is_spike or self.loss_watch.spikes.is_spike(runner.mean_loss(losses))
-        group, failure = reading.group, reading.group.failure
-        found = self.spikes.examine(group, runner, reading.step, losses, reading.norm, is_spike)
-        group.failure = failure  # an examination that fails does not change how the group was recorded
-        return SpikeReport(found)
+        with reading.group.kept_as_recorded():
+            return SpikeReport(self.spikes.examine(reading.group, runner, reading.step, losses, reading.norm, is_spike))
 
     def _observe(self, reading: StepReading, runner: Runner, report: SpikeReport) -> StepOutcome:
         """Reports what is wrong and lets the step continue: mode `observe`, a non-finite loss of this rank, a spike."""

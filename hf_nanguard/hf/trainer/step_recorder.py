@@ -158,7 +158,7 @@ class StepRecorder:
 
     def begin_step(self, weight: LossWeight) -> None:
         """Notes what the first micro-batch of the group is about to change: the running loss."""
-        self.guard.group.weight = weight
+        self.guard.group.weigh(weight)
         self._loss_before = running_loss(self.trainer).clone()
 
     def record(
