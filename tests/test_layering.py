@@ -389,6 +389,16 @@ def test_private_names_of_torch_are_used_in_one_file_only(path):
     assert not [f"line {line}: {owner}.{name}" for owner, name, line in private_touches(path) if owner in TORCH_OBJECTS]
 
 
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if p.parent.name != "compat" and p.name != "torch_private.py"], ids=name_of
+)
+def test_private_modules_are_imported_in_their_place_only(path):
+    outside = [i for i in find_imports(path) if i.top in {"torch", *HOSTS}]
+    assert not [
+        f"line {i.line}: {i.module}" for i in outside if any(part.startswith("_") for part in i.module.split("."))
+    ]
+
+
 # ---- state ----
 
 # Objects of the hosts, and of torch: their attributes are changed where a test run or a replay needs it.
