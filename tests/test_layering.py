@@ -389,6 +389,63 @@ def test_private_names_of_torch_are_used_in_one_file_only(path):
     assert not [f"line {line}: {owner}.{name}" for owner, name, line in private_touches(path) if owner in TORCH_OBJECTS]
 
 
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if p.parent.name != "compat" and p.name != "torch_private.py"], ids=name_of
+)
+def test_private_modules_are_imported_in_their_place_only(path):
+    outside = [i for i in find_imports(path) if i.top in {"torch", *HOSTS}]
+    assert not [
+        f"line {i.line}: {i.module}" for i in outside if any(part.startswith("_") for part in i.module.split("."))
+    ]
+
+
+# ---- state ----
+
+# Objects of the hosts, and of torch: their attributes are changed where a test run or a replay needs it.
+BORROWED = {
+    "trainer", "args", "run_args", "training_args", "accelerator", "host", "model", "parameter", "tensor", "target", "copied",
+    "logger", "record", "ctx", "raised", "trainer_class",
+}  # fmt: skip
+
+
+def own_attributes(path: Path) -> set[str]:
+    """Returns the attributes that the classes of a file have of their own: fields, and what a method assigns to `self`."""
+    found = set()
+    for cls in (
+        node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef)
+    ):
+        found |= {
+            node.target.id for node in cls.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+        }
+        found |= {
+            node.attr
+            for node in assigned_attributes(cls)
+            if isinstance(node.value, ast.Name) and node.value.id == "self"
+        }
+    return found
+
+
+def assigned_attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
+    stored = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    return (node for node in stored if not isinstance(node.ctx, ast.Load))
+
+
+def foreign_writes(path: Path, owners: dict[str, set[str]]) -> Iterator[str]:
+    """Yields where a file assigns an attribute that only classes of other files of ours have."""
+    for node in assigned_attributes(ast.parse(path.read_text(encoding="utf-8"))):
+        owner = node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", "")
+        if owner not in {"self", "cls", *BORROWED} and owners.get(node.attr) and name_of(path) not in owners[node.attr]:
+            yield f"line {node.lineno}: {ast.unparse(node)}"
+
+
+def test_an_object_is_changed_by_its_own_file_only():
+    owners: dict[str, set[str]] = {}
+    for path in FILES:
+        for name in own_attributes(path):
+            owners.setdefault(name, set()).add(name_of(path))
+    assert {name_of(path): wrong for path in FILES if (wrong := list(foreign_writes(path, owners)))} == {}
+
+
 # ---- the checks themselves ----
 
 
@@ -405,5 +462,11 @@ def test_the_checks_see_what_they_should(tmp_path, monkeypatch):
     ]
     assert [i.ours for i in found] == ["hf", "report", None]
     assert list(private_touches(file)) == [("trainer", "_secret", 5)]
+    file.write_text(
+        "class A:\n    x: int\n    def f(self):\n        self.y = trainer.x = 1\n        one.x, two.three.y = 2, 3\n"
+    )
+    assert own_attributes(file) == {"x", "y"}
+    assert list(foreign_writes(file, {"x": {"a.py"}, "y": {"a.py"}})) == ["line 5: one.x", "line 5: two.three.y"]
+    assert list(foreign_writes(file, {"x": {"core/bad.py"}})) == []
     assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c", "a"]
     assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []

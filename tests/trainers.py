@@ -127,12 +127,14 @@ def events_besides_spikes(trainer: Any) -> list[dict]:
     return [event for event in events if event["signal"] != "grad_spike"]
 
 
-def events_of(trainer: Any, rank: int = 0) -> list[dict]:
-    """Returns the events a run has written."""
+def events_of(trainer: Any, rank: int = 0, trained: bool = True) -> list[dict]:
+    """Returns the events a run has written. That there are none proves something only of a run that has `trained`."""
     from hf_nanguard.report.run_files import events_path, read_jsonl
 
     path = events_path(Path(trainer.args.output_dir) / "nanguard", rank)
-    return list(read_jsonl(path)) if path.exists() else []
+    events = list(read_jsonl(path)) if path.exists() else []
+    assert events or not trained or trainer.state.global_step > 0, "no step was run"
+    return events
 
 
 def metric_rows_of(trainer: Any) -> list[dict]:

@@ -145,12 +145,10 @@ def hold_trainer(
 
 def build_loop(model: nn.Module, loss_fn: LossFunction) -> LoopRunner:
     """Returns the runner of a plain loss function."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not trainable:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ArgumentError("The model must have a trainable parameter, got none. Check what --factory returns.")
-    runner = LoopRunner(model, torch.optim.SGD(trainable, lr=0.0))
-    runner.optimizer = None  # type: ignore[assignment] # there is no update to be examined
-    runner.loss_fn = lambda inputs: loss_fn(model, copy(inputs) if isinstance(inputs, Mapping) else inputs)
+    runner = LoopRunner(model, None)  # there is no update to be examined
+    runner.begin_group(lambda inputs: loss_fn(model, copy(inputs) if isinstance(inputs, Mapping) else inputs))
     return runner
 
 

@@ -145,15 +145,15 @@ class _Scan:
         except DamagedFileError as error:
             self._add(Problem.DAMAGED, file, None, str(error))
             return None
-        self.result.num_files += 1
+        self.result.count_file()
         return opened
 
     def _check_shards(self, folder: Path) -> None:
         try:
             for name, opened in read_shards(folder):
-                opened.tensors = {f"{name}.{key}" if key else name: tensor for key, tensor in opened.tensors.items()}
-                self._check(folder, opened)
-            self.result.num_files += 1
+                named = {f"{name}.{key}" if key else name: tensor for key, tensor in opened.tensors.items()}
+                self._check(folder, replace(opened, tensors=named))
+            self.result.count_file()
         except DamagedFileError as error:
             self._add(Problem.DAMAGED, folder, None, str(error))
 
@@ -172,8 +172,7 @@ class _Scan:
         if opened.unreadable:
             text = f"{len(opened.unreadable)} tensors have a dtype that torch lacks and were not checked"
             self.result.notes.append(printable(f"{file.name}: {text}, e.g. {opened.unreadable[0]}"))
-        self.result.num_tensors += len(opened.tensors)
-        self.result.num_bytes += sum(tensor.nbytes for tensor in opened.tensors.values())
+        self.result.count_tensors(opened.tensors.values())
 
     def _check_foreign(self, file: Path, names: list[str], is_state: bool) -> None:
         expected = STATE_OBJECTS if is_state else ENGINE_OBJECTS

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from ..core.vocabulary import StrEnum
 from ..plain_text import printable
 
@@ -56,6 +58,13 @@ class ScanResult:
     num_files: int = 0  # that were checked
     num_tensors: int = 0
     num_bytes: int = 0
+
+    def count_file(self) -> None:
+        self.num_files += 1
+
+    def count_tensors(self, tensors: Collection[Tensor]) -> None:
+        self.num_tensors += len(tensors)
+        self.num_bytes += sum(tensor.nbytes for tensor in tensors)
 
     @property
     def is_good(self) -> bool:

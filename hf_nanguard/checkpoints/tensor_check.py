@@ -85,7 +85,7 @@ def judge(
     if checks.cast is not None:
         yield from _judge_cast(tensor, largest, checks.cast)
     if checks.deep and largest:
-        yield from _judge_deep(name, tensor)
+        yield from _judge_deep(tensor)
 
 
 def _judge_magnitude(tensor: Tensor, low: float, high: float, is_state: bool) -> Iterator[tuple[Problem, str]]:
@@ -137,7 +137,7 @@ def _judge_cast(tensor: Tensor, largest: float, dtype: torch.dtype) -> Iterator[
         yield Problem.UNDERFLOW, f"would become zero in {target} in {num_lost} of {tensor.numel()} entries"
 
 
-def _judge_deep(name: str, tensor: Tensor) -> Iterator[tuple[Problem, str]]:
+def _judge_deep(tensor: Tensor) -> Iterator[tuple[Problem, str]]:
     wide = tensor.float() if tensor.dtype in NARROW else tensor
     smallest = torch.finfo(tensor.dtype).smallest_normal
     num_denormal = int(((wide != 0) & (wide.abs() < smallest)).sum())

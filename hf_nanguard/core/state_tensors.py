@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .finite import local
-from .torch_private import is_saved
+from .torch_private import inner_tensors, is_saved
 
 # 8-bit floats have no kernel for a norm.
 WIDE = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
@@ -40,7 +40,7 @@ class StateTensor:
 
 def is_plain(tensor: Tensor) -> bool:
     """Returns whether a tensor on this rank is no wrapper of other tensors and has a dtype that norms support."""
-    return tensor.dtype in WIDE and not hasattr(tensor, "__tensor_flatten__")
+    return tensor.dtype in WIDE and not inner_tensors(tensor)
 
 
 def name_saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -89,9 +89,9 @@ def _list_plain_parts(
     is_shard = is_shard or (part is not tensor and not tensor.is_sparse)
     if part.is_meta or not part.numel():
         return
-    if hasattr(part, "__tensor_flatten__"):  # a wrapper subclass, which may not support norms
-        for name in part.__tensor_flatten__()[0]:
+    if wrapped := inner_tensors(part):  # a wrapper may not support norms
+        for name, each in wrapped.items():
             inner = None if state is None else f"{state}.{name}"
-            yield from _list_plain_parts(getattr(part, name), owner, inner, may_be_inf, is_shard)
+            yield from _list_plain_parts(each, owner, inner, may_be_inf, is_shard)
     elif is_plain(part):
         yield StateTensor(part, owner, state, may_be_inf, is_shard)

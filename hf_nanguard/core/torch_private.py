@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 # Can go when torch exports them from a public module.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # The modules of torch whose Python functions ask for a `__torch_function__` first. Can go when such a mode also sees what
 # these functions call.
@@ -215,6 +215,15 @@ def plain_name(name: str) -> str:
 
     Can go when compiled modules report the names of the module they wrap."""
     return name.replace("_orig_mod.", "")
+
+
+def inner_tensors(tensor: Tensor) -> dict[str, Tensor]:
+    """Returns the tensors that a wrapper of tensors consists of, e.g. a quantized one; none of a plain tensor.
+
+    Can go when `is_traceable_wrapper_subclass` is public."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return {}
+    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
 
 
 def is_saved(module: nn.Module, name: str) -> bool:

@@ -53,7 +53,7 @@ def attach(trainer: Trainer, guard: Given = None) -> Trainer:
     if isinstance(trainer, GuardedTrainerMixin):
         kept = "stay as they are" if guard is None else "are replaced by those given now"
         logger.warning("hf_nanguard: this trainer is guarded already; its settings %s.", kept)
-        trainer.needs_callback = False
+        trainer.note_request()
         if guard is not None:
             trainer.begin_guarding(guard)
         return trainer

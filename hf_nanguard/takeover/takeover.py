@@ -157,7 +157,7 @@ class Takeover:
             return
         was_guarded = isinstance(trainer, GuardedTrainerMixin)
         if isinstance(trainer, GuardedTrainerMixin):
-            trainer.needs_callback = False
+            trainer.note_request()
             if self.settings:
                 trainer.begin_guarding(self._merge(trainer.nanguard.arguments))
         else:

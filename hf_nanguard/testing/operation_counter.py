@@ -11,7 +11,8 @@ from contextlib import ExitStack
 from unittest.mock import patch
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..core.torch_private import TorchDispatchMode
 
 READ_OPERATORS = (
     "aten._local_scalar_dense.default", "aten.equal.default", "aten.is_nonzero.default", "aten.nonzero.default",

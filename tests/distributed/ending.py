@@ -1,11 +1,33 @@
-"""How the ranks of a test part."""
+"""How the ranks of a test play a case, and how they part."""
 
 import atexit
+import faulthandler
+import json
+import logging
 import os
 import sys
 import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
+
+
+def play_case(home: Path, play: Callable[[], dict[str, Any]], patience: float) -> None:
+    """Writes what this rank says of a case, or why it failed. A rank that hangs is ended, with the place where it hangs."""
+    home.mkdir(parents=True, exist_ok=True)
+    logging.getLogger("hf_nanguard").setLevel(logging.ERROR)
+    faulthandler.dump_traceback_later(patience, exit=True)
+    try:
+        said = play()
+    except Exception:
+        said = {"outcome": traceback.format_exc()}
+        raise
+    finally:
+        (home / f"rank{os.environ['RANK']}.json").write_text(json.dumps(said), encoding="utf-8")
+    faulthandler.cancel_dump_traceback_later()
 
 
 def hang_up() -> None:

@@ -3,14 +3,10 @@
 python -m torch.distributed.run --nproc_per_node 2 tests/distributed/shard_worker.py shards <folder> [<case> ...]
 """
 
-import faulthandler
-import json
-import logging
-import os
 import sys
-import traceback
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from hf_nanguard.core.settings import Policy
 from hf_nanguard.core.step.guard import Guard
 from hf_nanguard.errors import NonFiniteError
-from tests.distributed.ending import hang_up
+from tests.distributed.ending import hang_up, play_case
 
 PATIENCE = 30
 NUM_STEPS = 4
@@ -237,20 +233,9 @@ def play(case: Case) -> dict[str, Any]:
 
 def main() -> None:
     _, folder, *names = sys.argv[1:]
-    logging.getLogger("hf_nanguard").setLevel(logging.ERROR)
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     for name in names or CASES:
-        home = Path(folder) / name
-        home.mkdir(parents=True, exist_ok=True)
-        faulthandler.dump_traceback_later(PATIENCE, exit=True)
-        try:
-            said = play(CASES[name])
-        except Exception:
-            said = {"outcome": traceback.format_exc()}
-            (home / f"rank{os.environ['RANK']}.json").write_text(json.dumps(said), encoding="utf-8")
-            raise
-        faulthandler.cancel_dump_traceback_later()
-        (home / f"rank{os.environ['RANK']}.json").write_text(json.dumps(said), encoding="utf-8")
+        play_case(Path(folder) / name, partial(play, CASES[name]), PATIENCE)
     hang_up()
 
 

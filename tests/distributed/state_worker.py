@@ -3,14 +3,10 @@
 python -m torch.distributed.run --nproc_per_node 2 tests/distributed/state_worker.py state <folder> [<case> ...]
 """
 
-import faulthandler
-import json
-import logging
-import os
 import sys
-import traceback
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +24,7 @@ from hf_nanguard.core.ranks import Ranks
 from hf_nanguard.core.settings import Policy
 from hf_nanguard.core.step.decision import Escalation
 from hf_nanguard.core.step.rewind_to_snapshot import Recovery
-from tests.distributed.ending import hang_up
+from tests.distributed.ending import hang_up, play_case
 
 PATIENCE = 30
 NUM_STEPS = 6
@@ -121,20 +117,9 @@ def play(case: Case) -> dict[str, Any]:
 
 def main() -> None:
     _, folder, *names = sys.argv[1:]
-    logging.getLogger("hf_nanguard").setLevel(logging.ERROR)
     dist.init_process_group("gloo", timeout=timedelta(seconds=20))
     for name in names or CASES:
-        home = Path(folder) / name
-        home.mkdir(parents=True, exist_ok=True)
-        faulthandler.dump_traceback_later(PATIENCE, exit=True)
-        try:
-            said = play(CASES[name])
-        except Exception:
-            said = {"outcome": traceback.format_exc()}
-            raise
-        finally:
-            (home / f"rank{os.environ['RANK']}.json").write_text(json.dumps(said), encoding="utf-8")
-        faulthandler.cancel_dump_traceback_later()
+        play_case(Path(folder) / name, partial(play, CASES[name]), PATIENCE)
     hang_up()
 
 

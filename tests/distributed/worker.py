@@ -3,18 +3,15 @@
 python -m torch.distributed.run --nproc_per_node 2 tests/distributed/worker.py <suite> <folder> [<scenario> ...]
 """
 
-import faulthandler
 import hashlib
-import json
-import logging
 import os
 import random
 import sys
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from hf_nanguard import NonFiniteError
 from hf_nanguard.core.rerun.snapshot import Snapshot
 from hf_nanguard.testing import PlantedFaults
-from tests.distributed.ending import hang_up
+from tests.distributed.ending import hang_up, play_case
 from tests.distributed.host import make_trainer, rows_of
 from tests.distributed.making import plant_in_making
 from tests.distributed.scenario import SUITES, Scenario
@@ -157,38 +154,32 @@ def watched_messages(profiled: bool) -> Iterator[Callable[[], Counter]]:
             setattr(dist, name, function)
 
 
+def compare(scenario: Scenario, home: Path, references: dict[str, Any]) -> dict[str, Any]:
+    """Plays a scenario under guard, and compares it with the stock run that it should equal."""
+    said, tensors = play(scenario, home / "guarded", guarded=True)
+    if scenario.compared:
+        key = repr(replace(scenario, name="", way="", faults=(), guard={}, events=()))
+        if key not in references:
+            references[key] = play(scenario, home / "stock", guarded=False)
+        said["stock"], stock = references[key]
+        said["apart"] = {
+            n: float((tensors[n].double() - stock[n].double()).abs().max())
+            for n in tensors
+            if not torch.equal(tensors[n], stock[n])
+        }
+    return said
+
+
 def main() -> None:
     suite, folder, *names = sys.argv[1:]
-    rank = int(os.environ["RANK"])
-    logging.getLogger("hf_nanguard").setLevel(logging.ERROR)
     if suite.startswith("fsdp"):
         shard_on_cpu()
     known = {scenario.name: scenario for scenario in SUITES[suite]}
-    references: dict[Scenario, Any] = {}
+    references: dict[str, Any] = {}
     for name in names or known:
-        scenario = known[name]
         home = Path(folder) / name
-        home.mkdir(parents=True, exist_ok=True)
-        print(f"rank {rank}: {name}", flush=True)
-        faulthandler.dump_traceback_later(PATIENCE, exit=True)
-        try:
-            said, tensors = play(scenario, home / "guarded", guarded=True)
-            if scenario.compared:
-                key = repr(replace(scenario, name="", way="", faults=(), guard={}, events=()))
-                if key not in references:
-                    references[key] = play(scenario, home / "stock", guarded=False)
-                said["stock"], stock = references[key]
-                said["apart"] = {
-                    n: float((tensors[n].double() - stock[n].double()).abs().max())
-                    for n in tensors
-                    if not torch.equal(tensors[n], stock[n])
-                }
-        except Exception:
-            said = {"outcome": traceback.format_exc()}
-            (home / f"rank{rank}.json").write_text(json.dumps(said), encoding="utf-8")
-            raise
-        faulthandler.cancel_dump_traceback_later()
-        (home / f"rank{rank}.json").write_text(json.dumps(said), encoding="utf-8")
+        print(f"rank {os.environ['RANK']}: {name}", flush=True)
+        play_case(home, partial(compare, known[name], home, references), PATIENCE)
     hang_up()
 
 

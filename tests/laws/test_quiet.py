@@ -2,31 +2,15 @@
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from hf_nanguard import GradientMonitorCallback, GuardArguments
-from hf_nanguard.testing import OperationCounter
 
 from ..trainers import KINDS, build
-
-
-class _CountSteps(TrainerCallback):
-    """Counts from the end of step 2 to the end of step 4: two whole steps, after the guard has learned which buffers
-    training writes."""
-
-    def __init__(self):
-        self.context = OperationCounter()
-        self.count = None
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 2:
-            self.count = self.context.__enter__()
-        if state.global_step == 4:
-            self.context.__exit__(None, None, None)
+from .ways import CountSteps
 
 
 def _count(kind, tmp_path, guard, callbacks=(), extra=None, **overrides):
-    counter = _CountSteps()
+    counter = CountSteps()
     settings = {"max_steps": 5, "logging_steps": 100, **overrides}
     extra = {**(extra or {}), "callbacks": [*callbacks, counter]}
     trainer = build(kind, tmp_path, guard=guard, extra=extra, **settings)
@@ -107,7 +91,7 @@ def test_a_look_is_one_read(name, reads, tmp_path):
 
 def test_off_is_stock(tmp_path):
     stock = _count("plain", tmp_path / "stock", False)
-    counter = _CountSteps()
+    counter = CountSteps()
     trainer = build(
         "plain", tmp_path / "off", max_steps=5, logging_steps=100,
         extra={"callbacks": [counter], "guard": GuardArguments(nanguard_mode="off")},

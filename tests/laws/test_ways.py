@@ -9,11 +9,11 @@ import torch
 from transformers import TrainerCallback, default_data_collator
 
 from hf_nanguard import GuardArguments, attach
-from hf_nanguard.testing import INF, NAN, Fault, OperationCounter, plant
+from hf_nanguard.testing import INF, NAN, Fault, plant
 from tests.reference import assert_same, losses_of, tensors_of, without
 from tests.trainers import build, events_of, stock_class
 
-from .ways import WAYS, build_guarded, params
+from .ways import WAYS, CountSteps, build_guarded, params
 
 KINDS = ("plain", "sft", "grpo")
 LAYER = "model.layers.0.mlp.down_proj.weight"
@@ -92,25 +92,11 @@ def test_one_bad_micro_batch_costs_that_micro_batch(way, tmp_path):
     assert_same(tensors_of(ours), expected)
 
 
-class _CountSteps(TrainerCallback):
-    """Counts from the end of step 2 to the end of step 4, after the guard has learned which buffers training writes."""
-
-    def __init__(self):
-        self.context = OperationCounter()
-        self.count = None
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 2:
-            self.count = self.context.__enter__()
-        if state.global_step == 4:
-            self.context.__exit__(None, None, None)
-
-
 @pytest.mark.parametrize("kind", params("plain", cases=KINDS))
 def test_every_way_costs_the_same(kind, tmp_path):
     counts = {}
     for name in ("stock", *WAYS):
-        counter = _CountSteps()
+        counter = CountSteps()
         settings = {"max_steps": 5, "logging_steps": 100, "extra": {"callbacks": [counter]}}
         guarded = name != "stock"
         trainer = (

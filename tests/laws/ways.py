@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback
 
 from hf_nanguard import GuardArguments, NanGuardCallback, attach
 from hf_nanguard.takeover.takeover import Takeover
+from hf_nanguard.testing import OperationCounter
 from tests.trainers import build
 
 Make = Callable[..., Any]
@@ -76,3 +78,18 @@ def build_guarded(
 ) -> Any:
     """Builds a guarded trainer in one of the five ways."""
     return WAYS[way](partial(_make, kind, folder, settings, extra or {}), guard)
+
+
+class CountSteps(TrainerCallback):
+    """Counts from the end of step 2 to the end of step 4: two whole steps, after the guard has learned which buffers
+    training writes."""
+
+    def __init__(self):
+        self.context = OperationCounter()
+        self.count = None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            self.count = self.context.__enter__()
+        if state.global_step == 4:
+            self.context.__exit__(None, None, None)

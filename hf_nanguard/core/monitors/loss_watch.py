@@ -22,6 +22,7 @@ class LossWatch:
 
     def __init__(self, journal: Journal, holds_divergence: bool = False):
         self.journal = journal
+        self.ranks = journal.ranks
         self.holds_divergence = holds_divergence  # for `take_divergence`, on every rank, instead of writing it
         self.is_signed = False
         self.begin_run()
@@ -46,8 +47,7 @@ class LossWatch:
         """Judges the loss as one that moves around 0, where only its size says anything."""
         if not self.is_signed:
             self.is_signed = True
-            self.spikes.ratio = SIGNED_RATIO
-            self.spikes.raise_floor(SIGNED_FLOOR)
+            self.spikes.raise_floor(SIGNED_FLOOR, SIGNED_RATIO)
             self.divergence.raise_floor(SIGNED_LEVEL)
 
     def observe(self, step: int, loss: float, norm: float = 1.0, explain: Explain | None = None) -> None:
@@ -99,12 +99,12 @@ class LossWatch:
     def take_divergence(self) -> Failure | None:
         """Returns that the loss of a rank diverges, the same on every rank, with one small reduction. Every rank calls it."""
         held, self.held = self.held, None
-        if not self.journal.ranks.any(held is not None):
+        if not self.ranks.any(held is not None):
             return None
         mine: JsonObject | None = None
         if held is not None:
             mine = {"since": held[0].since, "step": held[1].step, "message": held[1].message, "values": held[1].values}
-        found = next(filter(None, self.journal.ranks.gather(mine)))
+        found = next(filter(None, self.ranks.gather(mine)))
         message = found["message"]
         event = Event(found["step"], Signal.LOSS_DIVERGED, Action.OBSERVED, message, values=found["values"])
         return Failure(message, event, found["since"], Action.SKIPPED)

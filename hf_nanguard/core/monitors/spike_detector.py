@@ -79,9 +79,11 @@ class SpikeDetector:
         self.pending, self.num_quiet, self.is_reported = [], NUM_LEVEL, False
         self._replace([])
 
-    def raise_floor(self, floor: float) -> None:
-        """Makes values below `floor` count as `floor`: where a series moves around 0, factors between values mean nothing."""
+    def raise_floor(self, floor: float, ratio: float | None = None) -> None:
+        """Makes values below `floor` count as `floor`: where a series moves around 0, factors between values mean nothing.
+        From now on a spike must exceed `ratio` times the usual level if it is given."""
         self.floor = max(self.floor, floor)
+        self.ratio = self.ratio if ratio is None else ratio
         self._replace(list(self.values))
 
     @property

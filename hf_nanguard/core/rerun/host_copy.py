@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..finite import shard_of
+from ..finite import local, shard_of
 
 SEQUENCES = (list, tuple)
 MAX_DEPTH = 6  # of containers and objects inside each other
@@ -121,7 +121,7 @@ def has_fields(value: object) -> bool:
 
 def count_bytes(tensor: Tensor) -> int:
     """Returns how many bytes a tensor has, on this rank if it is sharded."""
-    part = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    part = local(tensor)
     return part.numel() * part.element_size()
 
 

@@ -1,6 +1,7 @@
 """The micro-batches of one optimizer step, held by reference so that the step can be redone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
@@ -109,6 +110,23 @@ class AccumulationGroup(Generic[Payload, Weight]):
     # other scalars to read at the end of the step, each with a function that is called with its value
     readings: list[tuple[Tensor, Callable[[float], None]]] = field(default_factory=list)
     failure: str | None = None  # what failed in the guard while it was recorded: then it cannot be redone
+
+    def weigh(self, weight: Weight) -> None:
+        """Takes the weight of a group that began before its weight was known."""
+        self.weight = weight
+
+    def fail(self, failure: str) -> None:
+        """Notes that the guard failed while this group was recorded."""
+        self.failure = failure
+
+    @contextmanager
+    def kept_as_recorded(self) -> Iterator[None]:
+        """What fails in this block does not change how the group was recorded."""
+        failure = self.failure
+        try:
+            yield
+        finally:
+            self.failure = failure
 
     @property
     def losses(self) -> list[Tensor]:

@@ -304,9 +304,16 @@ class Runner(ABC, Generic[Payload, Weight]):
 class LoopRunner(Runner[object, float]):
     """The runner of a hand-written loop: a loss function, a model and an optimizer."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        scaler: torch.amp.GradScaler | None = None,
+        max_grad_norm: float | None = None,
+    ):
         super().__init__(model, scaler)
-        self.optimizer: torch.optim.Optimizer = optimizer
+        self.optimizer = optimizer
+        self.max_grad_norm = max_grad_norm
         self.loss_fn: Callable[[Any], Tensor] | None = None
 
     def begin_group(self, loss_fn: Callable[[Any], Tensor]) -> None:
@@ -348,5 +355,15 @@ class LoopRunner(Runner[object, float]):
         return inputs
 
     def unscale(self) -> None:
-        if self.scaler is not None:
+        if self.scaler is not None and self.optimizer is not None:
             self.scaler.unscale_(self.optimizer)
+
+    def update(self) -> None:
+        """Lets the optimizer step, through the scaler if there is one."""
+        if self.optimizer is None:
+            return
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()

@@ -165,3 +165,4 @@ class Snapshot:
         wait_for_copies()
         for part, saved in zip(self.parts, self.copies, strict=True):
             part.restore(saved, step)
+        self.num_used += 1

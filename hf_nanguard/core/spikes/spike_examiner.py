@@ -55,6 +55,7 @@ class SpikeExaminer:
         self.find_window = find_window
         self.journal = journal
         self.boundary = journal.boundary
+        self.ranks = journal.ranks
         self.replay = replay
         self.watch = OutlierWatch(policy.max_autopsies)
         self.begin_run()
@@ -79,7 +80,7 @@ class SpikeExaminer:
             return None
         alone = [runner.mean_loss([loss] * len(losses)) for loss in losses]
         can_compare = bool(alone) and all(0.0 < loss < math.inf for loss in alone)
-        suspicion = self.watch.suspect(step, alone if can_compare else [], norm, self.journal.ranks.size == 1)
+        suspicion = self.watch.suspect(step, alone if can_compare else [], norm, self.ranks.size == 1)
         if suspicion is None or runner.lockstep or not self.watch.is_due(step, is_spike):
             return None
         return self.boundary.together(
@@ -97,7 +98,7 @@ class SpikeExaminer:
         rows = {row for micro in group.micro_batches for row in micro.rows or ()}
         spent = self.seconds > self.policy.autopsy_seconds * self.policy.max_autopsies
         mine = not can_compare or bool(rows & self.blamed) or spent or runner.why_not(group) is not None
-        return not self.journal.ranks.any(mine)
+        return not self.ranks.any(mine)
 
     def _examine(
         self,
@@ -108,7 +109,7 @@ class SpikeExaminer:
         suspicion: Suspicion,
         is_spike: bool,
     ) -> SpikeExamination:
-        ranks, limit = self.journal.ranks, self.policy.autopsy_seconds
+        ranks, limit = self.ranks, self.policy.autopsy_seconds
         begin = time.monotonic()
         with self.replay(runner), runner.undisturbed():
             suspects = [group.micro_batches[index] for index in suspicion.micro_batches]
@@ -117,7 +118,7 @@ class SpikeExaminer:
             mine = measure_group(runner, suspects, others, num_wanted, begin + limit, ranks.rank)
             found = self._judge(mine, suspicion, len(group.micro_batches))
             if found.verdict is None and is_spike:
-                found = self._judge_rest(mine, suspicion, found, runner, len(group.micro_batches))
+                found = self._judge_rest(suspicion, found, runner, len(group.micro_batches))
             found = share_examination(found, ranks)
             window = self.find_window() if found.verdict is SpikeVerdict.ROWS else None
             if window is not None:
@@ -221,9 +222,7 @@ class SpikeExaminer:
                 found.append(rest)
         return (max(loss for loss, _ in found), max(norm for _, norm in found)) if found else None
 
-    def _judge_rest(
-        self, measured: list[MeasuredBatch], suspicion: Suspicion, found: SpikeExamination, runner: Runner, size: int
-    ) -> SpikeExamination:
+    def _judge_rest(self, suspicion: Suspicion, found: SpikeExamination, runner: Runner, size: int) -> SpikeExamination:
         """Says what a spike comes from that no row is to blame for, as far as it was measured."""
         by_loss = suspicion.signal is Signal.LOSS_SPIKE
         values = [reading.loss if by_loss else reading.norm for reading in found.readings]

@@ -95,9 +95,12 @@ class Counter:
             "nanguard/success_rate_recent": 1.0 if not self.recent else sum(self.recent) / len(self.recent),
             "nanguard/grad_norm_max": self.grad_norm_max,
         }
-        for name in ("scaler_skips", "unscorable_completions", "failed_reward_calls"):
-            if getattr(self, name):
-                metrics[f"nanguard/{name}"] = getattr(self, name)
+        rare = {
+            "nanguard/scaler_skips": self.scaler_skips,
+            "nanguard/unscorable_completions": self.unscorable_completions,
+            "nanguard/failed_reward_calls": self.failed_reward_calls,
+        }
+        metrics |= {name: number for name, number in rare.items() if number}
         metrics |= {f"nanguard/term/{name}": total / number for name, (total, number) in self.terms.items()}
         metrics |= {f"nanguard/dropped_terms/{name}": number for name, number in self.dropped_terms.items()}
         self.grad_norm_max, self.terms = 0.0, {}

@@ -121,7 +121,9 @@ class Guard:
         folder: str | Path | None = None,
     ):
         self.policy = policy or Policy()
-        self.runner = None if model is None or optimizer is None else LoopRunner(model, optimizer, scaler)
+        self.runner = (
+            None if model is None or optimizer is None else LoopRunner(model, optimizer, scaler, max_grad_norm)
+        )
         device = self.runner.parameters[0].device if self.runner and self.runner.parameters else "cpu"
         self.ranks = ranks or Ranks(device)
         self.escalation = Escalation(self.policy.max_bad_steps)
@@ -145,8 +147,6 @@ class Guard:
             self.boundary.call("monitors", self._build_monitors, model, optimizer)
         self.scheduler = scheduler
         self.max_grad_norm = max_grad_norm
-        if self.runner is not None:
-            self.runner.max_grad_norm = max_grad_norm
 
     def number_steps(self, find_step: Callable[[], int]) -> None:
         """Asks somebody else for the number of the step under way; otherwise calls of [`Guard.step`] are counted."""
@@ -166,7 +166,7 @@ class Guard:
 
     def _report_failure(self, failure: GuardFailure) -> None:
         """Reports an error of the guard; the group under way is not redone, because it may not be recorded as it ran."""
-        self.group.failure = str(failure)
+        self.group.fail(str(failure))
         self.journal.write_failure(self.find_step(), failure)
 
     @property
@@ -330,11 +330,7 @@ class Guard:
             return outcome
         self._clip(runner, outcome)
         self.begin_update(outcome)
-        if runner.scaler is None:
-            runner.optimizer.step()
-        else:
-            runner.scaler.step(runner.optimizer)
-            runner.scaler.update()
+        runner.update()
         if self.scheduler is not None and not outcome.scaler_skips:
             self.scheduler.step()
         return outcome

@@ -55,6 +55,7 @@ class Recovery:
     def __init__(self, policy: Policy, journal: Journal, escalation: Escalation, is_suspect: Callable[[], bool]):
         self.policy = policy
         self.journal = journal
+        self.ranks = journal.ranks
         self.escalation = escalation
         self.is_suspect = is_suspect  # whether the loss or the norm is in an episode of spikes or of divergence
         self.parts: Sequence[StatePart] = ()
@@ -84,7 +85,7 @@ class Recovery:
         self.parts, self.next_due, self.is_watching = parts, 0, True
         self.optimizer, self.scheduler = optimizer, scheduler
         self.num_kept = self._choose_number(num_bytes)
-        if self.num_kept and self.journal.ranks.rank == 0:
+        if self.num_kept and self.ranks.rank == 0:
             logger.info(
                 "hf_nanguard: the run can go back to a snapshot, taken every %d steps: %d of %.3g MB of host memory on each rank.",
                 self.period, self.num_kept, num_bytes / 1e6,
@@ -121,7 +122,7 @@ class Recovery:
         two generations. Every rank calls it."""
         if not self.is_due(step, is_boundary):
             return None
-        if self.journal.ranks.any(self.is_suspect() or self.escalation.bad_in_a_row > 0):
+        if self.ranks.any(self.is_suspect() or self.escalation.bad_in_a_row > 0):
             return None
         if (failure := check(step)) is not None:
             return failure
@@ -243,7 +244,6 @@ class Recovery:
         factor, self.rate_factor = self.rate_factor / snapshot.rate_factor, snapshot.rate_factor
         if factor != 1.0:
             self._scale(factor)
-        snapshot.num_used += 1
         self.snapshots = [each for each in self.snapshots if each.step <= snapshot.step]
         self.num_lost += self.num_updates - snapshot.num_updates
         self.num_updates = snapshot.num_updates
@@ -255,7 +255,7 @@ class Recovery:
         """Returns the dataset rows, of all ranks, of the steps since a snapshot."""
         held = [rows for window in self.windows if window.step >= since for rows in window.rows if rows is not None]
         mine = [int(row) for rows in held for row in (rows.tolist() if isinstance(rows, Tensor) else rows)]
-        return list(dict.fromkeys(row for rows in self.journal.ranks.gather(mine) for row in rows))
+        return list(dict.fromkeys(row for rows in self.ranks.gather(mine) for row in rows))
 
     def _describe(self, event: Event, snapshot: Snapshot, num_lost: int, rows: list[int], remedy: str | None) -> Event:
         message = (

@@ -44,6 +44,7 @@ class Settlement:
         known = self.containment
         self.policy, self.journal, self.boundary = known.policy, known.journal, known.boundary
         self.counter, self.escalation, self.redo = known.counter, known.escalation, known.redo
+        self.ranks = self.journal.ranks
         self.begin_run()
 
     def begin_run(self) -> None:
@@ -95,7 +96,7 @@ class Settlement:
             norm_dev = torch.full_like(norm_dev, norm_host, dtype=torch.float32)
         self.last_norm = norm_host
         self.last_loss = runner.mean_loss(losses)
-        decision = decide(losses, norm_host, self.policy, self.norms, self.journal.ranks.size == 1)
+        decision = decide(losses, norm_host, self.policy, self.norms, self.ranks.size == 1)
         if not math.isfinite(norm_host) and group.has_bad_term:  # dropped on the device, yet its gradient is not finite
             decision = replace(decision, signal=Signal.LOSS_NONFINITE)
         reading = StepReading(
@@ -143,12 +144,10 @@ class Settlement:
         """Examines a step that is out of line, before its event is written."""
         losses = [] if self.loss_watch.is_signed else reading.losses
         is_spike = self.norms.is_spike(reading.norm)
-        if losses and self.journal.ranks.size == 1:  # only this rank knows them
+        if losses and self.ranks.size == 1:  # only this rank knows them
             is_spike = is_spike or self.loss_watch.spikes.is_spike(runner.mean_loss(losses))
-        group, failure = reading.group, reading.group.failure
-        found = self.spikes.examine(group, runner, reading.step, losses, reading.norm, is_spike)
-        group.failure = failure  # an examination that fails does not change how the group was recorded
-        return SpikeReport(found)
+        with reading.group.kept_as_recorded():
+            return SpikeReport(self.spikes.examine(reading.group, runner, reading.step, losses, reading.norm, is_spike))
 
     def _observe(self, reading: StepReading, runner: Runner, report: SpikeReport) -> StepOutcome:
         """Reports what is wrong and lets the step continue: mode `observe`, a non-finite loss of this rank, a spike."""

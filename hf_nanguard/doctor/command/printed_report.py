@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...plain_text import printable
+from ...report.terminal_console import print_line
 from ...verification.grade import Verification
 from ..dataset_check import DATA_CHECKS
 from ..rules.finding import Examination, Finding, Severity
@@ -78,7 +79,7 @@ def print_quarantined(console: Console, rows: list[int], folder: Path) -> None:
     """Prints which rows a guarded run in this folder will leave out from now on."""
     listed = ", ".join(map(str, rows[:20])) + (", ..." if len(rows) > 20 else "")
     text = f"{len(rows)} new ({listed})" if rows else "nothing new"
-    _print_line(console, f"quarantine of {folder}: {text}")
+    print_line(console, f"quarantine of {folder}: {text}")
 
 
 def print_grade(console: Console, found: Verification) -> None:
@@ -100,9 +101,9 @@ def print_end(console: Console, checkup: Checkup) -> None:
     for stage in checkup.stages:
         _print_names(console, stage.name, stage.examination)
     for remark in checkup.remarks:
-        _print_line(console, remark)
+        print_line(console, remark)
     if checkup.unjudged:
-        _print_line(console, f"no rule knows these names of the file: {', '.join(checkup.unjudged)}")
+        print_line(console, f"no rule knows these names of the file: {', '.join(checkup.unjudged)}")
     counts = ", ".join(
         f"{number} {severity}{'' if number == 1 else 's'}"
         for severity in Severity
@@ -118,8 +119,4 @@ def _print_names(console: Console, name: str, examination: Examination) -> None:
         ("not applicable or not known", examination.unchecked),
     ):
         if names:
-            _print_line(console, f"{name}, {title}: {', '.join(ABOUT.get(each, each) for each in names)}")
-
-
-def _print_line(console: Console, text: str) -> None:
-    console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+            print_line(console, f"{name}, {title}: {', '.join(ABOUT.get(each, each) for each in names)}")

@@ -134,7 +134,7 @@ def _run_later(
         sample = take_sample(cast(HostTrainer, trainer), options.num_rows, slow_progress(progress, "rows"))
         found = judge_sample(sample, options.skip)
         stage.examination.add(found.examination)
-        stage.details |= {"num_rows": found.num_rows, "num_checked": found.num_checked, "bad_rows": found.bad_rows}
+        stage.details.update(num_rows=found.num_rows, num_checked=found.num_checked, bad_rows=found.bad_rows)
         print_rows(console, sample, options.num_shown)
         if options.quarantine is not None:
             rows = quarantine_found(options.quarantine, trainer.train_dataset, sample, found)

@@ -1,7 +1,7 @@
 """A sample of a trainer's rows, each through a copy of its own collator, with the random state restored."""
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from ...boundary import attempt
 from ...core.rng import RngState
 from ...hf.compat import trainer as compat
-from ...hf.compat.model_config import find_config, find_tokenizer, without_adapter
+from ...hf.compat.model_config import find_config, find_tokenizer, is_encoder_decoder, without_adapter
 from ...hf.compat.own_loss import has_own_batches, is_library_code
 from ...hf.compat.prepared_dataset import (
     PreparedRows,
@@ -95,13 +95,12 @@ def take_sample(trainer: HostTrainer, num_rows: int | None, report: Report | Non
         together = [row.example for row in rows[: trainer.args.per_device_train_batch_size] if row.error is None]
         batch_error = _try(collator, together)[1] if len(together) > 1 else None
         draws = any(_draws(collator, [row.example]) for row in rows[:TRIED] if row.error is None)
-    config = find_config(without_adapter(model))
-    is_seq2seq = bool(getattr(config, "is_encoder_decoder", False))
+    is_seq2seq = is_encoder_decoder(model)
     return Sample(
         rows, total, facts, find_limits(model, compat.loss_shifts_labels(trainer), own_loss), prepared, tokenizer,
         find_stop_ids(model, tokenizer), tuple(getattr(trainer, "label_names", ())), bool(getattr(trainer.args, "packing", False)),
         not own_loss and facts.task == "trainer", getattr(trainer.data_collator, "response_template", None), batch_error,
-        is_seq2seq, draws, getattr(config, "decoder_start_token_id", None) if is_seq2seq else None, _find_first_new_id(model, facts),
+        is_seq2seq, draws, getattr(find_config(without_adapter(model)), "decoder_start_token_id", None) if is_seq2seq else None, _find_first_new_id(model, facts),
     )  # fmt: skip
 
 
@@ -154,7 +153,7 @@ def _is_plain(dataset: Any) -> bool:
 
 def _choose_rows(dataset: object, num_rows: int | None) -> tuple[int | None, Sequence[int]]:
     """Returns the size of the dataset and the rows to read, evenly spread; of a stream the first ones."""
-    if isinstance(dataset, IterableDataset) or is_hf_stream(dataset) or not hasattr(dataset, "__len__"):
+    if isinstance(dataset, IterableDataset) or is_hf_stream(dataset) or not isinstance(dataset, Sized):
         return None, range(num_rows or 2**62)
     total = len(dataset)
     count = total if num_rows is None else min(num_rows, total)

@@ -44,17 +44,13 @@ def read_run(folder: Path) -> ConfigFile:
     if isinstance(state, Mapping):
         steps, rate = state.get("max_steps"), find_highest_rate(state)
         facts = facts.update(Facts.of(learning_rate=rate, max_steps=steps if isinstance(steps, int) else None))
-    result = ConfigFile(str(folder), "run", facts)
     if saved is None:
-        result.remarks.append(
-            f"{folder.name} has no training_args.bin that can be read, so most arguments are not known: give its YAML file."
-        )
-    else:
-        values = saved[1]
-        for name in find_bad_values(values, [TrainingArguments]):
-            del values[name]
-        result.facts = facts.update(find_argument_facts(values, find_kind(saved[0])))
-    return result
+        remark = f"{folder.name} has no training_args.bin that can be read, so most arguments are not known: give its YAML file."
+        return ConfigFile(str(folder), "run", facts, remarks=[remark])
+    values = saved[1]
+    for name in find_bad_values(values, [TrainingArguments]):
+        del values[name]
+    return ConfigFile(str(folder), "run", facts.update(find_argument_facts(values, find_kind(saved[0]))))
 
 
 def find_kind(class_name: str) -> str:

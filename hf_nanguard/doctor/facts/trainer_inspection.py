@@ -20,6 +20,7 @@ from .device_facts import find_device_facts
 from .file_facts import find_scale
 
 # By the name of the class or of one of its bases, which may be guarded or the user's own.
+LORA_SCALE = ("r", "rank_pattern", "alpha_pattern", "lora_alpha", "use_rslora")
 TASK_NAMES = {
     "SFTTrainer": "sft", "DPOTrainer": "dpo", "KTOTrainer": "kto", "RewardTrainer": "reward", "GRPOTrainer": "grpo",
     "RLOOTrainer": "rloo", "OnlineDPOTrainer": "online_dpo", "ORPOTrainer": "orpo", "CPOTrainer": "cpo",
@@ -64,10 +65,11 @@ def find_model_facts(model: nn.Module) -> Facts:
     modules = {name.rpartition(".")[2] for name, module in model.named_modules() if hasattr(module, "lora_A")}
     first = next(iter(adapters.values()), None)
     quantization = _find_quantization(config)
+    name = getattr(config, "name_or_path", None)
     return Facts.of(
-        model_name=getattr(config, "name_or_path", None) or type(base).__name__,
+        model_name=name or type(base).__name__,
         model_type=getattr(config, "model_type", None),
-        is_pretrained=bool(getattr(config, "name_or_path", "")) if isinstance(base, PreTrainedModel) else False,
+        is_pretrained=bool(name) and isinstance(base, PreTrainedModel),
         adapter="none" if first is None else _plain(first.peft_type).lower(),
         adapter_targets=tuple(sorted(modules)) if adapters else None,
         adapter_scale=_find_scale(first),
@@ -76,10 +78,10 @@ def find_model_facts(model: nn.Module) -> Facts:
         trainable=sum(map(_count, trained)),
         model_dtype=_largest_dtype(trained),
         checkpoint_dtype=None,
-        max_positions=_positive(getattr(text, "max_position_embeddings", None)),
-        hidden_size=_positive(getattr(text, "hidden_size", None)),
-        intermediate_size=_positive(getattr(text, "intermediate_size", None)),
-        num_layers=_positive(getattr(text, "num_hidden_layers", None)),
+        max_positions=_positive(text, "max_position_embeddings"),
+        hidden_size=_positive(text, "hidden_size"),
+        intermediate_size=_positive(text, "intermediate_size"),
+        num_layers=_positive(text, "num_hidden_layers"),
         is_causal="CausalLM" in type(base).__name__,
         embedding_rows=_rows(base, "get_input_embeddings"),
         head_rows=_rows(base, "get_output_embeddings"),
@@ -91,13 +93,10 @@ def find_model_facts(model: nn.Module) -> Facts:
 
 def _find_scale(config: Any) -> float | None:
     """Returns the scale of a LoRA; ranks and alphas that differ by module are left alone."""
-    if (
-        getattr(config, "r", None) is None
-        or getattr(config, "rank_pattern", None)
-        or getattr(config, "alpha_pattern", None)
-    ):
+    rank, ranks, alphas, alpha, is_scaled = (getattr(config, name, None) for name in LORA_SCALE)
+    if rank is None or ranks or alphas:
         return None
-    return find_scale(config.r, getattr(config, "lora_alpha", None), getattr(config, "use_rslora", False))
+    return find_scale(rank, alpha, bool(is_scaled))
 
 
 def _count(parameter: nn.Parameter) -> int:
@@ -114,7 +113,8 @@ def _largest_dtype(parameters: list[nn.Parameter]) -> str | None:
     return max(sizes, key=sizes.__getitem__) if sizes else None
 
 
-def _positive(value: object) -> int | None:
+def _positive(config: object, name: str) -> int | None:
+    value = getattr(config, name, None)
     return value if isinstance(value, int) and value > 0 else None
 
 

@@ -1,11 +1,11 @@
 """Tokens see only what they may: nothing of other documents of the same row, and nothing that comes after them."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ...hf.compat.model_config import find_config, without_adapter
 from ..trial.law_result import ERROR, NOTE, WARNING, LawResult, NotApplicable, broken, held
 from ..trial.moved_output import find_moved, measure_move
 from ..trial.special_tokens import find_special_tokens, find_stop_tokens
@@ -165,12 +165,11 @@ def check_causality(bench: TrialBench) -> LawResult:
     """Changes the last token of every row and compares the outputs of all tokens before it."""
     inputs = bench.find_inputs()
     ids, mask = inputs.get(IDS), inputs.get("attention_mask")
-    base: Any = bench.bare.get_base_model() if hasattr(bench.bare, "get_base_model") else bench.bare
-    names = [cls.__name__ for cls in type(base).__mro__]
+    names = [cls.__name__ for cls in type(without_adapter(bench.bare)).__mro__]
     is_generator = bench.is_causal and any(part in name for part in GENERATORS for name in names)
     if not is_generator or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] < 3:
         raise NotApplicable("its model does not predict the next token of its inputs")
-    if getattr(getattr(bench.bare, "config", None), "use_bidirectional_attention", False):
+    if getattr(find_config(bench.bare), "use_bidirectional_attention", False):
         raise NotApplicable("its config asks for attention in both directions")
     bench.need_steady()
     is_real = (

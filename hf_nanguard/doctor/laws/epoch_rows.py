@@ -1,7 +1,7 @@
 """An epoch takes every row of the dataset once. Only row numbers are read, no row and no batch."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from itertools import islice
 from typing import Any
 
@@ -18,7 +18,7 @@ def check_epoch(bench: TrialBench) -> LawResult:
     if bench.is_online:
         raise NotApplicable("it takes each prompt several times by design")
     loader = bench.loader
-    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
+    if isinstance(loader.dataset, IterableDataset) or not isinstance(loader.dataset, Sized):
         raise NotApplicable("its training data are a stream")
     size = len(loader.dataset)
     if size > MAX_ROWS:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from ...hf.compat.model_config import ATTENTION, find_config, find_implementation, without_adapter
+from ...hf.compat.model_config import ATTENTION, find_adapters, find_config, find_implementation, without_adapter
 from ..rules.finding import Severity
 from ..trial.borrowed_trainer import list_parts
 from ..trial.checkpoint_weights import MAX_COPIED
@@ -113,7 +113,7 @@ def check_installed_code(bench: TrialBench) -> LawResult:
     is read a second time under another name, where nothing is patched. The copy shares the weights.
     """
     model: Any = bench.bare
-    if hasattr(model, "get_base_model"):
+    if find_adapters(model):
         raise NotApplicable("its model has an adapter, which is no part of the installed code")
     if not isinstance(model, PreTrainedModel) or not type(model).__module__.startswith("transformers.models."):
         raise NotApplicable("its model is not defined by transformers")

@@ -43,7 +43,7 @@ def check_next_token(bench: TrialBench) -> LawResult:
         raise NotApplicable("no label of its rows is unmasked")
     right = (found.target == follows)[asked].float().mean().item()
     if right >= SHARE:
-        return _check_padding_labels(bench, found, right)
+        return _check_padding_labels(found, right)
     others = {"itself": found.ids, "the token after the next": found.ids.roll(-2, 1)}
     shares = {name: (found.target == ids)[asked].float().mean().item() for name, ids in others.items()}
     name = max(shares, key=lambda each: shares[each])
@@ -54,7 +54,7 @@ def check_next_token(bench: TrialBench) -> LawResult:
                   next_token=right, other=shares[name])  # fmt: skip
 
 
-def _check_padding_labels(bench: TrialBench, found: Targets, right: float) -> LawResult:
+def _check_padding_labels(found: Targets, right: float) -> LawResult:
     padded = found.asked & ~found.real.roll(-1, 1)
     padded[:, -1] = False
     if bool(padded.any()):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...core.rerun.kept_attributes import untouched
 from ...hf.compat.accelerate import replaced_method
-from ...hf.compat.model_config import find_config, without_adapter
+from ...hf.compat.model_config import is_encoder_decoder, without_adapter
 from ...hf.compat.online_trainer import has_policy_logps, is_online
 from ...hf.compat.trainer import prepare_inputs, set_accumulation_steps
 from .borrowed_trainer import find_models, list_parts
@@ -279,7 +279,7 @@ class TrialBench:
 
     @property
     def is_seq2seq(self) -> bool:
-        return bool(getattr(find_config(self.bare), "is_encoder_decoder", False))
+        return is_encoder_decoder(self.bare)
 
     # ---- bounds ----
 

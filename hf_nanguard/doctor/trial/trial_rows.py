@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice, pairwise
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 from transformers import set_seed
@@ -23,6 +24,7 @@ MAX_DOCUMENTS = 3
 LENGTHS = "seq_lengths"  # TRL's name for the lengths of the documents of a packed row
 IDS = "input_ids"
 MASKED = -100
+ARRAYS = (np.ndarray, torch.Tensor)
 Row = dict[str, Any]
 
 
@@ -167,11 +169,13 @@ def change_document(row: Row, span: tuple[int, int], kept: set[int]) -> Row:
 
 
 def _is_sequence(value: object) -> bool:
-    return isinstance(value, list | tuple) or (hasattr(value, "tolist") and getattr(value, "ndim", 0) == 1)
+    return isinstance(value, list | tuple) or (isinstance(value, ARRAYS) and value.ndim == 1)
 
 
 def _is_nested(value: object) -> bool:
-    if getattr(value, "ndim", 0) > 1 or (hasattr(value, "size") and hasattr(value, "mode")):  # pixels, a picture
+    if (isinstance(value, ARRAYS) and value.ndim > 1) or (
+        hasattr(value, "size") and hasattr(value, "mode")
+    ):  # pixels, a picture
         return True
     return isinstance(value, list) and bool(value) and not isinstance(value[0], int | float | str | bool)
 

@@ -112,6 +112,5 @@ class NanGuardCallback(HarmlessCallback):
         except (TypeError, AttributeError) as error:  # a metaclass, or slots, of the user's
             trainer.__class__ = cls
             return f"its class cannot be changed ({format_error(error)})"
-        guarded = cast(GuardedTrainerMixin, trainer)
-        guarded.asked_by, guarded.needs_callback = (*guarded.asked_by, self), needs_callback
+        cast(GuardedTrainerMixin, trainer).note_request(self, needs_callback)
         return None

@@ -37,6 +37,14 @@ def without_adapter(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
+def is_encoder_decoder(model: object) -> bool:
+    """Returns whether a model, with or without an adapter, has an encoder beside the decoder.
+
+    Can go when every config says it; those of diffusers and of one's own do not.
+    """
+    return bool(getattr(find_config(without_adapter(model)), "is_encoder_decoder", False))
+
+
 def find_implementation(config: object, name: str) -> dict[str, str] | None:
     """Returns the implementation of attention or experts: under `""`, and for each part with a config of its own.
 

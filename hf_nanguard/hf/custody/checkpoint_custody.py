@@ -23,11 +23,11 @@ class CheckpointCustody:
     def __init__(self, trainer: HostTrainer, guard: Guard):
         self.trainer = trainer
         self.guard = guard
+        self.find_accepted = guard.monitor_set.find_accepted
+        self.policy, self.journal, self.escalation = guard.policy, guard.journal, guard.escalation
         self.has_run = False
         self._resumed: ResumeChoice | None = None  # until its first epoch begins
-        self.saved = SavedCheckpoints(
-            trainer, guard.journal, guard.policy.acts, guard.monitor_set.find_accepted, self._is_suspect
-        )
+        self.saved = SavedCheckpoints(trainer, guard.journal, guard.policy.acts, self.find_accepted, self._is_suspect)
 
     @property
     def last_good(self) -> Path | None:
@@ -41,32 +41,32 @@ class CheckpointCustody:
 
     def saving(self, folder: Path) -> AbstractContextManager[None]:
         """Surrounds the save of a checkpoint."""
-        return nullcontext() if self.guard.policy.mode == "off" else self.saved.saving(folder)
+        return nullcontext() if self.policy.mode == "off" else self.saved.saving(folder)
 
     def choose_resume(self, asked: object) -> Any:
         """Returns what `train()` resumes from, given what it was asked to."""
-        policy = self.guard.policy
+        policy = self.policy
         if policy.mode == "off":
             return asked
         repairs = policy.on_bad_start == "repair"
-        self._resumed = choose_resume(asked, self.trainer, self.guard.journal, policy.acts, repairs)
+        self._resumed = choose_resume(asked, self.trainer, self.journal, policy.acts, repairs)
         return self._resumed.path
 
     def note_resumed(self, folder: Path) -> None:
         """Notes the checkpoint that was resumed from as the last good one; the good one before it if it is known to be bad."""
         chosen, self._resumed = self._resumed, None
         if chosen is None:  # the guard began after the host had chosen
-            chosen = choose_resume(str(folder), self.trainer, self.guard.journal, acts=False)
+            chosen = choose_resume(str(folder), self.trainer, self.journal, acts=False)
         if chosen.last_good is not None:
             self.saved.note_good(Path(chosen.last_good))
 
     def may_load_best(self) -> bool:
         """Returns whether the best checkpoint may be loaded at the end of a run."""
-        return self.guard.policy.mode == "off" or self.saved.may_load_best()
+        return self.policy.mode == "off" or self.saved.may_load_best()
 
     def _is_suspect(self) -> bool:
         """Returns whether a state of now may hold what makes steps bad: among them, or while loss or norm are out of line."""
-        return self.guard.escalation.first_bad_step is not None or self.guard.is_suspect
+        return self.escalation.first_bad_step is not None or self.guard.is_suspect
 
     def find_earlier(self, folder: Path) -> Path | None:
         """Returns the checkpoint from before the bad steps, unless it is the last one: one that was saved among them may
@@ -77,7 +77,7 @@ class CheckpointCustody:
 
     def find_bad_weights(self) -> dict[str, str]:
         """Returns the kind of each parameter of this rank that is not finite, unless it was so by design."""
-        return find_bad_weights(self.trainer.model, self.guard.monitor_set.find_accepted())
+        return find_bad_weights(self.trainer.model, self.find_accepted())
 
     def may_write(self, folder: str) -> bool:
         """Returns whether the model may be written to a folder by whoever asks; not if a run has made it non-finite.
@@ -90,16 +90,14 @@ class CheckpointCustody:
             bad = {name: kind for found in ranks.gather(bad) for name, kind in found.items()}
         if not bad:
             return True
-        acts, name = self.guard.policy.acts, next(iter(bad))
+        acts, name = self.policy.acts, next(iter(bad))
         done = "was not saved to {} because" if acts else "was saved to {} although"
         others = f", as do {len(bad) - 1} other parameters" if len(bad) > 1 else ""
         message = f"the model {done.format(folder)} {name} contains NaN or inf{others}."
         action, step = Action.REFUSED if acts else Action.OBSERVED, self.trainer.state.global_step
         culprit = Culprit(phase="parameter", parameter=name)
         values: dict[str, JsonValue] = {"folder": folder, "num_bad_parameters": len(bad)}
-        self.guard.journal.write(
-            Event(step, Signal.CHECKPOINT_NONFINITE, action, message, values=values, culprit=culprit)
-        )
+        self.journal.write(Event(step, Signal.CHECKPOINT_NONFINITE, action, message, values=values, culprit=culprit))
         hint = "" if self.last_good is None else f" The last good checkpoint is {self.last_good}."
         logger.error("hf_nanguard: %s%s", message, hint)
         return not acts

@@ -43,6 +43,7 @@ class SavedCheckpoints:
     is_suspect: Callable[[], bool] = lambda: False  # whether a state of now may hold what makes steps bad
 
     def __post_init__(self) -> None:
+        self.ranks = self.journal.ranks
         self.begin_run()
 
     def begin_run(self) -> None:
@@ -64,7 +65,7 @@ class SavedCheckpoints:
         """Surrounds the save of a checkpoint on every rank. If it fails, nothing is deleted and nothing becomes good."""
         with deferred_rotation() as rotations:
             yield
-        self.journal.ranks.any(False)  # waits until every rank has written its part
+        self.ranks.any(False)  # waits until every rank has written its part
         if self.trainer.args.should_save:
             remove_mark(folder)  # the host removes that of a preemption after this
         reason = self._agree(self._check(folder) if self.trainer.args.should_save else None)
@@ -82,7 +83,7 @@ class SavedCheckpoints:
 
     def _agree(self, reason: str | None) -> str | None:
         """Returns the first reason of any rank: one that saves has looked, and all do the same."""
-        return next((each for each in self.journal.ranks.gather(reason) if each is not None), None)
+        return next((each for each in self.ranks.gather(reason) if each is not None), None)
 
     def _check(self, folder: Path) -> str | None:
         """Reads a checkpoint back; returns why it is not good. What was not finite before the run is so by design."""

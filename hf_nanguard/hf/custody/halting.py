@@ -26,6 +26,10 @@ class Halting:
     trainer: HostTrainer
     guard: Guard
     custody: CheckpointCustody
+
+    def __post_init__(self) -> None:
+        self.policy, self.monitor_set = self.guard.policy, self.guard.monitor_set
+
     saves: bool = True
 
     def save_nothing(self) -> None:
@@ -34,7 +38,7 @@ class Halting:
 
     def may_save(self, model: nn.Module) -> bool:
         """Returns whether weights and optimizer state are finite, so that a checkpoint may be saved. If not, the run ends."""
-        failure = self.guard.monitor_set.check_before_save(self.trainer.state.global_step)
+        failure = self.monitor_set.check_before_save(self.trainer.state.global_step)
         return failure is None or self.recover(model, failure, self.trainer.state.global_step)
 
     def recover(self, model: nn.Module, failure: Failure, step: int, repeats: Callable[[], bool] | None = None) -> bool:
@@ -55,8 +59,8 @@ class Halting:
 
     def stop(self, model: nn.Module, message: str) -> None:
         """Ends the run as it is, and says why: in the error, or in the log if the run stops without one."""
-        message = show(message, self.guard.policy.bundle_text)
-        if self.guard.policy.on_halt == "raise":
+        message = show(message, self.policy.bundle_text)
+        if self.policy.on_halt == "raise":
             raise NonFiniteError(message)
         logger.error("hf_nanguard: %s", message)
         self.trainer.control.should_training_stop = True
@@ -72,7 +76,7 @@ class Halting:
         trainer, ranks, folder, last_good = self.trainer, self.guard.ranks, self._folder, self.custody.last_good
         last = "" if last_good is None else f" The last good checkpoint is {last_good}."
         bad_weights = ranks.any(bool(self.custody.find_bad_weights()))
-        if bad_weights or ranks.any(not self.guard.monitor_set.is_sound()):
+        if bad_weights or ranks.any(not self.monitor_set.is_sound()):
             what = "weights contain" if bad_weights else "optimizer state or a buffer contains"
             return f" No checkpoint was saved because the {what} NaN or inf.{last}"
         if not trainer.is_in_train or not self.saves:  # there is no optimizer to save

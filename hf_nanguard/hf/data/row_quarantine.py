@@ -40,6 +40,7 @@ class RowQuarantine:
     def __init__(self, policy: Policy, journal: Journal, find_step: Callable[[], int]):
         self.policy = policy
         self.journal = journal
+        self.ranks = journal.ranks
         self.find_step = find_step
         self.has_completions = False
         self.folder: Path | None = None
@@ -165,7 +166,7 @@ class RowQuarantine:
 
     def note(self, event: Mapping[str, Any]) -> None:
         """Writes the rows that an event proves to be bad. Rank 0 does, which has the events of all ranks."""
-        if self.folder is None or self.policy.quarantine == "off" or self.has_completions or self.journal.ranks.rank:
+        if self.folder is None or self.policy.quarantine == "off" or self.has_completions or self.ranks.rank:
             return
         if not (rows := find_proved_rows(event)):
             return

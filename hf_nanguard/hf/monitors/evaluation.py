@@ -19,7 +19,7 @@ class Evaluation:
 
     def __init__(self, trainer: HostTrainer, guard: Guard):
         self.trainer = trainer
-        self.guard = guard
+        self.journal, self.ranks, self.boundary = guard.journal, guard.ranks, guard.boundary
         self.losses: list[Tensor] | None = None
         self.labelled: list[Tensor] = []  # whether each batch has a label; the loss of one without may be 0/0
         self._spoiled: set[str] = set()  # the losses that leave batches out, as of their last evaluation
@@ -57,7 +57,7 @@ class Evaluation:
         # The loss that the host has computed comes with its running time.
         names = [k for k in logged if k not in bad and k.removesuffix("_loss") + "_runtime" in metrics]
         if names and filters_evaluation(self.trainer):
-            found = self.guard.boundary.together("evaluation", self._find_left_out, lambda why: None)
+            found = self.boundary.together("evaluation", self._find_left_out, lambda why: None)
             if found is not None:
                 self._report_left_out(names[0], metrics[names[0]], *found)
 
@@ -67,7 +67,7 @@ class Evaluation:
         losses, labelled = values[: len(self.labelled)], values[len(self.labelled) :]
         bad = (i for i, has_label in enumerate(labelled) if has_label and not math.isfinite(losses[i]))
         mine = next(((i, losses[i]) for i in bad), None)
-        every = self.guard.ranks.gather(mine)
+        every = self.ranks.gather(mine)
         return next(((rank, found[0], found[1]) for rank, found in enumerate(every) if found is not None), None)
 
     def _report_left_out(self, name: str, mean: float, rank: int, batch: int, loss: float) -> None:
@@ -79,9 +79,7 @@ class Evaluation:
     def _write(self, what: str, batch: int | None, values: dict[str, float], rank: int | None = None) -> None:
         step, culprit = self.trainer.state.global_step, Culprit(phase="loss")
         message = f"{what}; it cannot become the best metric"
-        self.guard.journal.write(
-            Event(step, Signal.EVAL_NONFINITE, Action.OBSERVED, message, batch, rank, values, culprit)
-        )
+        self.journal.write(Event(step, Signal.EVAL_NONFINITE, Action.OBSERVED, message, batch, rank, values, culprit))
 
     @property
     def best_metric(self) -> str:

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set, Sized
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -53,7 +53,7 @@ def is_listing(result: object) -> TypeGuard[Sequence[object]]:
     """Returns whether a result is an ordered collection of rewards."""
     if isinstance(result, (Tensor, np.ndarray)):
         return result.ndim > 0
-    return hasattr(result, "__len__") and not isinstance(result, UNORDERED)
+    return isinstance(result, Sized) and not isinstance(result, UNORDERED)
 
 
 def materialise(result: object) -> object:

@@ -47,10 +47,12 @@ class GuardedStep:
     halting: Halting  # ends the run
 
     def __post_init__(self) -> None:
-        self.policy, self.boundary = self.guard.policy, self.guard.boundary
+        guard = self.guard
+        self.policy, self.boundary, self.ranks = guard.policy, guard.boundary, guard.ranks
+        self.journal, self.monitor_set = guard.journal, guard.monitor_set
         self.acts = self.policy.acts
         self.deepspeed = compat_accelerate.steps_in_backward(self.trainer)
-        self.no_signal = NoSignalDetector(self.policy.stall_steps, self.guard.journal)
+        self.no_signal = NoSignalDetector(self.policy.stall_steps, self.journal)
         self.online: OnlineData | None = None
         self.runner: TrainerRunner | None = None
         self._optimizer: Any = None  # the one the monitors watch; a second run may have another
@@ -89,7 +91,7 @@ class GuardedStep:
             self.boundary.call("snapshot", self._begin_snapshot, runner)
             runner.begin_group()
             self.recorder.begin_step(LossWeight(self.trainer.current_gradient_accumulation_steps, num_items))
-            self.guard.monitor_set.begin_step(self.trainer.state.global_step)
+            self.monitor_set.begin_step(self.trainer.state.global_step)
         loss = self.recorder.record(training_step, runner, inputs, num_items)
         if self.acts:
             self._hidden_filter.enter_context(compat.log_filter(self.trainer, False))
@@ -121,10 +123,10 @@ class GuardedStep:
         if self.runner is None or self.runner.model is not model or self._optimizer is not trainer.optimizer:
             self._optimizer = trainer.optimizer
             self.guard.recovery.forget()
-            self.runner = TrainerRunner(trainer, model, self.guard.ranks, self.recorder)
+            self.runner = TrainerRunner(trainer, model, self.ranks, self.recorder)
             bare = unwrap_compiled(trainer.accelerator.unwrap_model(model))
             watched = None if self.deepspeed else trainer.optimizer
-            compiled = not can_hook(self.runner, self.guard.ranks)
+            compiled = not can_hook(self.runner, self.ranks)
             self.guard.begin_monitors(build_monitors(bare, watched, self.guard, compiled), self.runner)
         return self.runner
 
@@ -144,21 +146,21 @@ class GuardedStep:
             norm = host_clip.result if host_clip.has_run else host_clip()
         is_bad = norm is not None and not math.isfinite(float(norm))
         if self.recorder.phase is not Phase.SKIPPED and self.acts and is_bad:
-            self.guard.ranks.fail()  # the others are about to contain the step
+            self.ranks.fail()  # the others are about to contain the step
             clear_gradients(model.parameters())
             self._skip_optimizer()
             step = self.trainer.state.global_step
             message = (
                 f"the gradient norm is {float(norm)} at step {step}; the step was skipped because the guard failed"
             )
-            self.guard.journal.write_once(Event(step, Signal.GRAD_NONFINITE, Action.SKIPPED, message))
+            self.journal.write_once(Event(step, Signal.GRAD_NONFINITE, Action.SKIPPED, message))
         return None if self.recorder.phase is Phase.SKIPPED else norm
 
     def _settle(self, model: nn.Module, max_norm: float, host_clip: HostCall, norm: object) -> Any:
         runner, record, call = self.runner, self.recorder.finish(), self.boundary.call
         if self.online is not None:
             call("online data", self.online.add_readings, record.group)
-        self.guard.monitor_set.end_backward()
+        self.monitor_set.end_backward()
         if self._abandons_step:
             self._abandon_step()
             return None
@@ -274,7 +276,7 @@ class GuardedStep:
 
     def after_update(self) -> None:
         """Runs the monitors on what the optimizer did, before anything is logged, evaluated or saved."""
-        failure = self.guard.monitor_set.after_update()
+        failure = self.monitor_set.after_update()
         if failure is not None and self.runner is not None:
             self._recover(self.runner.model, failure, self.trainer.state.global_step)
 

@@ -28,7 +28,7 @@ class LossErrors:
 
     def __init__(self, trainer: HostTrainer, guard: Guard):
         self.trainer = trainer
-        self.guard = guard
+        self.journal, self.ranks = guard.journal, guard.ranks
         policy = guard.policy
         self.drops = policy.acts and policy.on_loss_error == "drop"
         self.needs_replacement = policy.on_loss_error == "drop" and guard.ranks.size > 1
@@ -69,7 +69,7 @@ class LossErrors:
         signal = Signal.LOSS_MISSING if missing else Signal.LOSS_ERROR
         message = f"{type(error).__name__} inside the loss: {quote(first_line(error))}"
         drops = self.drops and not isinstance(error, torch.OutOfMemoryError)
-        can_drop = is_prepared and (self.guard.ranks.size == 1 or self.replacement is not None)
+        can_drop = is_prepared and (self.ranks.size == 1 or self.replacement is not None)
         if drops and is_sharded and self._exchange is not None and self._exchange.forwards > 0:
             can_drop = False  # another forward would gather shards that no other rank gathers now
             message += "; it cannot be dropped because its forward had begun and the parameters are sharded"
@@ -78,7 +78,7 @@ class LossErrors:
         step = self.trainer.state.global_step
         message += f", in micro-batch {index} of step {step}{format_rows(rows)}"
         culprit = Culprit(phase="loss", rows=rows)
-        self.guard.journal.write(Event(step, signal, Action.REFUSED, message, index, culprit=culprit))
+        self.journal.write(Event(step, signal, Action.REFUSED, message, index, culprit=culprit))
         return None
 
     @contextmanager

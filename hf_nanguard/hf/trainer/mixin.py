@@ -111,6 +111,11 @@ class GuardedTrainerMixin(Stealth, _Host):
         if before is not None and self.nanguard is not None:
             before.hand_over(self.nanguard)
 
+    def note_request(self, callback: TrainerCallback | None = None, needs_callback: bool = False) -> None:
+        """Notes that the guard was asked for; with `needs_callback` it goes off with the last callback that did."""
+        self.asked_by = self.asked_by if callback is None else (*self.asked_by, callback)
+        self.needs_callback = needs_callback
+
     def _build_guard(self, guard: GuardArguments | None) -> TrainerGuard:
         host = HostMethods(self, GuardedTrainerMixin)
         return TrainerGuard(cast(HostTrainer, self), find_guard_arguments(guard, self.args), host)

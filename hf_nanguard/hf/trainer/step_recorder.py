@@ -67,7 +67,8 @@ class StepRecorder:
     def __init__(self, trainer: HostTrainer, guard: Guard, quarantine: RowQuarantine):
         self.trainer = trainer
         self.guard = guard
-        self.on = guard.policy.mode != "off"
+        self.journal, self.boundary = guard.journal, guard.boundary
+        self.on, self.acts, self.num_ranks = guard.policy.mode != "off", guard.policy.acts, guard.ranks.size
         self.phase = Phase.OUTSIDE
         self.batches = BatchRecord(guard.boundary, quarantine)
         self.masked = MaskedSamples(guard.journal)
@@ -116,7 +117,7 @@ class StepRecorder:
         # Rows are an explanation: a host in which they cannot be found is guarded anyway.
         unknown = PreparedRows(is_rebuilt=True)
         self.batches.begin_run(
-            self.guard.boundary.call("rows", find_prepared_rows, self.trainer, otherwise=lambda trainer: unknown)
+            self.boundary.call("rows", find_prepared_rows, self.trainer, otherwise=lambda trainer: unknown)
         )
 
     def end_run(self) -> None:
@@ -150,15 +151,15 @@ class StepRecorder:
         note, rows = name_rows(note, rows)
         self._notes.append(note)
         self._batch_rows.append(rows)
-        if note.failure is not None and Signal.GUARD_FAILED not in self.guard.journal.written:
+        if note.failure is not None and Signal.GUARD_FAILED not in self.journal.written:
             message = f"batches are not checked because {note.failure}"
             event = Event(self.trainer.state.global_step, Signal.GUARD_FAILED, Action.OBSERVED, message)
-            self.guard.journal.write(event)
+            self.journal.write(event)
         return batch
 
     def begin_step(self, weight: LossWeight) -> None:
         """Notes what the first micro-batch of the group is about to change: the running loss."""
-        self.guard.group.weight = weight
+        self.guard.group.weigh(weight)
         self._loss_before = running_loss(self.trainer).clone()
 
     def record(
@@ -301,9 +302,9 @@ class StepRecorder:
             nonlocal count
             count += 1
             self.num_backwards = max(self.num_backwards, count)
-            return runner.marking(loss, self.guard.boundary) if self.guard.policy.acts else nullcontext()
+            return runner.marking(loss, self.boundary) if self.acts else nullcontext()
 
-        if self.guard.ranks.size == 1:  # a non-finite loss is known without a mark
+        if self.num_ranks == 1:  # a non-finite loss is known without a mark
             return nullcontext()
         return surrounded_backwards(self.trainer.accelerator, around)
 

@@ -55,13 +55,15 @@ class TrainerGuard:
         self.record = RunRecord(trainer, ranks.rank, self.policy)
         self.guard = Guard(policy=self.policy, ranks=ranks, on_event=self._write_event)
         self.guard.number_steps(lambda: trainer.state.global_step)
-        self.boundary = self.guard.boundary
-        self.quarantine = RowQuarantine(self.policy, self.guard.journal, lambda: trainer.state.global_step)
+        self.boundary, self.journal = self.guard.boundary, self.guard.journal
+        self.quarantine = RowQuarantine(self.policy, self.journal, lambda: trainer.state.global_step)
+        self.monitor_set = self.guard.monitor_set
         self.recorder = StepRecorder(trainer, self.guard, self.quarantine)
+        self.batches = self.recorder.batches
         self.evaluation = Evaluation(trainer, self.guard)
         self.custody = CheckpointCustody(trainer, self.guard)
         self.halting = Halting(trainer, self.guard, self.custody)
-        self.unguarded = UnguardedUpdates(trainer, self.guard, self.recorder, host)
+        self.unguarded = UnguardedUpdates(trainer, self.journal, self.boundary, self.recorder, host)
         self.step = GuardedStep(trainer, self.guard, self.recorder, self.unguarded, self.halting)
         self._joined = ExitStack()  # of a train() that is not ours
         self._run_end = ExitStack()  # of a guard that took the place of this one
@@ -114,7 +116,7 @@ class TrainerGuard:
         self.boundary.together("start of the run", self._begin_parts, _end_start)
         self.boundary.call("drafts", self.record.remove_drafts)
         self._creates_optimizer = self.trainer.optimizer is None
-        prepared = self.recorder.batches.prepared
+        prepared = self.batches.prepared
         if self.on and self.guard.ranks.rank == 0:
             self.boundary.call("limits", log_limits, self.trainer, self.guard)
             self.boundary.call("removed rows", report_removed_rows, self.trainer, self.guard, prepared)
@@ -132,7 +134,7 @@ class TrainerGuard:
             self.record.directory,
             self.record.events.run,
             self.trainer.train_dataset,
-            self.recorder.batches.prepared,
+            self.batches.prepared,
         )
         self.step.begin_run()
         self.unguarded.begin_run()
@@ -142,8 +144,8 @@ class TrainerGuard:
     def _end_run(self) -> None:
         """Puts everything back, each piece even if another fails or is interrupted."""
         parts: dict[str, Callable[[], object]] = {
-            "summary": partial(log_summary, self.trainer, self.guard, self.record, self.recorder.batches.prepared),
-            "monitors": self.guard.monitor_set.close,
+            "summary": partial(log_summary, self.trainer, self.guard, self.record, self.batches.prepared),
+            "monitors": self.monitor_set.close,
             "recorder": self.recorder.end_run,
             "skipped step": self.step.end_step,  # an error may have come between a skipped step and its end
             "log filter": self.step.show_filter,
@@ -204,7 +206,7 @@ class TrainerGuard:
         """Checks the batches of an epoch and records the rows they consist of; rows that rank 0 dispatches are not known."""
         dispatched = compat_accelerate.dispatches_batches(self.trainer)
         followed, check = (None, None) if dispatched else (dataloader, self._batch_check())
-        return self.recorder.batches.recording(followed, self.trainer.accelerator.num_processes, position, check)
+        return self.batches.recording(followed, self.trainer.accelerator.num_processes, position, check)
 
     @contextmanager
     def finalizing(self) -> Iterator[None]:
@@ -250,7 +252,7 @@ class TrainerGuard:
         if sampling.num_repaired or sampling.num_ended:
             step = self.trainer.state.global_step
             values = {"num_repaired": sampling.num_repaired, "num_ended": sampling.num_ended}
-            self.guard.journal.write(
+            self.journal.write(
                 Event(step, Signal.LOGITS_NONFINITE, Action.REPAIRED, f"at step {step}, {sampling.describe()}",
                       values=values, culprit=Culprit(phase="sampling"))
             )  # fmt: skip
@@ -268,7 +270,7 @@ class TrainerGuard:
         """Returns what the guard adds to a row of training losses; what is not news goes to `metrics.jsonl` only."""
         online = {} if self.step.online is None else self.step.online.take_metrics()
         counted = {**self.guard.counter.as_metrics(), **online}
-        metrics = {**counted, **self.guard.monitor_set.metrics()}
+        metrics = {**counted, **self.monitor_set.metrics()}
         self.record.keep_metrics(metrics)
         return metrics if self.policy.full_metrics else find_news(counted)
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from ...boundary import Boundary
 from ...core.event import Event
-from ...core.step.guard import Guard
+from ...core.journal import Journal
 from ...core.vocabulary import Action, Signal
 from ..compat.accelerate import steps_in_backward
 from ..compat.trainer_protocol import HostTrainer
@@ -22,7 +23,8 @@ class UnguardedUpdates:
     """Looks for updates of the model that were not settled."""
 
     trainer: HostTrainer
-    guard: Guard
+    journal: Journal
+    boundary: Boundary
     recorder: StepRecorder  # knows whether the step is settled
     host: HostMethods  # knows which methods of ours are hidden
     _checks_updates: bool = False
@@ -42,7 +44,7 @@ class UnguardedUpdates:
             return
         self._checks_updates = True
         try:
-            with register_optimizer_step_pre_hook(self.guard.boundary.wrapped("update check", self._check_update)):
+            with register_optimizer_step_pre_hook(self.boundary.wrapped("update check", self._check_update)):
                 yield
         finally:
             self._checks_updates = False
@@ -71,7 +73,7 @@ class UnguardedUpdates:
 
     def report(self) -> None:
         """Reports, once a run, a step that passed by the guard."""
-        if self._has_reported_update or self.guard.boundary.off:  # which says more
+        if self._has_reported_update or self.boundary.off:  # which says more
             return
         self._has_reported_update = True
         hidden = self.host.find_hidden(self.trainer) or find_own_loop(type(self.trainer))
@@ -82,4 +84,4 @@ class UnguardedUpdates:
         step = self.trainer.state.global_step
         what = "guarded by their losses alone, not by their gradients," if inside else "not guarded"
         message = f"step {step} and others like it are {what} because {why}"
-        self.guard.journal.write_once(Event(step, Signal.GUARD_FAILED, Action.OBSERVED, message))
+        self.journal.write_once(Event(step, Signal.GUARD_FAILED, Action.OBSERVED, message))

@@ -27,10 +27,12 @@ def test_a_resumed_run_goes_on_with_the_counts_of_its_checkpoint(tmp_path):
 
 def test_a_model_made_anew_is_not_compared_with_a_trained_one(tmp_path):
     """As in a search of hyperparameters: its loss is where the first run began, far above where that ended."""
-    trainer = build("plain", tmp_path)
-    watch = trainer.nanguard.guard.loss_watch
-    for _ in range(2):
-        with trainer.nanguard.training():
-            for step in range(120):
-                watch.observe(step, 4.0 * 0.9**step + 0.02)
-    assert events_of(trainer) == []
+    losses = [4.0 * 0.9**step + 0.02 for step in range(120)]
+    for name, runs in {"anew": [losses, losses], "goes on": [losses + losses]}.items():
+        trainer = build("plain", tmp_path / name)
+        for run in runs:
+            with trainer.nanguard.training():
+                for step, loss in enumerate(run):
+                    trainer.nanguard.guard.loss_watch.observe(step, loss)
+        reported = {event["signal"] for event in events_of(trainer, trained=False)}
+        assert reported == (set() if name == "anew" else {"loss_spike"})

@@ -3,6 +3,7 @@
 import json
 import platform
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import datetime, timezone
 from inspect import signature
 from typing import Any
@@ -129,8 +130,7 @@ def _choose_weights(model: nn.Module, kind: str, verdict: Verdict, room: int) ->
     if packed.num_bytes > limit:
         too_large |= dict.fromkeys(packed.tensors, _describe_excess(packed.num_bytes, limit))
         packed = Packed({}, left_out=packed.left_out)
-    packed.left_out = too_large | packed.left_out
-    return packed, "none"
+    return replace(packed, left_out=too_large | packed.left_out), "none"
 
 
 def _describe_excess(size: int, room: int) -> str:

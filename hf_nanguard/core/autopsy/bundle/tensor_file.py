@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ....safe_files import open_to_read
 from ...finite import is_sharded, local
+from ...torch_private import inner_tensors
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -34,7 +35,7 @@ def why_not(tensor: object) -> str | None:
         if not replicated and tensor.device_mesh.size() > 1:  # type: ignore[attr-defined]
             return "it is sharded over ranks"
         tensor = local(tensor)
-    if hasattr(tensor, "__tensor_flatten__"):
+    if inner_tensors(tensor):
         return f"a {type(tensor).__name__} is not a plain tensor"
     if tensor.is_meta:
         return "it is on the meta device and has no values"

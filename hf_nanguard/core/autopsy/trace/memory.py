@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...finite import local
-from ...torch_private import is_traceable_wrapper_subclass, is_zero_tensor, sparse_values, storage_address
+from ...torch_private import inner_tensors, is_zero_tensor, sparse_values, storage_address
 from .op_record import FINITE, Extent, Record
 
 SHOWN_POSITIONS = 64
@@ -37,9 +37,8 @@ def strided(tensor: Tensor) -> Tensor | None:
     if tensor.is_nested or tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         tensor = tensor.values()
     tensor = local(tensor)
-    if is_traceable_wrapper_subclass(tensor):  # its values are in tensors that it holds
-        inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        return next((part for held in inner if is_float(held) and (part := strided(held)) is not None), None)
+    if inner := inner_tensors(tensor):  # its values are in tensors that it holds
+        return next((part for held in inner.values() if is_float(held) and (part := strided(held)) is not None), None)
     return tensor if tensor.layout is torch.strided else None
 
 
