@@ -44,11 +44,24 @@ Run `nanguard <command> --help` for the options of a command.
 """
 
 
+class HelpLayout(argparse.HelpFormatter):
+    """Fills paragraphs to the width of the terminal. Those with an indented line, such as examples, stay as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = text.strip("\n").split("\n\n")
+        is_raw = [part.startswith(" ") or "\n " in part for part in paragraphs]
+        filled = [
+            part if raw else super(HelpLayout, self)._fill_text(part, width, indent)
+            for part, raw in zip(paragraphs, is_raw, strict=True)
+        ]
+        return "\n\n".join(filled)
+
+
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose help is shown as it is written, and whose errors are one message without the usage block."""
+    """An argument parser whose help fits the terminal, and whose errors are one message without the usage block."""
 
     def __init__(self, **options: Any):
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+        super().__init__(formatter_class=HelpLayout, **options)
 
     def error(self, message: str) -> NoReturn:
         missing = message.removeprefix(REQUIRED)

@@ -13,14 +13,14 @@ from accelerate import PartialState
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import PrinterCallback, ProgressCallback, Trainer, TrainingArguments
+from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import is_datasets_available, logging
 
 from ..core.finite import find_nonfinite
 from ..errors import NonFiniteError
 from ..plain_text import format_error
 from ..report.run_files import GUARD_FOLDER, Tail, count_events, events_path, format_counts
-from ..report.terminal_console import build_console, print_line
+from ..report.terminal_console import Report, build_console, print_line, print_progress
 
 # How a run ends whose numbers are not finite; any other error is a mistake in the recipe and is raised.
 FAILURES = (ArithmeticError, IndexError, RuntimeError, ValueError)
@@ -128,11 +128,31 @@ def compare_runs(
             trainer = build_trainer(run_args, trainer_class)
             for callback in (PrinterCallback, ProgressCallback):
                 trainer.remove_callback(callback)
+            trainer.add_callback(_StepProgress(console, name))
             with watch_run(name, trainer, measure) as outcome:
                 trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
             outcomes.append(outcome)
     print_comparison(outcomes, console)
     return outcomes
+
+
+class _StepProgress(TrainerCallback):
+    """Prints how far a run is, and the loss that it has logged last."""
+
+    report: Report
+
+    def __init__(self, console: Console, name: str):
+        self.console, self.name, self.text = console, name, ""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.report = print_progress(self.console, self.name, state.max_steps)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.report(state.global_step, self.text, False)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            self.text = f"logged loss {format_number(logs['loss'])}"
 
 
 @contextmanager

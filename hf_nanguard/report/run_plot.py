@@ -32,7 +32,7 @@ def draw_run(curves: RunCurves, path: Path) -> None:
         import matplotlib
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ArgumentError(f"A picture needs {error.name}. Run pip install 'hf-nanguard[plot]'.") from error
+        raise ArgumentError(f"A picture needs {error.name}. Run pip install matplotlib.") from error
     shown = [name for name in CURVES if any(map(math.isfinite, curves.series(name)[1]))]
     if not shown:
         raise ArgumentError(

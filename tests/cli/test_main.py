@@ -29,6 +29,15 @@ def test_help_has_examples(capsys):
     assert examples.count("nanguard ") >= 3
 
 
+@pytest.mark.parametrize("command", [command.__name__.rsplit(".", 1)[1] for command in COMMANDS])
+def test_sentences_of_the_help_fit_a_narrow_terminal(command, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = run_help(command, capsys=capsys).splitlines()
+    sentences = [line for line in lines if line and not line.startswith((" ", "usage:"))]
+    assert len(sentences) > 3
+    assert [line for line in sentences if len(line) > 60] == []
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["--version"])

@@ -6,7 +6,7 @@ import torch
 from hf_nanguard import GradientMonitorCallback, GuardArguments
 
 from ..trainers import KINDS, build
-from .ways import CountSteps
+from .ways import WAYS, CountSteps, build_guarded
 
 
 def _count(kind, tmp_path, guard, callbacks=(), extra=None, **overrides):
@@ -116,3 +116,25 @@ def test_a_model_is_not_copied(tmp_path):
     clones = [op for op in ours.op_counts if "clone" in op or "copy" in op]
     assert sum(ours.op_counts[op] - stock.op_counts[op] for op in clones) <= 2
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_console_of_a_healthy_run_has_at_most_two_more_keys_and_one_more_line(way, tmp_path, capfd, caplog):
+    shown = []
+    for folder in ("stock", "guarded"):
+        settings = {"max_steps": 4, "logging_steps": 1}
+        caplog.clear()
+        trainer = (
+            build("plain", tmp_path / folder, guard=False, **settings)
+            if folder == "stock"
+            else build_guarded(way, "plain", tmp_path / folder, **settings)
+        )
+        trainer.train()
+        printed = capfd.readouterr()
+        lines = [*printed.out.splitlines(), *printed.err.splitlines(), *caplog.messages]
+        shown.append((trainer.state.log_history, lines))
+    (stock_rows, stock_lines), (rows, lines) = shown
+    assert len(rows) == len(stock_rows) == 5
+    assert all(len(row.keys() - stock.keys()) <= 2 for row, stock in zip(rows, stock_rows, strict=True))
+    assert len(stock_lines) >= 5
+    assert len(lines) <= len(stock_lines) + 1

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import metadata
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,13 @@ from tests.trainers import build as build_trainer
 def build():
     return build_trainer("plain", "out", guard=False)
 """
+MY_YAML = """
+model_name_or_path: my-model
+dataset_name: my-data
+output_dir: out
+learning_rate: 1.0e-3
+max_steps: 2
+"""
 MODEL = """
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -74,22 +82,37 @@ def build(bundle):
 
 
 def find_commands() -> list[str]:
-    """Returns the lines of all shell snippets, but those that `make` itself runs, that install, or that
-    need a tool of the user's."""
+    """Returns the lines of all shell snippets."""
     pages = [README, *sorted(README.parent.glob("docs/**/*.md"))]
     texts = [page.read_text(encoding="utf-8") for page in pages]
     lines = [line for text in texts for snippet in find_snippets(text, "sh") for line in snippet.splitlines()]
-    commands = [re.sub(r"\s+#.*", "", line) for line in lines]
-    return [command for command in dict.fromkeys(commands) if not re.match(r"make |pip |python -m pip |jq ", command)]
+    return list(dict.fromkeys(re.sub(r"\s+#.*", "", line) for line in lines))
 
 
-COMMANDS = find_commands()
+INSTALLS = re.compile(r"(make|pip|python -m pip) ")  # what runs these tests, and what needs a network
+COMMANDS = [command for command in find_commands() if not INSTALLS.match(command)]
 
 
 def test_there_are_commands():
     told = {next(word for word in command.split() if "=" not in word) for command in COMMANDS}
     assert told == {"nanguard", "torchrun", "accelerate", "python"}
     assert len(COMMANDS) >= 18
+
+
+def test_what_installs_is_there():
+    """A target of the Makefile, or an extra of the package."""
+    extras = metadata("hf-nanguard").get_all("Provides-Extra")
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    installs = [command for command in find_commands() if INSTALLS.match(command)]
+    assert len(installs) >= 4
+    for command in installs:
+        *_, last = command.split()
+        if command.startswith("make "):
+            assert re.search(rf"^{last}:", makefile, flags=re.MULTILINE), command
+        else:
+            extra = re.fullmatch(r"'?\.(?:\[(\w+)\])?'?", last)
+            assert extra, command
+            assert extra[1] in (None, *extras), command
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess:
@@ -117,7 +140,7 @@ def workplace(tmp_path_factory) -> Path:
     (folder / "my_package" / "train.py").write_text(TRAIN, encoding="utf-8")
     (folder / "my_package" / "model.py").write_text(MODEL, encoding="utf-8")
     (folder / "guard.yaml").write_text("nanguard_on_spike: skip\n", encoding="utf-8")
-    (folder / "my.yaml").write_text("learning_rate: 1.0e-3\n", encoding="utf-8")
+    (folder / "my.yaml").write_text(MY_YAML, encoding="utf-8")
     (folder / "accelerate.yaml").symlink_to(ROOT / "configs" / "accelerate" / "single.yaml")
     (folder / "my_module.py").write_text(TRAINER, encoding="utf-8")
     (folder / "my-data").mkdir()

@@ -155,12 +155,14 @@ def test_the_event_has_the_schema():
 
 
 def test_the_example_is_of_the_code_as_it_is():
-    """The line that the event blames is the one it quotes."""
+    """The line that the event and the autopsy in the README blame is the one they quote."""
     [text] = find_snippets(EVENTS, "json")
     stated = json.loads(text)
-    file, line = stated["culprit"]["source"].split(":")
-    [path] = (ROOT / "hf_nanguard").rglob(file)
-    assert path.read_text(encoding="utf-8").splitlines()[int(line) - 1].strip() == stated["values"]["autopsy"]["text"]
+    [shown] = re.findall(r"outside the model, (\S+)\n  line:    (.*)", read_page("README.md"))
+    for source, quoted in ((stated["culprit"]["source"], stated["values"]["autopsy"]["text"]), shown):
+        file, line = source.split(":")
+        [path] = (ROOT / "hf_nanguard").rglob(file)
+        assert path.read_text(encoding="utf-8").splitlines()[int(line) - 1].strip() == quoted
 
 
 def test_every_phase_is_named():

@@ -32,6 +32,14 @@ def test_the_term_of_the_planted_row_is_blamed(tmp_path, plant, term):
     assert guarded.figures["terms, last logged"].startswith("text ")
 
 
+def test_progress_of_both_runs_is_printed(tmp_path, capsys):
+    run(tmp_path, "--max_steps", "6")
+    shown = [line.split() for line in capsys.readouterr().out.splitlines() if " step " in line]
+    steps = ["2/6", "4/6", "6/6"]
+    progress = [(name, step) for name, _, step, *_ in shown if step in steps]
+    assert progress == [(name, step) for name in ("stock", "guarded") for step in steps]
+
+
 def test_only_the_term_is_lost_if_it_may_be(tmp_path):
     _, guarded = run(tmp_path, "--on_bad_term", "drop")
     assert guarded.is_sound

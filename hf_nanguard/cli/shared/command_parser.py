@@ -31,7 +31,8 @@ def needs_trl(command: str) -> Iterator[None]:
         with slow_imports():
             yield
     except ModuleNotFoundError as error:
-        raise ArgumentError(f"nanguard {command} needs {error.name}. Run pip install 'hf-nanguard[trl]'.") from error
+        names = "trl datasets" if error.name in ("trl", "datasets") else error.name
+        raise ArgumentError(f"nanguard {command} needs {error.name}. Run pip install {names}.") from error
 
 
 def load_recipe(command: str, name: str) -> SimpleNamespace:

@@ -10,11 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-TITLE = 26
-PLAIN_LINES = 3  # progress lines per run in such output
-
-# Called with the number of steps done, a short text about them, and whether these are the last.
-Report = Callable[[int, str, bool], None]
+    from ...report.terminal_console import Report
 
 
 def build_console(stderr: bool = False) -> Console:
@@ -60,14 +56,16 @@ def guard_log(console: Console) -> Iterator[None]:
 @contextmanager
 def progress(console: Console) -> Iterator[Callable[[str, int], Report]]:
     """Yields a function that takes the name of a run and its number of steps, and returns the function to report progress."""
+    from ...report.terminal_console import TITLE_WIDTH, print_progress
+
     if not console.is_terminal:
-        yield lambda title, total: _report_lines(console, title, total)
+        yield lambda title, total: print_progress(console, title, total)
         return
 
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
     columns = (
-        TextColumn(f"{{task.description:<{TITLE}}}", markup=False),
+        TextColumn(f"{{task.description:<{TITLE_WIDTH}}}", markup=False),
         BarColumn(bar_width=30),
         MofNCompleteColumn(),
         TextColumn("{task.fields[text]}", markup=False),
@@ -79,11 +77,3 @@ def progress(console: Console) -> Iterator[Callable[[str, int], Report]]:
             return lambda step, text, is_last: bars.update(task, completed=step, text=text)
 
         yield begin
-
-
-def _report_lines(console: Console, title: str, total: int) -> Report:
-    def report(step: int, text: str, is_last: bool) -> None:
-        if step % max(round(total / PLAIN_LINES), 1) == 0 or step == total or is_last:
-            console.print(f"{title:<{TITLE}} step {step:>4}/{total}  {text}")
-
-    return report

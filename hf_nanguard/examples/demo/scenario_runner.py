@@ -12,14 +12,13 @@ from safetensors.torch import load_file
 from transformers import PrinterCallback, Trainer, TrainerCallback
 
 from ...core.finite import find_nonfinite
+from ...report.terminal_console import Report
 from ..compare import Figures, Outcome, format_number, watch_run
 
 CLOCK = 2.0  # seconds by which the clock of a file system may be coarse
 
 # The title of a scenario, and the same failure in a stock and in a guarded run.
 Scenario = tuple[str, Outcome, Outcome]
-# Called with the number of steps done, a short text about them, and whether these are the last.
-Report = Callable[[int, str, bool], None]
 
 
 class StepReporter(TrainerCallback):
