@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 
 from hf_nanguard import ArgumentError, scan_checkpoint
 from hf_nanguard.checkpoints.scan_result import Problem
-from hf_nanguard.checkpoints.tensor_extents import PART, build_pool, find_extents
+from hf_nanguard.checkpoints.tensor_check import HUGE
+from hf_nanguard.checkpoints.tensor_extents import PART, ROW, build_pool, find_extents
 
 INF, NAN = float("inf"), float("nan")
 
@@ -313,13 +314,27 @@ def test_every_part_of_a_large_tensor_counts(position, is_exact):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 1e11, -1e11, 3e38])
-def test_no_position_hides_a_bad_entry_from_the_norm(value, dtype):
-    """The kernels treat whole vectors and the entries that are left over differently."""
+@pytest.mark.parametrize("size", [67, 2 * ROW + 67])
+def test_no_position_hides_a_bad_entry(size, value, dtype):
+    """The kernels treat whole vectors and the entries that are left over differently, and so does the check."""
+    positions = [*range(67), *range(ROW - 2, ROW + 2), *range(2 * ROW - 2, 2 * ROW + 2), size - 1]
     with build_pool() as pool:
-        for position in range(0, 67):
-            weight = torch.ones(67, dtype=dtype)
+        for position in (each for each in positions if each < size):
+            weight = torch.linspace(-1.0, 1.0, size).to(dtype)
             weight[position] = value
             assert "w" in find_extents({"w": weight}, pool, lambda num_bytes: None, is_exact=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_absurd_entries_of_both_signs_do_not_hide_each_other(dtype):
+    noise = torch.randn(3 * ROW, generator=torch.Generator().manual_seed(0)).to(dtype)
+    two = torch.zeros(ROW, dtype=dtype)
+    two[7], two[8] = torch.tensor([1.0, -1.01]) * 2 * HUGE
+    with build_pool() as pool:
+        found = find_extents(
+            {"good": noise, "absurd": noise * 1e12, "two": two}, pool, lambda num_bytes: None, is_exact=False
+        )
+    assert set(found) == {"absurd", "two"}
 
 
 def make_engine_checkpoint(folder, num_ranks=3):
