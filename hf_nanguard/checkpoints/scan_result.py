@@ -38,11 +38,11 @@ class ScanFinding:
 
     problem: Problem
     file: str  # or folder, relative to the path that was scanned
-    tensor: str | None  # `None` if it is the file as a whole
+    tensor: str | None  # `None` if it is the file as a whole; without a name if the file holds only one tensor
     message: str  # the rest of a sentence that begins with the tensor or the file; safe to print
 
     def __str__(self) -> str:
-        place = self.file if self.tensor is None else f"{self.file}: {self.tensor}"
+        place = f"{self.file}: {self.tensor}" if self.tensor else self.file
         return printable(f"{place} {self.message}")
 
 
