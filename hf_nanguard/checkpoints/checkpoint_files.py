@@ -22,6 +22,8 @@ MAX_JSON = 256 * 2**20  # a log history of many steps may be large
 DISTRIBUTED_METADATA = ".metadata"
 ENGINE_FOLDER = "global_step*"
 SHARD = re.compile(r"zero_pp_rank_(\d+)_")
+NAMED_SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.safetensors|\.bin)$")
+MODELS = ("model", "pytorch_model")  # whose shards the host finds by an index only
 MAX_NAME = 4096
 OPTIMIZER = ("optimizer.pt", "optimizer.bin", "optimizer_*", ENGINE_FOLDER)
 SCHEDULER = ("scheduler.pt", ENGINE_FOLDER)
@@ -83,6 +85,7 @@ def find_missing(folder: Path) -> Iterator[str]:
         yield f"was not saved to the end: {SENTINEL} is in it"
     for index in sorted(folder.glob(f"*{INDEX_SUFFIX}")):
         yield from _check_index(index)
+    yield from _check_shard_names(folder)
     yield from _check_configs(folder)
     if CHECKPOINT.fullmatch(folder.name):
         yield from _check_training_state(folder)
@@ -99,15 +102,40 @@ def _check_configs(folder: Path) -> Iterator[str]:
             yield f"has a {config.name} that cannot be read ({first_line(error)})"
 
 
+def read_index(index: Path) -> dict[str, str]:
+    """Returns the shard of each tensor that an index names; a `ValueError` says why it cannot be had."""
+    try:
+        shards = read_json(index)["weight_map"]
+        return {str(name): str(shard) for name, shard in shards.items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(first_line(error)) from error
+
+
 def _check_index(index: Path) -> Iterator[str]:
     try:
-        shards = sorted(set(read_json(index)["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        shards = sorted(set(read_index(index).values()))
+    except ValueError as error:
         yield f"has an index that cannot be read: {index.name} ({first_line(error)})"
         return
     for shard in shards:
         if Path(shard).name != shard or not (index.parent / shard).is_file():
             yield f"has no {printable(shard, 100)}, which {index.name} names"
+
+
+def _check_shard_names(folder: Path) -> Iterator[str]:
+    """Shards count themselves, so one that is missing is known without an index too."""
+    found: dict[tuple[str, str, str], set[int]] = {}
+    for name in sorted(path.name for path in list_tensor_files(folder) if path.parent == folder):
+        if match := NAMED_SHARD.match(name):
+            found.setdefault((match[1], match[3], match[4]), set()).add(int(match[2]))
+    for (stem, total, suffix), numbers in found.items():
+        if (folder / f"{stem}{suffix}{INDEX_SUFFIX}").exists():
+            continue
+        missing = int(total) - len(numbers)
+        if missing:
+            yield f"has only {len(numbers)} of {int(total)} shards {printable(stem, 100)}-*{suffix}"
+        elif stem in MODELS:
+            yield f"has no {stem}{suffix}{INDEX_SUFFIX}, without which its shards are not found"
 
 
 def _check_training_state(folder: Path) -> Iterator[str]:

@@ -4,7 +4,7 @@ Numbers are judged in `tensor_check`, files are opened in `tensor_files`. A scan
 whatever is wrong with a file into a finding.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +14,11 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..plain_text import printable
-from .checkpoint_files import find_missing, is_state_file, list_checkpoints, list_tensor_files
+from .checkpoint_files import INDEX_SUFFIX, find_missing, is_state_file, list_checkpoints, list_tensor_files, read_index
 from .distributed_folder import read_shards
 from .good_record import digest_folder, read_good
-from .scan_result import Problem, ScanFinding, ScanResult
-from .tensor_check import NARROW, Checks, as_plain, judge
+from .scan_result import UNUSABLE, Problem, ScanFinding, ScanResult
+from .tensor_check import NARROW, Checks, as_plain, can_check, has_floats, judge
 from .tensor_extents import Progress, build_pool, find_extents
 from .tensor_files import DamagedFileError, OpenedFile, open_tensors
 from .tied_head import find_untied, is_tied
@@ -115,16 +115,30 @@ class _Scan:
             if not files and not self.result.findings:
                 self._add(Problem.DAMAGED, self.path, None, "holds no file of tensors")
         weights: dict[str, Tensor] = {}
+        unreadable: set[str] = set()  # tensors that are there, but not checked
         for file in (each for each in files if each.suffix != ".distcp"):
             opened = self._open(file)
             if opened is not None:
                 self._check(file, opened)
                 weights |= {} if is_state_file(file) or file.parent != folder else opened.tensors
+                unreadable |= set(opened.unreadable)
         for part in sorted({each.parent for each in files if each.suffix == ".distcp"}):
             self._check_shards(part)
         self._check_tie(folder, weights)
+        self._check_indices({*weights, *unreadable})
         self._compare_record()
         return self.result
+
+    def _check_indices(self, names: Collection[str]) -> None:
+        """Compares the tensors that an index names with those of the shards: the host makes up what is in none."""
+        if not self.path.is_dir() or any(finding.problem in UNUSABLE for finding in self.result.findings):
+            return
+        for index in sorted(self.path.glob(f"*{INDEX_SUFFIX}")):
+            missing = [name for name in read_index(index) if name not in names]
+            if missing:
+                more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
+                text = f"names {printable(missing[0], 200)}{more}, which no shard holds"
+                self._add(Problem.INCOMPLETE, index, None, text)
 
     def _compare_record(self) -> None:
         """Takes what the run has recorded into account: tensors that are non-finite by design, and the digest."""
@@ -169,10 +183,13 @@ class _Scan:
         for name in opened.nan_numbers:
             self._add(Problem.NAN, file, name, "is NaN")
         self._check_foreign(file, opened.foreign, is_state)
-        if opened.unreadable:
-            text = f"{len(opened.unreadable)} tensors have a dtype that torch lacks and were not checked"
-            self.result.notes.append(printable(f"{file.name}: {text}, e.g. {opened.unreadable[0]}"))
-        self.result.count_tensors(opened.tensors.values())
+        odd = [name for name, tensor in opened.tensors.items() if has_floats(tensor) and not can_check(tensor)]
+        if unchecked := [*opened.unreadable, *odd]:
+            text = (
+                f"{len(unchecked)} tensors have a dtype or layout that torch cannot compute with and were not checked"
+            )
+            self.result.notes.append(printable(f"{file.name}: {text}, e.g. {unchecked[0]}"))
+        self.result.count_tensors(len(opened.tensors), sum(map(_count_bytes, opened.tensors.values())))
 
     def _check_foreign(self, file: Path, names: list[str], is_state: bool) -> None:
         expected = STATE_OBJECTS if is_state else ENGINE_OBJECTS
@@ -190,3 +207,8 @@ class _Scan:
     def _add(self, problem: Problem, file: Path, tensor: str | None, message: str) -> None:
         place = Path(file.name) if file == self.path else file.relative_to(self.path)
         self.result.findings.append(ScanFinding(problem, printable(str(place)), tensor and printable(tensor, 200), message))  # fmt: skip
+
+
+def _count_bytes(tensor: Tensor) -> int:
+    held = tensor if tensor.layout is torch.strided else as_plain(tensor)
+    return 0 if held is None else held.nbytes

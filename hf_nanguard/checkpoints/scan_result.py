@@ -5,8 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ..core.vocabulary import StrEnum
 from ..plain_text import printable
 
@@ -40,11 +38,11 @@ class ScanFinding:
 
     problem: Problem
     file: str  # or folder, relative to the path that was scanned
-    tensor: str | None  # `None` if it is the file as a whole
+    tensor: str | None  # `None` if it is the file as a whole; without a name if the file holds only one tensor
     message: str  # the rest of a sentence that begins with the tensor or the file; safe to print
 
     def __str__(self) -> str:
-        place = self.file if self.tensor is None else f"{self.file}: {self.tensor}"
+        place = f"{self.file}: {self.tensor}" if self.tensor else self.file
         return printable(f"{place} {self.message}")
 
 
@@ -62,9 +60,9 @@ class ScanResult:
     def count_file(self) -> None:
         self.num_files += 1
 
-    def count_tensors(self, tensors: Collection[Tensor]) -> None:
-        self.num_tensors += len(tensors)
-        self.num_bytes += sum(tensor.nbytes for tensor in tensors)
+    def count_tensors(self, num_tensors: int, num_bytes: int) -> None:
+        self.num_tensors += num_tensors
+        self.num_bytes += num_bytes
 
     @property
     def is_good(self) -> bool:

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -21,7 +22,9 @@ MAX_DENORMAL = {torch.float16: 0.1}  # weights of 0.02 have 0.2 % of them in flo
 MAX_SHARE = 0.01  # of denormal numbers in other dtypes, and of entries that a cast makes zero
 ROW_FACTOR = 1e3  # a row is compared with the median row
 TINY = 1e-30  # entries of rows that were never written are often denormal numbers, in float32 at least
+WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # others lack most operators
 NARROW = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 # State of an optimizer inside a file of everything: gradients squared may be of any size, and zero.
 STATE = re.compile(r"optim|exp_avg|momentum_buffer|(^|\.)state\.\d+\.")
 # Matrices that begin at zero and may stay there: adapters, position and type embeddings, added projections.
@@ -44,12 +47,13 @@ class Checks:
 
 def as_plain(tensor: Tensor) -> Tensor | None:
     """Returns the float entries of a tensor as a plain one, `None` if there are none to check."""
-    if tensor.is_meta or tensor.is_quantized or tensor.is_nested or not tensor.numel():
+    if not has_floats(tensor) or not tensor.numel():
         return None
-    tensor = local(tensor.detach())
+    tensor = tensor.detach()
+    tensor = tensor.values() if tensor.layout in COMPRESSED else local(tensor)
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    if not tensor.is_floating_point() or not tensor.numel():
+    if not tensor.numel() or not can_check(tensor):
         return None
     repeated = [dim for dim, stride in enumerate(tensor.stride()) if stride == 0]
     for dim in repeated:  # an expanded tensor may claim any size
@@ -57,9 +61,34 @@ def as_plain(tensor: Tensor) -> Tensor | None:
     return tensor if tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes() else None
 
 
+def has_floats(tensor: Tensor) -> bool:
+    """Returns whether a tensor has float numbers of its own; a quantized one has integers."""
+    return (tensor.is_floating_point() or tensor.is_complex()) and not (tensor.is_meta or tensor.is_quantized)
+
+
+def can_check(tensor: Tensor) -> bool:
+    """Returns whether the entries of a tensor with floats can be checked: torch has dtypes and layouts that it can only store."""
+    is_known = tensor.layout in (torch.strided, torch.sparse_coo, *COMPRESSED) and not tensor.is_nested
+    return is_known and (tensor.is_complex() or _can_widen(tensor.dtype))
+
+
+@cache
+def _can_widen(dtype: torch.dtype) -> bool:
+    try:
+        torch.zeros(dtype.itemsize, dtype=torch.uint8).view(dtype).float()
+    except NotImplementedError:
+        return False
+    return True
+
+
+def widen(tensor: Tensor) -> Tensor:
+    """Returns the same numbers in a dtype that has all operators."""
+    return tensor if tensor.dtype in WIDE else tensor.float()
+
+
 def measure(part: Tensor) -> tuple[float, float]:
     """Returns the smallest and the largest entry; NaN if any entry is."""
-    low, high = torch.aminmax(part.float() if part.dtype in NARROW else part)
+    low, high = torch.aminmax(widen(part))
     return float(low), float(high)
 
 
@@ -71,11 +100,11 @@ def judge(
     largest = max(abs(low), abs(high))
     is_state = is_state or STATE.search(name) is not None
     if math.isnan(largest):
-        yield Problem.NAN, _format_entries("NaN", torch.isnan(tensor))
+        yield Problem.NAN, _format_entries("NaN", torch.isnan(widen(tensor)))
         return
     if math.isinf(largest):
-        if is_state or not is_mask(tensor):
-            yield Problem.INF, _format_entries("inf", torch.isinf(tensor))
+        if is_state or not is_mask(widen(tensor)):
+            yield Problem.INF, _format_entries("inf", torch.isinf(widen(tensor)))
         return
     yield from _judge_magnitude(tensor, low, high, is_state)
     if low == high == 0 and not is_state and not _may_be_zero(name, tensor):
@@ -83,7 +112,7 @@ def judge(
     if is_state:
         return
     if checks.cast is not None:
-        yield from _judge_cast(tensor, largest, checks.cast)
+        yield from _judge_cast(widen(tensor), largest, checks.cast)
     if checks.deep and largest:
         yield from _judge_deep(tensor)
 
@@ -91,7 +120,8 @@ def judge(
 def _judge_magnitude(tensor: Tensor, low: float, high: float, is_state: bool) -> Iterator[tuple[Problem, str]]:
     limit, largest = torch.finfo(tensor.dtype).max, max(abs(low), abs(high))
     is_near = largest > NEAR_LIMIT * limit
-    if tensor.dtype in NARROW or not (is_near or (largest > HUGE and not is_state)):  # float8 is scaled to its limit
+    is_odd = is_near or (largest > HUGE and not is_state)
+    if tensor.dtype not in WIDE or not is_odd:  # float8 is scaled to its limit
         return
     if low < -HUGE and _has_one_value(tensor[tensor != low]):  # a mask of a large negative number
         return
@@ -138,10 +168,9 @@ def _judge_cast(tensor: Tensor, largest: float, dtype: torch.dtype) -> Iterator[
 
 
 def _judge_deep(tensor: Tensor) -> Iterator[tuple[Problem, str]]:
-    wide = tensor.float() if tensor.dtype in NARROW else tensor
-    smallest = torch.finfo(tensor.dtype).smallest_normal
-    num_denormal = int(((wide != 0) & (wide.abs() < smallest)).sum())
-    if tensor.dtype not in NARROW and num_denormal > MAX_DENORMAL.get(tensor.dtype, MAX_SHARE) * tensor.numel():
+    wide = widen(tensor)
+    num_denormal = int(((wide != 0) & (wide.abs() < torch.finfo(wide.dtype).smallest_normal)).sum())
+    if tensor.dtype in WIDE and num_denormal > MAX_DENORMAL.get(tensor.dtype, MAX_SHARE) * tensor.numel():
         yield Problem.DENORMAL, f"has denormal numbers in {num_denormal} of {tensor.numel()} entries"
     if tensor.ndim == 2 and min(tensor.shape) > 1:
         rows = wide.abs().amax(1).float()

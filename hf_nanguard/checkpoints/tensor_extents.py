@@ -1,11 +1,12 @@
 """Finds the tensors that may be bad, and their smallest and largest entries, on several threads; torch releases the interpreter.
 
-A 2-norm that is finite, below what is absurd and not zero proves that a tensor has no NaN, no inf, no absurd number and is not
-all zero. It takes three quarters of the time of `aminmax` in float32 and bfloat16 (0.11 and 0.07 ns an entry), so only
-tensors of which it proves nothing are measured exactly.
+One number for a tensor often proves that it has no NaN, no inf, no absurd number and is not all zero, in three quarters of the
+time of `aminmax` or less. Only tensors of which it proves nothing are measured exactly.
 
-In bfloat16 torch's norm waits for its own last addition, not for the memory. Norms of short rows do not wait for each other,
-so a norm of these norms is faster again.
+- float32: the 2-norm, if it is finite, below what is absurd and not zero.
+- bfloat16: the 2-norm of the sums of short rows, in the same way, because torch's norm has to compute more than the memory delivers.
+  NaN and inf are in every sum. Absurd numbers of both signs may cancel each other, but only if they add up to nearly zero in each
+  row: the steps between two absurd numbers are larger than the bound.
 """
 
 import math
@@ -20,10 +21,11 @@ from torch import Tensor
 
 from .tensor_check import HUGE, measure
 
-QUICK = (torch.float32, torch.bfloat16)  # their norm is faster than aminmax
-PROVEN = (0.0, HUGE / 2)  # half, because a norm is rounded
+QUICK = (torch.float32, torch.bfloat16)  # their norms and sums are faster than aminmax
+PROVEN = HUGE / 2  # half, because a norm is rounded
+PROVEN_SUMS = 1e6  # two numbers above HUGE that are not equal are 6e7 apart in bfloat16
 PART = 2**24  # entries that a thread checks at a time: of a large tensor, or of several small ones
-ROW = 1024  # entries of bfloat16 whose norm is taken on its own
+ROW = 4096  # entries of bfloat16 whose sum is taken on its own
 
 T = TypeVar("T")
 Extent = tuple[float, float]
@@ -59,17 +61,15 @@ def find_extents(
 
 
 def _is_proven(part: Tensor) -> bool:
-    """Returns whether the norm of a part proves that it is good."""
-    return part.dtype in QUICK and PROVEN[0] < _norm(part) < PROVEN[1]
-
-
-def _norm(part: Tensor) -> float:
+    """Returns whether one number proves that a part is good."""
+    if part.dtype not in QUICK:
+        return False
     whole = part.numel() // ROW * ROW
     if part.dtype is not torch.bfloat16 or not whole or not part.is_contiguous():
-        return float(torch.linalg.vector_norm(part))
+        return 0.0 < float(torch.linalg.vector_norm(part)) < PROVEN
     flat = part.view(-1)
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1)
-    return float(torch.linalg.vector_norm(torch.cat([rows, flat[whole:]])))
+    sums = flat[:whole].view(-1, ROW).sum(1)
+    return 0.0 < float(torch.linalg.vector_norm(torch.cat([sums, flat[whole:]]))) < PROVEN_SUMS
 
 
 def _map_parts(

@@ -8,6 +8,7 @@ DeepSpeed checkpoint can be checked without DeepSpeed. Nothing that a file names
 import math
 import pickle
 import warnings
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -27,6 +28,7 @@ TORCH_FILES = (".bin", ".pt", ".pth", ".ckpt")
 MAX_HEADER = 100_000_000  # as in the safetensors library
 MAX_OBJECTS = 10_000_000  # of one file of torch.save
 ZIP_START = b"PK\x03\x04"
+POINTER = b"version https://git-lfs"  # a repository that was cloned without its large files
 
 
 class DamagedFileError(Exception):
@@ -47,8 +49,11 @@ def open_tensors(path: Path) -> OpenedFile:
     """Opens a file of tensors as views of it: nothing is read yet. One that is truncated, of another format, or names something
     that must not be loaded, is a `DamagedFileError`."""
     try:
-        if path.stat().st_size == 0:
+        start = _read_start(path)
+        if not start:
             raise DamagedFileError("is empty")
+        if start.startswith(POINTER):
+            raise DamagedFileError("is a pointer of git LFS: the file itself was not downloaded")
         return _open_safetensors(path) if path.suffix in SAFETENSORS else open_torch_file(path)
     except OSError as error:
         raise DamagedFileError(f"cannot be read ({first_line(error)})") from error
@@ -88,9 +93,9 @@ class Inert:
 
 def open_torch_file(source: Path | BytesIO) -> OpenedFile:
     """Opens a file of `torch.save`, or the bytes of one."""
+    is_zip = _read_start(source).startswith(ZIP_START)  # else of a torch before 1.6, which cannot be mapped
     try:
-        is_zip = _read_start(source) == ZIP_START  # else of a torch before 1.6, which cannot be mapped
-        foreign = sorted(get_unsafe_globals_in_checkpoint(source)) if is_zip else []
+        foreign = _list_foreign(source) if is_zip else []
         if isinstance(source, BytesIO):
             source.seek(0)
         inert: list[Any] = [(type("Inert", (Inert,), {}), name) for name in foreign]
@@ -98,10 +103,14 @@ def open_torch_file(source: Path | BytesIO) -> OpenedFile:
             warnings.simplefilter("ignore")  # torch warns of unusual pickles
             mmap = is_zip and isinstance(source, Path)
             content = torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
+    except DamagedFileError:
+        raise
     except pickle.UnpicklingError as error:
         raise DamagedFileError(_explain_refusal(error)) from error
     except Exception as error:  # torch's loader raises anything on a damaged file, also struct.error
-        raise DamagedFileError(_explain_damage(error)) from error
+        raise DamagedFileError(
+            _explain_damage(error) if is_zip else "is not a file of torch.save, or damaged"
+        ) from error
     opened = OpenedFile({}, foreign=foreign)
     for name, value in walk(content):
         if isinstance(value, Tensor):
@@ -113,9 +122,21 @@ def open_torch_file(source: Path | BytesIO) -> OpenedFile:
 
 def _read_start(source: Path | BytesIO) -> bytes:
     if isinstance(source, BytesIO):
-        return source.getvalue()[: len(ZIP_START)]
+        return source.getvalue()[: len(POINTER)]
     with open_to_read(source) as file:
-        return file.read(len(ZIP_START))
+        return file.read(len(POINTER))
+
+
+def _list_foreign(source: Path | BytesIO) -> list[str]:
+    """Returns the classes that a file names and the weights-only loader does not know. A file with compressed parts is refused:
+    `torch.save` does not compress, and a few bytes could fill the memory."""
+    with zipfile.ZipFile(source) as archive:
+        packed = [part for part in archive.infolist() if part.compress_type != zipfile.ZIP_STORED]
+        if any("/code/" not in part.filename for part in packed):  # a script has some, and torch names it as one
+            raise DamagedFileError("has compressed parts, which torch.save does not write; it was not loaded")
+    if isinstance(source, BytesIO):
+        source.seek(0)
+    return sorted(get_unsafe_globals_in_checkpoint(source))
 
 
 def _explain_damage(error: Exception) -> str:

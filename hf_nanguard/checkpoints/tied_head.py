@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .checkpoint_files import read_json
+from .tensor_check import as_plain, widen
 
 EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight", "shared.weight")
 HEADS = ("lm_head.weight", "embed_out.weight", "predictions.decoder.weight")
@@ -28,6 +29,9 @@ def find_untied(tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
     loading the model overwrites one with the other."""
     embedding = next((name for name in tensors if name.endswith(EMBEDDINGS)), None)
     head = next((name for name in tensors if name.endswith(HEADS)), None)
-    if embedding is None or head is None or torch.equal(tensors[head], tensors[embedding]):
+    if embedding is None or head is None or tensors[head].layout is not torch.strided:
+        return None
+    pair = as_plain(tensors[head]), as_plain(tensors[embedding])
+    if pair[0] is None or pair[1] is None or torch.equal(widen(pair[0]), widen(pair[1])):
         return None
     return head, embedding

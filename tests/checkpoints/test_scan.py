@@ -6,6 +6,7 @@ import os
 import pickle
 import struct
 import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from safetensors.torch import save_file
 
 from hf_nanguard import ArgumentError, scan_checkpoint
 from hf_nanguard.checkpoints.scan_result import Problem
-from hf_nanguard.checkpoints.tensor_extents import PART, build_pool, find_extents
+from hf_nanguard.checkpoints.tensor_check import HUGE
+from hf_nanguard.checkpoints.tensor_extents import PART, ROW, build_pool, find_extents
 
 INF, NAN = float("inf"), float("nan")
 
@@ -106,6 +108,45 @@ def test_what_is_normal_is_no_finding(name, tmp_path):
     assert result.exit_code == 0
 
 
+SPARSE = [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr, torch.Tensor.to_sparse_csc]
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+@pytest.mark.parametrize("make", SPARSE)
+def test_sparse_tensors_are_checked(make, tmp_path):
+    torch.save({"good": make(torch.eye(3)), "w": make(torch.eye(3).fill_diagonal_(NAN))}, tmp_path / "model.bin")
+    assert problems(tmp_path, deep=True) == [("nan", "w")]
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+@pytest.mark.parametrize("dtype", FLOAT8)
+def test_every_float8_is_checked(dtype, suffix, tmp_path):
+    tensors = {"good": torch.ones(4, 4).to(dtype), "w": planted(NAN).to(dtype)}
+    path = tmp_path / f"model.{suffix}"
+    save_file(tensors, path) if suffix == "safetensors" else torch.save(tensors, path)
+    assert problems(path, deep=True, as_dtype="float16") == [("nan", "w")]
+
+
+def test_an_inf_of_float8_is_found(tmp_path):
+    save_file({"w": planted(INF).to(torch.float8_e5m2)}, tmp_path / "model.safetensors")
+    assert problems(tmp_path) == [("inf", "w")]
+
+
+def test_what_torch_can_only_store_is_a_note(tmp_path):
+    packed = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    torch.save({"packed": packed, "w": torch.ones(2, 2)}, tmp_path / "model.bin")
+    result = scan_checkpoint(tmp_path)
+    assert result.findings == []
+    assert "1 tensors have a dtype" in result.notes[0]
+    assert "packed" in result.notes[0]
+
+
+def test_a_file_of_one_tensor_has_no_name_for_it(tmp_path):
+    torch.save(planted(NAN), tmp_path / "weight.pt")
+    assert str(scan_checkpoint(tmp_path / "weight.pt").findings[0]).startswith("weight.pt contains NaN")
+
+
 def test_optimizer_state_may_be_zero_and_large_but_not_nan(tmp_path):
     state = {"step": torch.tensor(7.0), "exp_avg": torch.zeros(4, 4), "exp_avg_sq": torch.full((4, 4), 1e12)}
     torch.save({"state": {0: state}, "param_groups": [{"lr": 0.1, "eps": 1e-8}]}, tmp_path / "optimizer.pt")
@@ -189,6 +230,28 @@ def test_a_plain_pickle_is_reported_and_not_run(tmp_path):
     assert not target.exists()
 
 
+def test_compressed_parts_are_not_unpacked(tmp_path):
+    with zipfile.ZipFile(tmp_path / "model.bin", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(10**7))
+    [finding] = scan_checkpoint(tmp_path).findings
+    assert (finding.problem, "compressed" in finding.message) == ("damaged", True)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_file_that_was_not_downloaded_is_called_so(name, tmp_path):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 134515008\n")
+    [finding] = scan_checkpoint(tmp_path).findings
+    assert (finding.problem, "not downloaded" in finding.message) == ("damaged", True)
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "pipe"])
+def test_what_is_no_file_is_not_read(target, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "model.safetensors").symlink_to(target)
+    [finding] = scan_checkpoint(tmp_path / "model.safetensors").findings
+    assert (finding.problem, "not a regular file" in finding.message) == ("damaged", True)
+
+
 @pytest.mark.parametrize("keep", [0.1, 0.5, 0.95])
 def test_a_truncated_torch_file_is_reported(keep, tmp_path):
     torch.save({"w": torch.ones(64, 64)}, tmp_path / "model.bin")
@@ -224,6 +287,26 @@ def test_a_missing_shard_is_reported(tmp_path):
     assert "model-00002-of-00002.safetensors" in finding.message
     save_file({"b": torch.ones(2, 2)}, tmp_path / "model-00002-of-00002.safetensors")
     assert scan_checkpoint(tmp_path).exit_code == 0
+
+
+@pytest.mark.parametrize("total", [1, 2])
+def test_shards_without_an_index_are_reported(total, tmp_path):
+    save_file({"a": torch.ones(2, 2)}, tmp_path / f"model-00001-of-{total:05}.safetensors")
+    [finding] = scan_checkpoint(tmp_path).findings
+    assert finding.problem == "incomplete"
+    assert ("has only 1 of 2 shards" if total == 2 else "model.safetensors.index.json") in finding.message
+
+
+def test_an_index_that_names_a_tensor_of_no_shard_is_reported(tmp_path):
+    for number, name in enumerate("ab", start=1):
+        save_file({name: torch.ones(2, 2)}, tmp_path / f"model-0000{number}-of-00002.safetensors")
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00001-of-00002.safetensors"}  # b is in another one
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {**shards, "c": "model-00002-of-00002.safetensors"}}))
+    [finding] = scan_checkpoint(tmp_path).findings
+    assert (finding.problem, finding.message) == ("incomplete", "names c, which no shard holds")
+    index.write_text(json.dumps({"weight_map": shards}))
+    assert scan_checkpoint(tmp_path).is_good
 
 
 @pytest.mark.parametrize(
@@ -313,13 +396,27 @@ def test_every_part_of_a_large_tensor_counts(position, is_exact):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 1e11, -1e11, 3e38])
-def test_no_position_hides_a_bad_entry_from_the_norm(value, dtype):
-    """The kernels treat whole vectors and the entries that are left over differently."""
+@pytest.mark.parametrize("size", [67, 2 * ROW + 67])
+def test_no_position_hides_a_bad_entry(size, value, dtype):
+    """The kernels treat whole vectors and the entries that are left over differently, and so does the check."""
+    positions = [*range(67), *range(ROW - 2, ROW + 2), *range(2 * ROW - 2, 2 * ROW + 2), size - 1]
     with build_pool() as pool:
-        for position in range(0, 67):
-            weight = torch.ones(67, dtype=dtype)
+        for position in (each for each in positions if each < size):
+            weight = torch.linspace(-1.0, 1.0, size).to(dtype)
             weight[position] = value
             assert "w" in find_extents({"w": weight}, pool, lambda num_bytes: None, is_exact=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_absurd_entries_of_both_signs_do_not_hide_each_other(dtype):
+    noise = torch.randn(3 * ROW, generator=torch.Generator().manual_seed(0)).to(dtype)
+    two = torch.zeros(ROW, dtype=dtype)
+    two[7], two[8] = torch.tensor([1.0, -1.01]) * 2 * HUGE
+    with build_pool() as pool:
+        found = find_extents(
+            {"good": noise, "absurd": noise * 1e12, "two": two}, pool, lambda num_bytes: None, is_exact=False
+        )
+    assert set(found) == {"absurd", "two"}
 
 
 def make_engine_checkpoint(folder, num_ranks=3):
