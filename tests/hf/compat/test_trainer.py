@@ -922,6 +922,8 @@ def test_completions_that_are_left_are_generated_anew_after_a_restore(tmp_path):
 
 def test_completions_and_their_log_probabilities(tmp_path):
     trainer = build("grpo", tmp_path, guard=False)
+    assert compat_reinforcement.has_policy_logps(trainer)
+    assert not compat_reinforcement.has_policy_logps(build("plain", tmp_path / "plain", guard=False))
     rows = [trainer.train_dataset[row] for row in range(2)]
     batch = compat_reinforcement.generate_batch(trainer, rows, 3)
     assert len(batch["completion_ids"]) == trainer.num_generations  # one group fits a micro-batch
