@@ -1,9 +1,11 @@
 """Every private or undocumented name of torch that the core uses, each with the condition under which it can go."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 # Can go when torch exports them from a public module.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import CheckpointFunction
 
 # The modules of torch whose Python functions ask for a `__torch_function__` first. Can go when such a mode also sees what
 # these functions call.
@@ -238,6 +241,18 @@ def is_norm_layer(module: nn.Module) -> bool:
 
     Can go when these layers have a public base class."""
     return isinstance(module, _NormBase)
+
+
+def without_reentrant_checkpoints() -> AbstractContextManager[object]:
+    """Returns a context in which reentrant gradient checkpointing runs its part of the model as it is. Otherwise a forward runs that
+    part without gradients, as only its recomputation in the backward has them.
+
+    Can go when reentrant checkpointing can be switched off from outside of a model."""
+
+    def run_part(function: Callable[..., object], preserves_rng: bool, *args: object) -> object:
+        return function(*args)
+
+    return patch.object(CheckpointFunction, "apply", run_part)
 
 
 # ---- loss scaler ----

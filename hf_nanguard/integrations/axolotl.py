@@ -10,7 +10,6 @@
 import logging
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from transformers import Trainer
@@ -32,7 +31,7 @@ def find_settings(config: Mapping[str, object]) -> dict[str, Any]:
 def guard_trainer(config: Mapping[str, Any], trainer: Trainer) -> None:
     """Guards the trainer that axolotl has built, whose dataset no longer has a record of the files it was loaded from."""
     attach(trainer, GuardArguments(**find_settings(config)))
-    record_files(trainer.train_dataset, list_files(config))
+    record_files(trainer.train_dataset, list_sources(config))
     logger.warning(
         "hf_nanguard: %s is guarded. Dataset rows in events are rows of the dataset that axolotl has prepared, which it "
         "shuffles before training.",
@@ -40,13 +39,13 @@ def guard_trainer(config: Mapping[str, Any], trainer: Trainer) -> None:
     )
 
 
-def list_files(config: Mapping[str, Any]) -> list[str]:
-    """Returns the data files of an axolotl config that are on this machine."""
-    files: list[str] = []
+def list_sources(config: Mapping[str, Any]) -> list[str]:
+    """Returns what an axolotl config names as its data: files, patterns, folders, or datasets of the hub."""
+    sources: list[str] = []
     for dataset in config.get("datasets") or ():
         given = dataset.get("data_files") or dataset.get("path")
-        files += [file for file in ([given] if isinstance(given, str) else given or ()) if Path(file).is_file()]
-    return files
+        sources += [given] if isinstance(given, str) else given or ()
+    return sources
 
 
 @cache

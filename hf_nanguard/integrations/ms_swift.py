@@ -8,10 +8,8 @@ register()
 swift sft ... --external_plugins guard.py --callbacks nanguard
 """
 
+import json
 import logging
-import sys
-from collections.abc import Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,7 @@ class SwiftGuardCallback(NanGuardCallback):
         super().on_init_end(args, state, control, **kwargs)
         trainer = find_trainer()
         if trainer is not None:
-            record_files(trainer.train_dataset, list_files(sys.argv))
+            record_files(trainer.train_dataset, list_sources(Path(args.output_dir)))
             logger.warning(
                 "hf_nanguard: %s is guarded. Dataset rows in events are rows of the dataset that ms-swift has prepared, which "
                 "it shuffles before training.",
@@ -42,11 +40,12 @@ class SwiftGuardCallback(NanGuardCallback):
             )
 
 
-def list_files(words: Sequence[str]) -> list[str]:
-    """Returns the data files on this machine that a command line of ms-swift names. To it, `rows.jsonl#500` are 500 rows."""
-    behind = words[words.index("--dataset") + 1 :] if "--dataset" in words else []
-    named = [word.partition("#")[0] for word in takewhile(lambda word: not word.startswith("--"), behind)]
-    return [name for name in named if Path(name).is_file()]
+def list_sources(folder: Path) -> list[str]:
+    """Returns what a run of ms-swift names as its data, by the arguments that it has saved in its output folder before it builds
+    its trainer: files, folders, or datasets of the hub. To it, `rows.jsonl#500` are 500 rows."""
+    file = folder / "args.json"
+    saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"dataset": []}
+    return [source.partition("#")[0] for source in saved["dataset"]]
 
 
 def register(guard: Given = None) -> None:

@@ -30,14 +30,18 @@ def test_the_plugin_guards_the_trainer_with_the_settings_of_the_file(plugin, tmp
     trainer = build("plain", tmp_path, guard=False)
     file = tmp_path / "rows.jsonl"
     file.touch()
-    datasets = [{"path": str(file)}, {"path": "json", "data_files": [str(file), "nowhere.json"]}, {"path": "hub/rows"}]
+    (tmp_path / "more").mkdir()
+    inside = tmp_path / "more" / "a.jsonl"
+    inside.touch()
+    named = [{"path": str(file)}, {"path": "json", "data_files": [str(file), "nowhere.json"]}, {"path": "hub/rows"}]
+    datasets = [*named, {"path": str(inside.parent)}]
     config = {"learning_rate": 1e-3, "nanguard_max_bad_steps": 7, "nanguard_mode": None, "datasets": datasets}
     with caplog.at_level(logging.WARNING, "hf_nanguard"):
         plugin.post_trainer_create(config, trainer)
     assert isinstance(trainer, GuardedTrainerMixin)
     assert (trainer.nanguard.policy.max_bad_steps, trainer.nanguard.policy.mode) == (7, "act")
     assert "Trainer is guarded" in caplog.text
-    assert find_files(trainer.train_dataset) == [str(file)]
+    assert find_files(trainer.train_dataset) == [str(inside), str(file)]
 
 
 def test_settings_are_keys_of_the_config_and_are_checked_with_it(plugin):

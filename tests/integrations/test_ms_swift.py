@@ -1,5 +1,6 @@
 """The callback for ms-swift, against a stand-in of its table; the real package is run in test_real_packages.py."""
 
+import json
 import sys
 from types import ModuleType
 
@@ -39,13 +40,11 @@ class Lazy(list):
         self.dataset = dataset
 
 
-def test_the_trainer_is_guarded_and_its_dataset_gets_a_record_of_its_files(
-    callbacks_map, monkeypatch, tmp_path, caplog
-):
+def test_the_trainer_is_guarded_and_its_dataset_gets_a_record_of_its_files(callbacks_map, tmp_path, caplog):
     file = tmp_path / "rows.jsonl"
     file.touch()
-    command = ["sft.py", "--model", "m", "--dataset", f"{file}#500", "hub/rows", "--output_dir", f"{tmp_path}"]
-    monkeypatch.setattr(sys, "argv", command)
+    # ms-swift saves its arguments before it builds a trainer, however they were given: by flags, a YAML file or in Python
+    (tmp_path / "args.json").write_text(json.dumps({"model": "m", "dataset": [f"{file}#500", "hub/rows"]}))
     register()
     extra = {"train_dataset": Lazy(token_dataset(4)), "callbacks": [callbacks_map["nanguard"](None, None)]}
     trainer = build("plain", tmp_path, guard=False, extra=extra)
@@ -54,6 +53,14 @@ def test_the_trainer_is_guarded_and_its_dataset_gets_a_record_of_its_files(
     assert (
         "Trainer is guarded. Dataset rows in events are rows of the dataset that ms-swift has prepared" in caplog.text
     )
+
+
+def test_without_saved_arguments_there_is_no_record(callbacks_map, tmp_path, caplog):
+    register()
+    extra = {"train_dataset": token_dataset(4), "callbacks": [callbacks_map["nanguard"](None, None)]}
+    trainer = build("plain", tmp_path, guard=False, extra=extra)
+    assert find_files(trainer.train_dataset) == []
+    assert "Trainer is guarded" in caplog.text
 
 
 def test_bad_settings_are_refused_at_once(callbacks_map):

@@ -19,10 +19,11 @@ from ..finite import dtype_name, local
 from ..optimizer.rounding_remedies import MOVES, keeps_remainder, moves_copies, try_rounding_remedies
 from ..vocabulary import Cause, Signal
 from .base import Monitor
-from .update_sample import UpdateCounts, UpdateSample, read_sample, take_sample
+from .update_sample import Piece, UpdateCounts, UpdateSample, read_sample, take_sample
 
 PATIENCE = 3  # checks in a row with a learning rate of zero, which a schedule may begin or end with
 RECOVERED = 2 * MOVES  # a share that stays around the threshold is reported once
+MIN_PART = 0.1  # of the entries that are judged: less is not judged on its own
 SHOWN = 12
 LOW_PRECISION = ("bfloat16", "float16")
 
@@ -100,16 +101,18 @@ class UpdateMonitor(Monitor):
             state.num_still, state.reported_rate = 0, False
             return False
         state.num_still += 1
-        if state.num_still < PATIENCE or state.reported_rate:
+        full = [self._full_rate(group) for group in used]
+        stays = all(rate == 0.0 for rate in full)  # a schedule of it is 0 as well
+        if (state.num_still < PATIENCE and not stays) or state.reported_rate:
             return True
         state.reported_rate = True
-        initial = max((self._initial_rate(group) or 0.0 for group in used), default=0.0)
+        initial = max((rate or 0.0 for rate in full), default=0.0)
         why = f"the schedule has reduced it from {initial:g}" if initial else "it was set to 0"
         advice = "Check the number of steps the schedule was created for" if initial else "Set a learning rate"
-        message = (
-            f"No weight changed in {state.num_still} checks in a row, the last at step {step}, because the learning rate "
-            f"is 0 ({why}). {advice}."
+        checks = (
+            f"{state.num_still} checks in a row, the last at step {step}," if state.num_still > 1 else f"step {step}"
         )
+        message = f"No weight changed in {checks} because the learning rate is 0 ({why}). {advice}."
         self._emit_stall(step, message, {"update_share": share, "learning_rate": 0.0, "initial_lr": initial})
         return True
 
@@ -123,7 +126,7 @@ class UpdateMonitor(Monitor):
             and piece.name not in self.exempt
             and self._is_under_way(counts.rates[piece.group], piece.group)
         }
-        share = counts.share(judged)
+        share, judged = self._find_slowest(judged, counts)
         if share is None:
             return
         if share >= MOVES or state.reported_rounding:
@@ -150,16 +153,30 @@ class UpdateMonitor(Monitor):
         values = {"update_share": share, "learning_rate": max(rates, default=None), "dtype": dtypes}
         self._emit_stall(step, message, values, Cause.ROUNDING_STALL, remedies)
 
-    def _initial_rate(self, group: int) -> float | None:
-        rate = self.optimizer.param_groups[group].get("initial_lr")
-        return None if rate is None else float(rate)
+    def _find_slowest(self, judged: dict[str, Piece], counts: UpdateCounts) -> tuple[float | None, dict[str, Piece]]:
+        """Returns the smallest share of those that each learning rate moves, and what has that rate. Parameters of one rate are
+        judged together, because some (the weights of norms, near 1) move less by design, and so are small parts of a model."""
+        lowest, slowest = counts.share(judged), judged
+        total = sum(counts.live[name] for name in judged)
+        for rate in {counts.rates[piece.group] for piece in judged.values()}:
+            part = {name: piece for name, piece in judged.items() if counts.rates[piece.group] == rate}
+            share, live = counts.share(part), sum(counts.live[name] for name in part)
+            if lowest is not None and share is not None and share < lowest and live >= MIN_PART * total:
+                lowest, slowest = share, part
+        return lowest, slowest
+
+    def _full_rate(self, group: int) -> float | None:
+        """Returns the learning rate that a schedule scales or leads to, `None` without a schedule."""
+        settings = self.optimizer.param_groups[group]
+        known = [float(settings[name]) for name in ("initial_lr", "max_lr") if settings.get(name) is not None]
+        return max(known, default=None)  # OneCycleLR begins at `initial_lr`
 
     def _is_under_way(self, rate: float | None, group: int) -> bool:
         """Returns whether a schedule is near its full learning rate: in warm-up and at its end updates are small by design."""
         if rate is None:  # the optimizer finds its own
             return True
-        initial = self._initial_rate(group)
-        return rate > 0.0 and (initial is None or rate >= 0.5 * initial)
+        full = self._full_rate(group)
+        return rate > 0.0 and (full is None or rate >= 0.5 * full)
 
     def _emit_stall(
         self,

@@ -19,7 +19,14 @@ from ...boundary import Boundary
 from ..event import JsonObject
 from ..finite import is_sharded
 from ..rng import RngState
-from ..torch_private import copy_unscaled, forget_used_parameters, plain_name, restore_unscaled, sync_buffers
+from ..torch_private import (
+    copy_unscaled,
+    forget_used_parameters,
+    plain_name,
+    restore_unscaled,
+    sync_buffers,
+    without_reentrant_checkpoints,
+)
 from .buffers import BufferKeeper
 from .closed_iterators import closed_iterators
 from .loss_mark import mark_shard, marked_backward
@@ -264,7 +271,8 @@ class Runner(ABC, Generic[Payload, Weight]):
         sync_buffers(self.model, False)
         self.left_out = micro.left_out
         unkept = torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
-        with self.isolated(), self.unsynced(), torch.compiler.set_stance("force_eager"), unkept:
+        in_python = torch.compiler.set_stance("force_eager")
+        with self.isolated(), self.unsynced(), in_python, without_reentrant_checkpoints(), unkept:
             self.forward(micro)
 
     def rerun(

@@ -3,6 +3,8 @@
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from glob import escape, glob
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,14 +47,17 @@ def find_files(dataset: Any) -> list[str]:
     return list(dataset.info.download_checksums or ()) if is_hf_dataset(dataset) else []
 
 
-def record_files(dataset: Any, files: Iterable[str]) -> None:
-    """Puts the files that a dataset was loaded from into its record, unless it has one.
+def record_files(dataset: Any, sources: Iterable[str]) -> None:
+    """Puts the files that a dataset was loaded from into its record, unless it has one. A source is a file, a pattern of files, a
+    folder, or something else, such as a dataset of the hub, which has no file on this machine.
 
     Can go together with [`find_files`].
     """
     dataset = _unwrap(dataset)
     if is_hf_dataset(dataset) and not dataset.info.download_checksums:
-        dataset.info.download_checksums = {file: {} for file in files}
+        patterns = [f"{escape(source)}/**" if Path(source).is_dir() else source for source in sources]
+        files = [file for each in patterns for file in ([each] if Path(each).is_file() else glob(each, recursive=True))]
+        dataset.info.download_checksums = {file: {} for file in sorted(files) if Path(file).is_file()}
 
 
 def _unwrap(dataset: Any) -> Any:

@@ -2,20 +2,23 @@
 
 Frameworks shuffle, filter and pack a dataset, and leave out its id columns, before a trainer gets it. What is left is the text
 and, in the dataset's own record, the files it was loaded from. They are read again, once for each sample that an autopsy blames.
-Only JSON, JSON lines, CSV and Parquet files on this machine are read, up to `MAX_BYTES` in all.
+Only JSON, JSON lines, CSV, TSV, text (a row is a line) and Parquet files on this machine are read, the former also if compressed with
+gzip, up to `MAX_BYTES` in all.
 """
 
 import csv
+import gzip
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from ..compat.prepared_dataset import find_files, pick_ids
 
 MAX_BYTES = 256 * 2**20
 MAX_NAMED = 3  # rows; more that have the text equally well say nothing
 HEAD = 200  # characters of a text that are compared: what follows may be cut off
+KINDS = (".parquet", ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
 
 
 def find_source(dataset: Any, text: str) -> str | None:
@@ -27,15 +30,16 @@ def find_source(dataset: Any, text: str) -> str | None:
         text (`str`):
             The text of the sample, as long as it is.
     """
-    files = [path for path in map(Path, find_files(dataset)) if path.is_file()]
+    files = [path for path in map(Path, find_files(dataset)) if path.is_file() and _find_kind(path) in KINDS]
     if not files or sum(path.stat().st_size for path in files) > MAX_BYTES:
         return None
-    whole, found = _squeeze(text), []
+    whole, found, names = _squeeze(text), [], [path.name for path in files]
     for path in files:
+        name = path.name if names.count(path.name) == 1 else f"{path.parent.name}/{path.name}"
         for number, row in enumerate(_read_rows(path)):
             score, place = _match(row, whole)
             if score:
-                found.append((score, place, path.name, number, pick_ids(row)))
+                found.append((score, place, name, number, pick_ids(row)))
     return _format(found)
 
 
@@ -67,26 +71,33 @@ def _format(found: list[tuple[int, tuple[int, int], str, int, dict[str, str | in
     )
 
 
+def _find_kind(path: Path) -> str:
+    """Returns the ending of a file's name, without that of its compression."""
+    return (path.with_suffix("") if path.suffix == ".gz" else path).suffix
+
+
 def _read_rows(path: Path) -> Iterator[Mapping[str, Any]]:
-    """Yields the rows of a file in their order, none of a file of another kind."""
-    if path.suffix == ".parquet":
+    """Yields the rows of a file in their order."""
+    if (kind := _find_kind(path)) == ".parquet":
         import pyarrow.parquet  # a dependency of datasets, with which the file was read
 
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
             yield from batch.to_pylist()
-    elif path.suffix in (".json", ".jsonl"):
-        yield from _read_json(path)
-    elif path.suffix == ".csv":
-        with path.open(encoding="utf-8", newline="") as file:
-            yield from csv.DictReader(file)
+        return
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8", newline="") as file:
+        if kind in (".csv", ".tsv"):
+            yield from csv.DictReader(file, delimiter="\t" if kind == ".tsv" else ",")
+        elif kind == ".txt":
+            yield from ({"text": line} for line in file)
+        else:
+            yield from _read_json(file)
 
 
-def _read_json(path: Path) -> Iterator[Mapping[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        is_list = file.read(1) == "["
-        file.seek(0)
-        rows = json.load(file) if is_list else (json.loads(line) for line in file if line.strip())
-        yield from (row if isinstance(row, dict) else {} for row in rows)
+def _read_json(file: TextIO) -> Iterator[Mapping[str, Any]]:
+    is_list = file.read(1) == "["
+    file.seek(0)
+    rows = json.load(file) if is_list else (json.loads(line) for line in file if line.strip())
+    yield from (row if isinstance(row, dict) else {} for row in rows)
 
 
 def _find_texts(value: Any) -> Iterator[str]:

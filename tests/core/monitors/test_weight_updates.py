@@ -208,6 +208,38 @@ def test_a_stall_is_reported_at_the_first_look_at_half_the_learning_rate():
     assert (event["signal"], event["step"], event["cause"]) == ("update_stalled", 5, "rounding_stall")
 
 
+def test_the_warm_up_of_a_cycle_is_not_judged():
+    """`initial_lr` of OneCycleLR is where its warm-up begins, not what it leads to."""
+    model, optimizer, monitor, events = make("adamw", BF16, 1e-3)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=20, div_factor=1e5)
+    rows = train(model, optimizer, 10, monitor, scheduler)
+    assert rows[0]["nanguard/update_share"] < 0.01 < rows[-1]["nanguard/update_share"]
+    assert events == []
+
+
+@pytest.mark.parametrize("rate", [1e-8, 1e-3])
+def test_weights_with_a_learning_rate_of_their_own_are_judged_on_their_own(rate):
+    model, _, monitor, events = make("adamw", BF16)
+    body = [*model.first.parameters(), *model.last.parameters()]
+    optimizer = torch.optim.AdamW([{"params": model.table.parameters(), "lr": 1e-2}, {"params": body, "lr": rate}])
+    monitor.optimizer = optimizer
+    rows = train(model, optimizer, 3, monitor)
+    assert min(row["nanguard/update_share"] for row in rows) > 0.01
+    assert [event["values"]["learning_rate"] for event in events] == [rate] * (rate < 1e-3)
+
+
+def test_a_learning_rate_that_was_set_to_zero_is_told_at_the_first_look():
+    model, optimizer, monitor, events = make("adamw", BF16, 0.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 2))
+    train(model, optimizer, 5, monitor, scheduler)
+    (event,) = events
+    assert event["step"] == 0
+    assert (
+        event["message"]
+        == "No weight changed in step 0 because the learning rate is 0 (it was set to 0). Set a learning rate."
+    )
+
+
 @pytest.mark.parametrize("name", ["adamw", "tensor", "sgd"])
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 def test_a_learning_rate_of_zero_is_told_as_such(name, dtype):

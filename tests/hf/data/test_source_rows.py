@@ -1,6 +1,7 @@
 """The row of a data file is found by the text of a sample, whatever was done to the dataset in between."""
 
 import csv
+import gzip
 import json
 
 import pytest
@@ -79,6 +80,41 @@ def test_a_record_that_is_lost_can_be_put_back(tmp_path):
     files = find_files(kept)
     record_files(kept, ["elsewhere.jsonl"])
     assert find_files(kept) == files
+
+
+@pytest.mark.parametrize("suffix", ["txt", "tsv", "ndjson", "jsonl.gz", "csv.gz"])
+def test_other_kinds_of_files_are_read(suffix, tmp_path):
+    columns = ROWS[0].keys()
+    lines = {
+        "txt": [row["text"] for row in ROWS],
+        "tsv": ["\t".join(each) for each in (columns, *(row.values() for row in ROWS))],
+        "csv": [",".join(each) for each in (columns, *(row.values() for row in ROWS))],
+    }
+    text = "".join(f"{line}\n" for line in lines.get(suffix.removesuffix(".gz"), map(json.dumps, ROWS)))
+    path = tmp_path / f"rows.{suffix}"
+    path.write_bytes(gzip.compress(text.encode()) if suffix.endswith(".gz") else text.encode())
+    dataset = Dataset.from_dict({"input_ids": [[1]]})
+    record_files(dataset, [str(path)])
+    ids = "" if suffix == "txt" else ", doc_id: d2"
+    assert find_source(dataset, ROWS[2]["text"]) == f"rows.{suffix} row 2{ids}"
+
+
+def test_folders_and_patterns_of_files_are_recorded_and_equal_names_told_apart(tmp_path):
+    for number, folder in enumerate(("a", "b[1]")):
+        (tmp_path / folder).mkdir()
+        write_rows(tmp_path / folder, ROWS[2 * number :], "jsonl")
+        (tmp_path / folder / "README.md").write_text("The cat sat down.")
+    for sources in (
+        [str(tmp_path)],
+        [str(tmp_path / "*" / "*.jsonl"), "hub/rows"],
+        [str(tmp_path / f) for f in ("a", "b[1]")],
+    ):
+        dataset = Dataset.from_dict({"input_ids": [[1]]})
+        record_files(dataset, sources)
+        assert find_source(dataset, "The cat sat.") == "a/rows.jsonl row 0, doc_id: d0"
+        assert (
+            find_source(dataset, ROWS[4]["text"]) == "a/rows.jsonl row 4, doc_id: d4; b[1]/rows.jsonl row 2, doc_id: d4"
+        )
 
 
 def test_parts_that_no_template_shows_do_not_hide_a_row(tmp_path):

@@ -28,13 +28,13 @@ def nothing_is_compiled():
     torch._dynamo.reset()
 
 
-def train(kind, folder, guard, *faults, backend="eager", trainer_class=None):
+def train(kind, folder, guard, *faults, backend="eager", trainer_class=None, **arguments):
     """Trains a compiled model, or without a backend one that is not; returns the trainer and how often something was compiled."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = {"torch_compile": True, "torch_compile_backend": backend} if backend else {}
     extra = {"guard": EVERY_STEP} if guard else {}
-    trainer = build(kind, folder, trainer_class, guard, extra=extra, max_steps=3, **compiled)
+    trainer = build(kind, folder, trainer_class, guard, extra=extra, max_steps=3, **compiled, **arguments)
     planted = plant(trainer, *faults) if guard else None
     trainer.train()
     assert planted is None or planted.triggered == list(faults)
@@ -87,6 +87,21 @@ def test_generated_code_is_left_as_it_is(tmp_path):
     assert compiled_for_ours == compiled_for_stock
     assert all("nanguard/headroom_bits" in row for row in monitored(ours))
     assert events_of(ours) == []
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_blocks_are_monitored_too(reentrant, tmp_path):
+    """The extra forward has no backward, in which reentrant checkpointing would run them with gradients."""
+    how = {"use_reentrant": reentrant}
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": how, "dropout": 0.0}
+    stock, compiled_for_stock = train("plain", tmp_path / "stock", False, **options)
+    ours, compiled_for_ours = train("plain", tmp_path / "guarded", True, **options)
+    eager, _ = train("plain", tmp_path / "eager", True, backend=None, **options)
+    assert_same(tensors_of(ours), tensors_of(stock))
+    assert compiled_for_ours == compiled_for_stock
+    for mine, theirs in zip(monitored(ours), monitored(eager), strict=True):
+        assert {"nanguard/headroom_bits/model.layers.1", "nanguard/attention_score_max"} <= mine.keys()
+        assert mine == pytest.approx(theirs, rel=1e-4)
 
 
 def compile_forward(model):
