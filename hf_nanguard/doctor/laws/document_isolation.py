@@ -1,7 +1,6 @@
 """Tokens see only what they may: nothing of other documents of the same row, and nothing that comes after them."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from ..trial.trial_bench import Inputs, TrialBench
 from ..trial.trial_rows import IDS, LENGTHS, MAX_DOCUMENTS, Row, change_document, cut_document, find_documents, shorten
 
 ROUNDING = 64  # equal shapes and masked entries of exactly 0: hardly more than the rounding of a sum
-GENERATORS = ("CausalLM", "LMHead", "ConditionalGeneration")  # parts of the names of models that predict the next token
 Document = tuple[int, tuple[int, int]]  # row, begin and end
 
 
@@ -165,10 +163,7 @@ def check_causality(bench: TrialBench) -> LawResult:
     """Changes the last token of every row and compares the outputs of all tokens before it."""
     inputs = bench.find_inputs()
     ids, mask = inputs.get(IDS), inputs.get("attention_mask")
-    base: Any = bench.bare.get_base_model() if hasattr(bench.bare, "get_base_model") else bench.bare
-    names = [cls.__name__ for cls in type(base).__mro__]
-    is_generator = bench.is_causal and any(part in name for part in GENERATORS for name in names)
-    if not is_generator or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] < 3:
+    if not bench.is_generator or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] < 3:
         raise NotApplicable("its model does not predict the next token of its inputs")
     if getattr(getattr(bench.bare, "config", None), "use_bidirectional_attention", False):
         raise NotApplicable("its config asks for attention in both directions")
