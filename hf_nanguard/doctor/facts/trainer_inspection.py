@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from transformers import DataCollatorForLanguageModeling, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from ...hf.compat.model_config import find_adapters, find_config, find_tokenizer, without_adapter
+from ...hf.compat.model_config import find_adapters, find_config, find_tokenizer, plain_adapter_name, without_adapter
 from ...hf.compat.trainer_protocol import HostTrainer
 from ..rules.memory_estimate import find_activation_bytes, find_optimizer_bytes
 from ..rules.run_facts import Facts
@@ -26,6 +26,9 @@ TASK_NAMES = {
     "RLOOTrainer": "rloo", "OnlineDPOTrainer": "online_dpo", "ORPOTrainer": "orpo", "CPOTrainer": "cpo",
     "DistillationTrainer": "distill", "GKDTrainer": "distill",
 }  # fmt: skip
+
+TARGETS = ("target_modules", "target_parameters", "modules_to_save")
+HEADS = ("classifier", "score")  # which PEFT adds by itself, whichever of them a classifier has
 
 
 def find_trainer_facts(trainer: HostTrainer) -> Facts:
@@ -72,6 +75,7 @@ def find_model_facts(model: nn.Module) -> Facts:
         is_pretrained=bool(name) and isinstance(base, PreTrainedModel),
         adapter="none" if first is None else _plain(first.peft_type).lower(),
         adapter_targets=tuple(sorted(modules)) if adapters else None,
+        missing_targets=_find_missing_targets(base, adapters) if adapters else None,
         adapter_scale=_find_scale(first),
         has_output_head_adapter="lm_head" in modules if adapters else False,
         parameters=sum(map(_count, parameters)),
@@ -89,6 +93,22 @@ def find_model_facts(model: nn.Module) -> Facts:
         trainable_bytes=sum(parameter.nbytes for parameter in trained),
         **quantization,
     )
+
+
+def _find_missing_targets(base: nn.Module, adapters: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the names of modules and parameters in the configs of adapters that none of the model has. PEFT needs one of a list only."""
+    known = [
+        f".{plain_adapter_name(name)}" for part in (base.named_modules(), base.named_parameters()) for name, _ in part
+    ]
+    asked = [
+        name
+        for config in adapters.values()
+        for field in TARGETS
+        if isinstance(names := getattr(config, field, None), list | set | tuple)
+        for name in names
+        if name not in HEADS
+    ]
+    return tuple(sorted(name for name in set(asked) if not any(each.endswith(f".{name}") for each in known)))
 
 
 def _find_scale(config: Any) -> float | None:

@@ -1,10 +1,12 @@
-"""One batch of four equals four accumulated batches of one, in loss and gradients."""
+"""One batch of four equals four accumulated batches of one, in loss and gradients, and is one step of the schedule."""
 
 from typing import Any
 
 from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..trial.asked_targets import has_own_loss
+from ..trial.borrowed_trainer import borrowed
 from ..trial.law_result import ERROR, NOTE, WARNING, LawResult, NotApplicable, broken, held
 from ..trial.trial_bench import Run, TrialBench, compare
 
@@ -69,6 +71,8 @@ def _describe(bench: TrialBench, whole: Run, parts: Run, singles: list, values: 
         return broken(
             NOTE, f"{message}. loss_type='bnpo' averages over the tokens of each micro-batch by design.", **values
         )
+    if bench.is_online and getattr(bench.trainer, "top_entropy_quantile", 1.0) < 1:
+        return broken(NOTE, f"{message}. top_entropy_quantile chooses tokens in each micro-batch by design.", **values)
     if bench.has_batch_statistics:
         return broken(NOTE, f"{message}. Batch normalisation uses statistics of the batch.", **values)
     if bench.trainer.args.gradient_accumulation_steps == 1:
@@ -91,3 +95,21 @@ def _average(runs: list[Run]) -> Run:
     names = runs[0].gradients.keys()
     gradients: dict[str, Tensor] = {n: sum(r.gradients[n] for r in runs) / len(runs) for n in names}  # type: ignore[misc]
     return Run(sum(run.loss for run in runs) / len(runs), gradients)
+
+
+def check_schedule(bench: TrialBench) -> LawResult:
+    """Runs two micro-batches and asks whether the schedule of the learning rate has moved, which is for the end of a group."""
+    scheduler = bench.trainer.lr_scheduler
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # of accelerate's wrapper
+    if not isinstance(scheduler, LRScheduler):
+        raise NotApplicable("its learning rate has no schedule")
+    with borrowed(bench.trainer):
+        before = scheduler.last_epoch
+        bench.run([bench.batch, bench.batch])
+        moved = scheduler.last_epoch - before
+        scheduler.last_epoch = before
+    if not moved:
+        return held("micro-batches leave the learning rate as it is")
+    times = bench.trainer.args.gradient_accumulation_steps * moved // 2 + 1
+    return broken(ERROR, f"Two micro-batches move the schedule of the learning rate by {moved} steps, before the step of the optimizer does: it ends after "
+                  f"1/{times} of the run. Do not call lr_scheduler.step() in a training step or a loss.", moved=moved)  # fmt: skip

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ...hf.compat.model_config import find_config, without_adapter
+from ...hf.compat.model_config import find_config
 from ..trial.law_result import ERROR, NOTE, WARNING, LawResult, NotApplicable, broken, held
 from ..trial.moved_output import find_moved, measure_move
 from ..trial.special_tokens import find_special_tokens, find_stop_tokens
@@ -13,7 +13,6 @@ from ..trial.trial_bench import Inputs, TrialBench
 from ..trial.trial_rows import IDS, LENGTHS, MAX_DOCUMENTS, Row, change_document, cut_document, find_documents, shorten
 
 ROUNDING = 64  # equal shapes and masked entries of exactly 0: hardly more than the rounding of a sum
-GENERATORS = ("CausalLM", "LMHead", "ConditionalGeneration")  # parts of the names of models that predict the next token
 Document = tuple[int, tuple[int, int]]  # row, begin and end
 
 
@@ -165,9 +164,7 @@ def check_causality(bench: TrialBench) -> LawResult:
     """Changes the last token of every row and compares the outputs of all tokens before it."""
     inputs = bench.find_inputs()
     ids, mask = inputs.get(IDS), inputs.get("attention_mask")
-    names = [cls.__name__ for cls in type(without_adapter(bench.bare)).__mro__]
-    is_generator = bench.is_causal and any(part in name for part in GENERATORS for name in names)
-    if not is_generator or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] < 3:
+    if not bench.is_generator or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] < 3:
         raise NotApplicable("its model does not predict the next token of its inputs")
     if getattr(find_config(bench.bare), "use_bidirectional_attention", False):
         raise NotApplicable("its config asks for attention in both directions")

@@ -1,4 +1,6 @@
-"""Every trainable parameter gets a gradient and moves, and nothing frozen does."""
+"""Every trainable parameter gets a gradient and moves, nothing frozen does, and gradients say how the outputs change."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -6,11 +8,21 @@ from torch import Tensor, nn
 from ...hf.compat.accelerate import bare_optimizer
 from ..rules.finding import Severity
 from ..trial.borrowed_trainer import borrowed, find_models
+from ..trial.checkpoint_weights import MAX_COPIED
 from ..trial.law_result import ERROR, HELD, NOTE, WARNING, LawResult, NotApplicable, broken, held
-from ..trial.trial_bench import ADAPTERS, TrialBench
+from ..trial.trial_bench import ADAPTERS, Inputs, TrialBench, find_output, take_gradients
 
 MAX_TRIED = 16
 STEPS = 3  # the first update of a LoRA moves only one of its two matrices
+PARTS = 6  # groups of parameters, one after the other, of which the derivative is taken
+SHIFTS = (
+    1e-3,
+    3e-4,
+    1e-4,
+    3e-5,
+    1e-5,
+)  # of the weights, relative to their size; the next is tried if the outputs are bent
+WRONG = 0.03  # a difference of a derivative that no rounding explains
 
 
 def check_gradients(bench: TrialBench) -> LawResult:
@@ -150,3 +162,139 @@ def _is_rounded(bench: TrialBench, stuck: list[Tensor]) -> bool:
     total = sum(p.numel() for p in bench.trainable().values())
     is_small = sum(p.numel() for p in stuck) < total / 2
     return is_small and rate > 0 and all(float(p.abs().min()) * eps[p.dtype] / 4 > rate for p in stuck)
+
+
+def check_backward(bench: TrialBench) -> LawResult:
+    """Moves weights a little along their gradients, in float32, and compares how far the outputs move with what the gradients say.
+
+    The outputs are those of the model, not the loss, which may leave terms out of the gradient on purpose.
+    """
+    parameters = bench.trainable()
+    if not all(p.is_floating_point() for p in bench.bare.parameters()):
+        raise NotApplicable("its weights are quantised")
+    if not parameters or sum(p.numel() for p in bench.bare.parameters()) > MAX_COPIED:
+        raise NotApplicable("nothing of it is trained, or it is too large to be held in float32")
+    inputs = bench.find_inputs()
+    with borrowed(bench.trainer):
+        bench.disturb()  # an adapter that is 0 gives half of its weights no gradient
+        bench.use_float32()
+        with bench.steady():
+            found = _compare_derivatives(bench, parameters, _WeighedOutput(bench, inputs))
+    if not found:
+        raise NotApplicable("its outputs do not depend on what is trained, as far as float32 shows")
+    worst = max(found, key=lambda each: each.off)
+    values = {"difference": worst.off, "bound": WRONG, "parameter": worst.name, "parts": len(found)}
+    if worst.off <= WRONG:
+        return held(
+            f"outputs move as the gradients of {len(found)} groups of parameters say, within {worst.off:.1e}", **values
+        )
+    if not worst.measured:
+        return broken(
+            NOTE,
+            f"Outputs do not move with {worst.name}, although it has a gradient: is something rounded in the forward pass?",
+            **values,
+        )
+    return broken(
+        ERROR, f"Along the gradient of {worst.name} and the parameters after it, outputs change by {worst.measured:.3g} where the gradient says "
+        f"{worst.said:.3g}. The backward pass does not belong to the forward pass: a kernel with a wrong gradient, weights that are exchanged "
+        "between both, or a part that is detached.", **values,
+    )  # fmt: skip
+
+
+@dataclass
+class _Derivative:
+    """How far outputs change along a gradient: as it says, and as measured."""
+
+    name: str
+    said: float
+    measured: float
+
+    @property
+    def off(self) -> float:
+        return abs(self.said - self.measured) / max(abs(self.said), abs(self.measured), 1e-30)
+
+
+class _WeighedOutput:
+    """A sum of all outputs with random weights, as a number to be differentiated."""
+
+    def __init__(self, bench: TrialBench, inputs: Inputs):
+        self.bench, self.inputs = bench, bench.without_loss(inputs)
+        self.weights: Tensor | None = None
+
+    def compute(self) -> Tensor:
+        torch.manual_seed(0)
+        self.bench.model.train()
+        output = find_output(self.bench.model(**self.inputs), detached=False)
+        if self.weights is None:
+            generator = torch.Generator().manual_seed(0)
+            self.weights = torch.randn(output.shape, generator=generator).to(output.device) / output.numel() ** 0.5
+        return (output.float() * self.weights).double().sum()
+
+
+def _compare_derivatives(
+    bench: TrialBench, parameters: dict[str, nn.Parameter], output: _WeighedOutput
+) -> list[_Derivative]:
+    value = output.compute()
+    if not value.requires_grad:
+        return []
+    noise = 2 * abs(float(output.compute()) - float(value)) + 1e-7 * max(abs(float(value)), 1.0)
+    gradients = take_gradients(value, parameters)
+    _leave_padding(bench, parameters, gradients)
+    names = [name for name in parameters if name in gradients and bool((gradients[name] != 0).any())]
+    size = -(-len(names) // PARTS) or 1
+    parts = [{name: gradients[name] for name in names[i : i + size]} for i in range(0, len(names), size)]
+    found = [_differentiate(output, {name: parameters[name] for name in part}, part, noise) for part in parts]
+    return [each for each in found if each is not None]
+
+
+def _leave_padding(bench: TrialBench, parameters: dict[str, nn.Parameter], gradients: dict[str, Tensor]) -> None:
+    """Takes the row of the padding out of the gradient of an embedding, which gets none by design even if it is the head as well."""
+    rows = {
+        id(m.weight): m.padding_idx
+        for m in bench.bare.modules()
+        if isinstance(m, nn.Embedding) and m.padding_idx is not None
+    }
+    for name, gradient in gradients.items():
+        row = rows.get(id(parameters[name]))
+        if row is not None:
+            gradient[row] = 0
+
+
+def _differentiate(
+    output: _WeighedOutput, parameters: dict[str, nn.Parameter], gradients: dict[str, Tensor], noise: float
+) -> _Derivative | None:
+    """Returns what a gradient says and what is measured, `None` if no shift is both small enough and above the rounding."""
+    name = next(iter(gradients))
+    scale = _norm(list(parameters.values())) / _norm(list(gradients.values()))
+    said = sum(float(g.double().square().sum()) for g in gradients.values()) * scale
+    before: _Derivative | None = None
+    for shift in SHIFTS:
+        now = _Derivative(name, said, _measure(output, parameters, gradients, scale * shift) * scale)
+        if max(said, abs(now.measured)) * shift * WRONG <= noise:
+            return None
+        if now.off <= WRONG:
+            return now
+        if before is not None and _Derivative(name, before.measured, now.measured).off <= WRONG / 3:
+            return now  # it has settled on another value than the gradient's
+        before = now
+    return None
+
+
+@torch.no_grad()
+def _measure(
+    output: _WeighedOutput, parameters: dict[str, nn.Parameter], directions: dict[str, Tensor], shift: float
+) -> float:
+    """Returns the change of the output along directions, from weights on both sides of where they are."""
+    ends = []
+    kept = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    for sign in (1, -1):
+        for name, direction in directions.items():
+            parameters[name].copy_(kept[name] + sign * shift * direction)
+        ends.append(float(output.compute()))
+    for name, value in kept.items():
+        parameters[name].copy_(value)
+    return (ends[0] - ends[1]) / (2 * shift)
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return float(torch.stack([each.detach().float().norm() for each in tensors]).norm())

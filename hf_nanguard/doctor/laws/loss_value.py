@@ -24,10 +24,7 @@ def check_precision(bench: TrialBench) -> LawResult:
         raise NotApplicable("its weights are quantised")
     low = _measure(bench)
     with borrowed(bench.trainer):
-        for tensor in (*bench.bare.parameters(), *bench.bare.buffers()):
-            if tensor.is_floating_point():
-                tensor.data = tensor.data.float()
-        bench.remove_autocast()
+        bench.use_float32()
         high = _measure(bench)
     off, bound = abs(low - high) / max(abs(high), 0.1), BOUND[bench.dtype]
     values = {"loss": low, "float32_loss": high, "difference": off, "bound": bound}

@@ -32,15 +32,18 @@ LAWS = (
     Law("isolation", "documents that share a row do not see each other", document_isolation.check_isolation),
     Law("padding", "padding changes nothing for the samples beside it", padding_invariance.check_padding),
     Law("accumulation", "one batch of four equals four accumulated batches of one", accumulated_batches.check_accumulation),
+    Law("schedule", "the learning rate moves once for each step of the optimizer", accumulated_batches.check_schedule),
     Law("checkpointing", "gradient checkpointing changes neither loss nor gradients", same_gradients.check_checkpointing),
     Law("attention", "the attention implementation agrees with eager attention, gradients included", same_gradients.check_attention),
     Law("installed_code", "what was patched into the model computes what the installed code does", same_gradients.check_installed_code),
     Law("fused_loss", "a fused loss agrees with the cross-entropy of the logits, gradients included", same_gradients.check_fused_loss),
     Law("gradients", "every trainable parameter gets a gradient and moves, nothing frozen does", gradient_flow.check_gradients),
+    Law("backward", "the gradients are those of the forward pass", gradient_flow.check_backward),
     Law("next_token", "each label is the next token, and none is padding", supervised_tokens.check_next_token),
     Law("stop_token", "the stop token is supervised where the text before it is", supervised_tokens.check_stop_token),
-    Law("prompt_tokens", "prompt tokens are not supervised", supervised_tokens.check_prompt_tokens),
+    Law("prompt_tokens", "prompt tokens are not supervised, answers are", supervised_tokens.check_prompt_tokens),
     Law("train_and_eval", "outputs in training and in evaluation agree at dropout 0", train_and_eval.check_modes),
+    Law("generation", "the logits of generated tokens are those of one forward", train_and_eval.check_generation),
     Law("dropout", "dropout is on in training steps", train_and_eval.check_dropout),
     Law("frozen_models", "a frozen reference or teacher gives the same outputs twice", train_and_eval.check_references),
     Law("saved_weights", "saving and loading gives the same weights and logits, and tied heads stay tied", saved_weights.check_round_trip),
@@ -52,6 +55,7 @@ LAWS = (
     Law("epoch", "an epoch takes every row once", epoch_rows.check_epoch),
     Law("sampler", "tokens are sampled with the probabilities that the loss trains", sampled_policy.check_sampler),
     Law("advantages", "advantages are the rewards, centred and scaled as the config says", sampled_policy.check_advantages),
+    Law("policy_loss", "the loss asks for more of good completions and less of bad ones, and for nothing that is masked", sampled_policy.check_policy_loss),
 )  # fmt: skip
 
 # Called before each law with its position, the number of laws and its name.

@@ -1,16 +1,20 @@
-"""Online training: the sampler draws from the policy that the loss trains, and advantages are as the config says."""
+"""Online training: the sampler draws from the policy that the loss trains, advantages are as the config says, and the loss follows them."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...hf.compat.online_trainer import policy_logps
+from ...core.rerun.kept_attributes import untouched
+from ...hf.compat.accelerate import replaced_method
+from ...hf.compat.online_trainer import OLD, OLD_SUM, POLICY_LOGPS, policy_logps
 from ..trial.law_result import ERROR, NOTE, WARNING, LawResult, NotApplicable, broken, held
 from ..trial.trial_bench import TrialBench
 
 SLIGHT = 0.1  # a difference of log-probabilities that a few forbidden tokens make
 SMALL = 1e-4  # that TRL adds to a standard deviation
+SHARE = 0.9
+COUNTED = "dapo"  # the loss that is divided by num_items_in_batch and takes each token once
 
 
 def check_sampler(bench: TrialBench) -> LawResult:
@@ -28,6 +32,9 @@ def check_sampler(bench: TrialBench) -> LawResult:
     with bench.steady():
         bench.model.train()
         trained = policy_logps(bench.trainer, bench.model, batch)
+    stale = _check_old_logps(bench, batch, trained)
+    if stale is not None:
+        return stale
     off, bound = (sampled.drawn - trained)[mask].abs(), bench.tolerance
     values = {"difference": float(off.max()), "mean_difference": float(off.mean()), "bound": bound}
     if _is_close(off, bound):
@@ -46,6 +53,21 @@ def check_sampler(bench: TrialBench) -> LawResult:
         ERROR, f"The sampler's log-probabilities differ from those of the loss by {off.mean():.2g} on average and {off.max():.2g} at "
         f"most (rounding explains {bound:.0e}), most at sampled token {int(off.argmax())}{why}.", token=int(off.argmax()), **values,
     )  # fmt: skip
+
+
+def _check_old_logps(bench: TrialBench, batch: dict[str, Any], trained: Tensor) -> LawResult | None:
+    """The log-probabilities that the ratio is divided by must be those of the policy, as long as it has not moved."""
+    mask = batch["completion_mask"]
+    if batch.get(OLD) is not None:
+        off = ((batch[OLD] - trained) * mask).abs()
+    elif batch.get(OLD_SUM) is not None:
+        off = (batch[OLD_SUM] - (trained * mask).sum(1)).abs() / mask.sum(1).clamp(min=1)
+    else:
+        return None
+    if _is_close(off, bench.tolerance):
+        return None
+    return broken(ERROR, f"The old log-probabilities of fresh completions differ from those of the policy by up to {off.max():.2g}: the ratio is not 1 "
+                  "before the policy has moved, so updates are clipped or scaled.", difference=float(off.max()))  # fmt: skip
 
 
 def _is_close(off: Tensor, bound: float) -> bool:
@@ -99,3 +121,72 @@ def _read_rule(trainer: object) -> str:
     if rule not in ("group", "batch", "none"):
         raise NotApplicable("its config does not say how rewards are scaled")
     return str(rule)
+
+
+def check_policy_loss(bench: TrialBench) -> LawResult:
+    """Reads off the loss's derivative how much it asks for each sampled token: more of those with a positive advantage, less of
+    those with a negative one, nothing of a masked one."""
+    bench.need_policy_logps()
+    batch: dict[str, Any] = bench.batch
+    advantages = batch.get("advantages")
+    if advantages is None or advantages.ndim != 1:
+        raise NotApplicable("its advantages are not one number for each completion")
+    mask = batch["completion_mask"] * batch.get("tool_mask", 1)
+    asked = _read_asked(bench, batch) * advantages.sign().unsqueeze(1)
+    masked = int((asked.abs() * (1 - mask) > 0).sum())
+    followed, total = int((asked * mask > 0).sum()), int(mask.sum())
+    values = {"tokens": total, "followed": followed, "masked": masked}
+    if masked:
+        return broken(ERROR, f"The loss takes {masked} tokens that completion_mask or tool_mask leaves out.", **values)
+    if getattr(bench.trainer, "top_entropy_quantile", 1.0) < 1.0:
+        total = int((asked != 0).sum())  # the others are left out on purpose
+    if followed < SHARE * total or not total:
+        against = int((asked * mask < 0).sum())
+        how = f"{against} are pushed the other way" if against else "the others get no gradient from it"
+        return broken(
+            ERROR,
+            f"Only {followed} of {total} sampled tokens are pushed the way their advantage says; {how}.",
+            **values,
+        )
+    return _check_divisor(bench, batch, float(asked.sum()), values) or held(
+        f"all {followed} tokens are pushed the way their advantage says" if followed == total
+        else f"{followed} of {total} tokens are pushed the way their advantage says", **values,
+    )  # fmt: skip
+
+
+def _read_asked(bench: TrialBench, batch: dict[str, Any]) -> Tensor:
+    """Returns for each sampled token the negative derivative of the loss by its log-probability, without the KL term."""
+    kept: list[Tensor] = []
+
+    def cut(compute: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch.no_grad():
+                found = compute(*args, **kwargs)
+            logps, *rest = found if isinstance(found, tuple) else (found,)
+            kept.append(logps.detach().requires_grad_())
+            return (kept[-1], *rest) if isinstance(found, tuple) else kept[-1]
+
+        return call
+
+    trainer = bench.trainer
+    with untouched(trainer), replaced_method(trainer, POLICY_LOGPS, cut), bench.steady():
+        trainer.beta = 0.0
+        loss = bench.compute_loss(batch)
+    if not kept or not loss.requires_grad:
+        raise NotApplicable("its loss is not computed from log-probabilities of its completions")
+    (gradient,) = torch.autograd.grad(loss, [kept[0]], allow_unused=True)
+    return torch.zeros_like(kept[0]) if gradient is None else -gradient
+
+
+def _check_divisor(bench: TrialBench, batch: dict[str, Any], total: float, values: dict[str, Any]) -> LawResult | None:
+    """A loss over all tokens of a step must be divided by the number of those that it takes."""
+    trainer, args = bench.trainer, bench.trainer.args
+    if getattr(trainer, "loss_type", None) != COUNTED or values["followed"] < values["tokens"]:
+        return None
+    share = total / getattr(
+        args, "steps_per_generation", 1
+    )  # the completions of a whole generation are in one batch here
+    if abs(share - 1) <= 10 * bench.tolerance:
+        return None
+    return broken(ERROR, f"The weights of all tokens add up to {share:.3g} instead of 1: the loss is divided by another number of tokens than it takes. "
+                  "Does num_items_in_batch count tokens that are masked?", weight=share, **values)  # fmt: skip

@@ -11,7 +11,7 @@ from ..trial.asked_targets import find_targets, has_own_loss
 from ..trial.law_result import ERROR, NOTE, WARNING, LawResult, NotApplicable, broken, held
 from ..trial.special_tokens import find_stop_tokens, show_token
 from ..trial.trial_bench import TrialBench
-from ..trial.trial_rows import IDS, MASKED
+from ..trial.trial_rows import IDS, MASKED, find_documents
 
 CHUNK = 8  # rows of one batch
 STOP_AT = 3  # where sampled completions are made to end
@@ -140,19 +140,15 @@ def _content_mask(row: object, name: str) -> bool:
 
 
 def check_prompt_tokens(bench: TrialBench) -> LawResult:
-    """Tokens that a row marks as prompt must not be targets."""
+    """Tokens that a row marks as prompt must not be targets, and those that it marks as answer must be."""
     if bench.is_online:
         raise NotApplicable("its loss takes completions only: a prompt is not part of its targets")
-    args: Any = bench.trainer.args
-    wanted = bool(getattr(args, "completion_only_loss", False) or getattr(args, "assistant_only_loss", False))
     rows = _read_rows(bench)[: 2 * CHUNK]
     masks = [_prompt_tokens(row) for row in rows]
     if not any(any(mask) for mask in masks):
-        if wanted:
-            return broken(ERROR, "completion_only_loss or assistant_only_loss is set, but no row marks any token as prompt: "
-                          "all tokens are learned.")  # fmt: skip
-        raise NotApplicable("its rows do not mark prompt tokens")
-    leaked = prompts = 0
+        return _check_unmarked(bench, rows)
+    stops = torch.tensor(sorted(find_stop_tokens(bench.trainer)))  # which have a law of their own
+    leaked = prompts = missed = answers = 0
     for row, mask in zip(rows, masks, strict=True):
         found = _find_targets(bench, bench.collate([row]))
         own = found.real[0].nonzero().flatten()[: len(mask)]
@@ -160,10 +156,41 @@ def check_prompt_tokens(bench: TrialBench) -> LawResult:
         asked[:1] = False
         prompt = torch.tensor(mask[: len(own)], device=asked.device, dtype=torch.bool)
         leaked, prompts = leaked + int((asked & prompt).sum()), prompts + int(prompt.sum())
+        if len(own) == len(mask) and not bench.collator_draws:
+            answer = ~prompt & ~torch.isin(found.ids[0, own], stops.to(own.device))
+            answer[[start for start, _ in find_documents(row)]] = (
+                False  # nothing of the document comes before its first token
+            )
+            missed, answers = missed + int((answer & ~asked).sum()), answers + int(answer.sum())
+    values = {"supervised": leaked, "prompt_tokens": prompts, "missed": missed, "answer_tokens": answers}
     if leaked:
-        return broken(ERROR, f"{leaked} of {prompts} prompt tokens are supervised, although the rows mark them as prompt.",
-                      supervised=leaked, prompt_tokens=prompts)  # fmt: skip
-    return held(f"none of {prompts} prompt tokens is supervised", prompt_tokens=prompts)
+        return broken(
+            ERROR,
+            f"{leaked} of {prompts} prompt tokens are supervised, although the rows mark them as prompt.",
+            **values,
+        )
+    if missed:
+        return broken(
+            WARNING,
+            f"{missed} of {answers} tokens are not supervised, although the rows mark them as answers.",
+            **values,
+        )
+    return held(f"none of {prompts} prompt tokens is supervised, all of {answers} answer tokens are", **values)
+
+
+def _check_unmarked(bench: TrialBench, rows: list[Any]) -> LawResult:
+    """Where rows mark no prompt, because a collator of the user's makes the labels, some tokens must be left out if that was asked for."""
+    args: Any = bench.trainer.args
+    if not (getattr(args, "completion_only_loss", False) or getattr(args, "assistant_only_loss", False)):
+        raise NotApplicable("its rows do not mark prompt tokens")
+    found = [_find_targets(bench, bench.collate([row])) for row in rows]
+    left = sum(int((each.real[:, 1:] & ~each.asked[:, :-1]).sum()) for each in found)
+    if left:
+        return held(f"{left} tokens of {len(rows)} rows are left out of the labels", left_out=left)
+    return broken(
+        ERROR,
+        "completion_only_loss or assistant_only_loss is set, but no row marks any token as prompt: all tokens are learned.",
+    )
 
 
 def _prompt_tokens(row: object) -> list[bool]:

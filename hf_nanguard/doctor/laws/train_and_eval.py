@@ -1,20 +1,27 @@
-"""Training and evaluation see the same model: forwards agree at dropout 0, dropout is on in training only, and a frozen reference
-draws nothing."""
+"""Training, evaluation and generation see the same model: forwards agree at dropout 0, dropout is on in training only, and a frozen
+reference draws nothing."""
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import LogitsProcessor, LogitsProcessorList
 
+from ...boundary import attempt
 from ...hf.compat.online_trainer import REFERENCE, policy_logps
+from ...hf.compat.trainer import metric_lists
 from ..trial.borrowed_trainer import borrowed, find_models
 from ..trial.law_result import ERROR, NOTE, WARNING, LawResult, NotApplicable, broken, held
 from ..trial.moved_output import measure_move
 from ..trial.quiet_forward import has_rate
 from ..trial.trial_bench import TrialBench, find_output
+from ..trial.trial_rows import IDS, measure
 
+GENERATED, MAX_GENERATED = 4, 64  # tokens that are generated, and of the whole text
 REFERENCES = ("ref_model", "teacher_model")
+COMPUTED = ("ref_chosen_logps", "ref_logps")  # columns of rows
 
 
 def check_modes(bench: TrialBench) -> LawResult:
@@ -53,6 +60,72 @@ def _measure_evaluation_noise(bench: TrialBench, inputs: dict[str, Any]) -> floa
         with torch.no_grad(), bench.trainer.compute_loss_context_manager():
             outputs.append(find_output(bench.model(**bench.without_loss(inputs))))
     return measure_move(outputs[0], outputs[1]) if outputs[0].shape == outputs[1].shape else 0.0
+
+
+def check_generation(bench: TrialBench) -> LawResult:
+    """Lets the model generate the last tokens of a row, which are forced, and compares the logits with those of one forward."""
+    inputs = bench.find_inputs()
+    ids, mask = inputs.get(IDS), inputs.get("attention_mask")
+    if not bench.is_generator or not hasattr(bench.bare, "generate") or not isinstance(ids, Tensor) or ids.ndim != 2:
+        raise NotApplicable("its model does not generate text")
+    if any(isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 2 for value in inputs.values()):
+        raise NotApplicable("its inputs are not text alone")
+    real = (
+        mask.bool() if isinstance(mask, Tensor) and mask.shape == ids.shape else torch.ones_like(ids, dtype=torch.bool)
+    )
+    row = int(real.sum(1).argmax())
+    text = {IDS: ids[row][real[row]].unsqueeze(0)[:, -MAX_GENERATED:]}
+    size = text[IDS].shape[1]
+    if size < GENERATED + 2:
+        raise NotApplicable("its rows are too short to generate a part of them")
+    text["attention_mask"] = torch.ones_like(text[IDS])
+    generated = attempt(lambda: _generate(bench, text), lambda error: None)  # whatever its class or its config refuses
+    if generated is None:
+        raise NotApplicable("its model cannot generate from a row")
+    bound, moves = bench.allow(), {}
+    for training in (False, True):
+        whole = bench.forward(text, training)
+        if whole.shape[1] < size:
+            raise NotApplicable("its outputs cannot be matched with tokens")
+        whole = whole[:, -GENERATED - 1 : -1][:, : generated.shape[1]].float()
+        moves["training" if training else "evaluation"] = measure_move(whole, generated)
+    mode = max(moves, key=lambda each: moves[each])
+    if moves[mode] <= bound:
+        return held(
+            f"logits of generated tokens agree with those of one forward within {moves[mode]:.1e}",
+            move=moves[mode],
+            bound=bound,
+        )
+    return broken(
+        WARNING, f"The logits with which the model generates differ by {moves[mode]:.1e} of their spread (rounding explains {bound:.0e}) from those of "
+        f"one forward over the same text in {mode} mode: what is trained is not what generates. Do layers depend on the cache or on use_cache?",
+        move=moves[mode], bound=bound, mode=mode,
+    )  # fmt: skip
+
+
+class _Forced(LogitsProcessor):
+    """Lets the next token of a given text be the only one."""
+
+    def __init__(self, ids: Tensor):
+        self.ids = ids
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        forced = torch.full_like(scores, -torch.inf)
+        forced[:, self.ids[min(input_ids.shape[1], len(self.ids) - 1)]] = 0.0
+        return forced
+
+
+def _generate(bench: TrialBench, text: dict[str, Tensor]) -> Tensor | None:
+    """Returns the logits of the last tokens of a text as `generate` computes them, one token after the other with a cache."""
+    bench.model.eval()
+    start = text[IDS].shape[1] - GENERATED
+    with torch.no_grad(), bench.steady(), bench.trainer.compute_loss_context_manager():
+        found = bench.bare.generate(
+            **{name: each[:, :start] for name, each in text.items()},
+            logits_processor=LogitsProcessorList([_Forced(text[IDS][0])]),
+            max_new_tokens=GENERATED, do_sample=False, num_beams=1, use_cache=True, output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+    return torch.stack(found.logits, 1).float() if found.logits else None
 
 
 def check_dropout(bench: TrialBench) -> LawResult:
@@ -115,7 +188,7 @@ def check_references(bench: TrialBench) -> LawResult:
     if bench.is_online:
         return _check_sampled_reference(bench)
     if not models:
-        return _check_own_reference(bench)
+        return _check_computed_reference(bench) or _check_own_reference(bench)
     first, second = ({name: _outputs(bench, model, seed) for name, model in models.items()} for seed in (0, 1))
     ran = [name for name in models if first[name]]
     if not ran:
@@ -128,6 +201,35 @@ def check_references(bench: TrialBench) -> LawResult:
                 return broken(ERROR, f"The frozen {name} gives other outputs for the same batch (by {move:.1e} of their spread): "
                               f"{mode}, with dropout on.", move=move, model=name)  # fmt: skip
     return held(f"{', '.join(ran)} gives the same outputs twice", models=ran)
+
+
+def _check_computed_reference(bench: TrialBench) -> LawResult | None:
+    """Log-probabilities of a reference that rows already have must be those of the policy, as long as it has not moved: both are
+    one model then, and all rewards are 0."""
+    rows = sorted((row for row in bench.all_rows if isinstance(row, Mapping)), key=measure)[
+        :2
+    ]  # whole: they are sums over rows
+    if bench.has_trained or not rows or not any(name in rows[0] for name in COMPUTED):
+        return None
+    lists = metric_lists(bench.trainer)
+    with torch.no_grad(), bench.steady():
+        bench.compute_loss(bench.collate(rows))
+    found = {name: lists[name][-1] for kind in ("rewards", "logps") for part in ("chosen", "rejected")
+             if lists.get(name := f"{kind}/{part}")}  # fmt: skip
+    parts = [part for part in ("chosen", "rejected") if f"rewards/{part}" in found]
+    beta = float(getattr(bench.trainer, "beta", 1.0)) or 1.0
+    offs = {part: abs(found[f"rewards/{part}"]) / beta / max(abs(found[f"logps/{part}"]), 1.0) for part in parts}
+    if not offs:
+        return None
+    part, bound = max(offs, key=lambda each: offs[each]), max(bench.tolerance, 0.02)
+    if offs[part] <= bound:
+        return held(f"the reference's log-probabilities in the rows are those of the policy before its first step (within {offs[part]:.1e})",
+                    difference=offs[part])  # fmt: skip
+    return broken(
+        WARNING, f"The rows' log-probabilities of the reference differ by {offs[part]:.0%} from those of the policy, which has not moved yet: {part} answers "
+        f"begin with a reward of {found[f'rewards/{part}']:.3g} instead of 0. Were they computed with another model or another preparation of the rows?",
+        difference=offs[part],
+    )  # fmt: skip
 
 
 def _check_own_reference(bench: TrialBench) -> LawResult:

@@ -42,6 +42,20 @@ def check_head_adapter(facts: Facts) -> Finding | None:
     )
 
 
+def check_adapter_targets(facts: Facts) -> Finding | None:
+    """Every module that the adapter names must be in the model."""
+    missing = facts.missing_targets
+    if not missing:
+        return None
+    what = f"The adapter's config names {', '.join(missing)}, and nothing in the model is called that."
+    why = "PEFT leaves such names out without a word as long as another one fits, so the layers that were meant stay frozen."
+    change = (
+        "Correct target_modules or modules_to_save. Experts that are kept in one tensor need target_parameters, "
+        'e.g. ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"].'
+    )
+    return warning(what, why, change)
+
+
 def check_adapter_scale(facts: Facts) -> Finding | None:
     """The output of an adapter must count, and not drown the model's own."""
     scale = facts.adapter_scale
@@ -129,6 +143,8 @@ def check_generation_marks(facts: Facts) -> Finding | None:
 MODEL_RULES = (
     Rule("nothing-trainable", "hyperparameters", "trainable parameters", ("trainable",), check_trainable),
     Rule("head-adapter", "hyperparameters", "adapter on the head", ("has_output_head_adapter", "task"), check_head_adapter),
+    Rule("adapter-targets", "hyperparameters", "modules that the adapter names", ("missing_targets",), check_adapter_targets,
+         "https://github.com/unslothai/unsloth/pull/6936"),
     Rule("adapter-scale", "hyperparameters", "scale of the adapter", ("adapter_scale",), check_adapter_scale,
          "https://arxiv.org/abs/2312.03732"),
     Rule("label-names", "hyperparameters", "label names of a PEFT model", ("label_names", "adapter", "task"), check_label_names),

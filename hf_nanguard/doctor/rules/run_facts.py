@@ -20,6 +20,7 @@ class Facts:
     is_pretrained: bool = unknown()
     adapter: str = unknown()  # "none", or the kind of PEFT adapter in lower case: "lora"
     adapter_targets: tuple[str, ...] = unknown()  # modules that get an adapter
+    missing_targets: tuple[str, ...] = unknown()  # names in the adapter's config that nothing in the model has
     has_output_head_adapter: bool = unknown()  # whether the head, which TRL uses without calling it, is among them
     adapter_scale: float = unknown()  # by which the output of a LoRA is multiplied: alpha / rank, or alpha / sqrt(rank)
     parameters: int = unknown()

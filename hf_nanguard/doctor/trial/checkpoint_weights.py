@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ...boundary import attempt
 from ...core.torch_private import plain_name
+from ...hf.compat.model_config import plain_adapter_name
 from .trial_bench import ADAPTERS
 
 MAX_COPIED = 2e9  # parameters of a model that is loaded a second time
@@ -130,7 +131,7 @@ def _read_tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _plain(name: str) -> str:
-    return plain_name(name).replace(".base_layer.", ".").replace(".original_module.", ".")
+    return plain_adapter_name(plain_name(name))
 
 
 def _find_same(own: dict[str, Tensor], name: str, saved: Tensor, model: Any) -> str | None:

@@ -26,6 +26,7 @@ NUM_ROWS = 4
 NOISE = 0.05  # of a weight's spread, by which weights are disturbed
 WORK = 4e9  # parameters times tokens of a row: a run of four rows takes about a second on two cores
 SHORTEST, LONGEST = 24, 256
+GENERATORS = ("CausalLM", "LMHead", "ConditionalGeneration")
 LABELS, FUSED = ("labels", "shift_labels"), ("fused_lm_head", "num_items_in_batch", "logits_to_keep")
 # Parts of the names of parameters that belong to an adapter.
 ADAPTERS = (
@@ -274,6 +275,12 @@ class TrialBench:
         return not self.is_seq2seq and not any(other in name for other in others)
 
     @property
+    def is_generator(self) -> bool:
+        """Whether the model has a head that predicts the next token of its inputs, by the names of its classes."""
+        names = [cls.__name__ for cls in type(without_adapter(self.bare)).__mro__]
+        return self.is_causal and any(part in name for part in GENERATORS for name in names)
+
+    @property
     def has_batch_statistics(self) -> bool:
         return any("batchnorm" in type(module).__name__.lower() for module in self.bare.modules())
 
@@ -283,8 +290,11 @@ class TrialBench:
 
     # ---- bounds ----
 
-    def remove_autocast(self) -> None:
-        """Makes the model compute in the precision of its weights; the trainer must be given back afterwards."""
+    def use_float32(self) -> None:
+        """Makes the model hold its weights and compute in float32; the trainer must be given back afterwards."""
+        for tensor in (*self.bare.parameters(), *self.bare.buffers()):
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.float()
         vars(self.bare).pop("forward", None)
         if self.own_forward is not None:
             vars(self.bare)["forward"] = self.own_forward

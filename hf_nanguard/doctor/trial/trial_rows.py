@@ -47,7 +47,7 @@ def _refuse_stream(error: Exception) -> NoReturn:
 
 def find_documents(row: object) -> list[tuple[int, int]]:
     """Returns begin and end of each document of a row, by what the row says: lengths, positions or document numbers."""
-    if not isinstance(row, Mapping) or not _is_sequence(row.get(IDS)):
+    if not isinstance(row, Mapping) or not _is_sequence(row.get(IDS)) or _is_nested(row[IDS]):
         return []
     size = len(row[IDS])
     starts = [0]

@@ -32,6 +32,11 @@ def find_adapters(model: Any) -> Mapping[str, Any]:
     return model.peft_config if hasattr(model, "get_base_model") else {}
 
 
+def plain_adapter_name(name: str) -> str:
+    """Returns the name that a module or parameter had before PEFT wrapped it. Can go together with `find_adapters`."""
+    return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
+
+
 def without_adapter(model: Any) -> Any:
     """Returns the model inside a PEFT adapter, or the model itself. Can go together with `find_adapters`."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -17,6 +17,7 @@ Completions = dict[str, Any]
 # Keys of an online trainer's batch: log-probs of the policy that sampled, their sums (RLOO), and those of the reference.
 OLD, OLD_SUM, REFERENCE = "old_per_token_logps", "old_logps", "ref_per_token_logps"
 SCORING = "_calculate_rewards"
+POLICY_LOGPS = "_get_per_token_logps_and_entropies"
 
 
 class OnlineTrainer(HostTrainer, Protocol):
@@ -171,7 +172,7 @@ def has_policy_logps(trainer: HostTrainer) -> bool:
 
     Can go together with [`policy_logps`].
     """
-    return hasattr(type(trainer), "_get_per_token_logps_and_entropies")
+    return hasattr(type(trainer), POLICY_LOGPS)
 
 
 def policy_logps(trainer: HostTrainer, model: Any, batch: Completions) -> Tensor:

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, DataCollatorForLanguageModeling, Da
 from ...models import tiny_tokenizer
 from ...trainers import build as build_trainer
 from ...trainers import common_arguments, reward_length
+from .reported_bugs import REPORTED
 from .setups import (
     add_adapter,
     answer_rows,
@@ -886,4 +887,5 @@ BUGS = (
     SilentBug("loss at temperature 1", "huggingface/trl#3029", "sampler", loss_at_other_temperature),
     SilentBug("sampler that reports temperature 1", "huggingface/trl#4159", "sampler", sampler_at_other_temperature),
     SilentBug("advantages not as configured", "", "advantages", advantages_not_scaled),
+    *(SilentBug(*each) for each in REPORTED),
 )  # fmt: skip

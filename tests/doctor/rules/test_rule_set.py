@@ -1,6 +1,7 @@
 """Every rule on real configurations: one that it must find, alone, and one that it must find sound."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -88,8 +89,8 @@ def frozen() -> Any:
     return model
 
 
-def lora(model: Any = None) -> Any:
-    return get_peft_model(model or tiny_llama(), LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+def lora(model: Any = None, targets: Sequence[str] = ("q_proj",)) -> Any:
+    return get_peft_model(model or tiny_llama(), LoraConfig(r=2, target_modules=list(targets), task_type="CAUSAL_LM"))
 
 
 def masking(pad: str) -> Trainer:
@@ -157,6 +158,10 @@ BUILT: dict[str, tuple[Any, Any]] = {
         lambda folder: saved(torch.float32, gpt2(32), folder, max_length=32),
     ),
     "nothing-trainable": (lambda folder: check_config(plain(frozen())), lambda folder: check_config(plain())),
+    "adapter-targets": (
+        lambda folder: check_config(plain(lora(targets=["q_proj", "gate_projection"]), label_names=["labels"])),
+        lambda folder: check_config(plain(lora(targets=["q_proj", "gate_proj"]), label_names=["labels"])),
+    ),
     "label-names": (
         lambda folder: check_config(plain(lora(), label_names=[])),
         lambda folder: check_config(plain(lora(), label_names=["labels"])),
