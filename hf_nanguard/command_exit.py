@@ -4,8 +4,10 @@ import errno
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from .errors import ArgumentError
+from .harmless_log import nothing_left_in
 from .plain_text import cut, printable
 
 IMPOSSIBLE_PATHS = (errno.ENAMETOOLONG, errno.ELOOP)
@@ -20,12 +22,17 @@ def exit_code(run: Callable[[], int]) -> int:
         if isinstance(error, OSError) and error.errno not in IMPOSSIBLE_PATHS:
             raise
         if is_local_first():
-            print(f"nanguard: {printable(_format(error))}", file=sys.stderr)
+            print_error(_format(error))
         return 2
     except KeyboardInterrupt as stop:
-        consequence = str(stop) or "all files written so far are complete"
-        print(f"nanguard: stopped by Ctrl-C; {consequence}.", file=sys.stderr)
+        print_error(f"stopped by Ctrl-C; {str(stop) or 'all files written so far are complete'}.")
         return 130
+
+
+def print_error(text: str) -> None:
+    """Prints a message on standard error. It is lost if that cannot be written, and the exit code stays."""
+    with nothing_left_in(sys.stderr), suppress(OSError):
+        print(f"nanguard: {printable(text)}", file=sys.stderr)
 
 
 def is_local_first() -> bool:

@@ -48,9 +48,17 @@ def nothing_left_in(stream: TextIO | None) -> Iterator[None]:
     code by 120. What was in the stream before stays there."""
     was_empty = stream is not None and _is_flushed(stream)
     yield
-    if stream is not None and was_empty and not _is_flushed(stream):
-        with suppress(Exception):  # no file, or closed
-            _drop_buffer(stream)
+    if stream is not None and was_empty:
+        drop_unwritten(stream)
+
+
+def drop_unwritten(stream: TextIO) -> bool:
+    """Drops what a stream still holds if it cannot be written; returns whether that was so."""
+    if _is_flushed(stream):
+        return False
+    with suppress(Exception):  # no file, or closed
+        _drop_buffer(stream)
+    return True
 
 
 def _is_flushed(stream: TextIO) -> bool:

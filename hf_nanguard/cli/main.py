@@ -4,7 +4,7 @@ Neither this file nor the file of a command imports anything heavy at its head, 
 """
 
 import argparse
-import os
+import io
 import re
 import sys
 from collections.abc import Sequence
@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from ..command_errors import reword, suggest
-from ..command_exit import exit_code
+from ..command_exit import exit_code, print_error
 from ..errors import ArgumentError
+from ..harmless_log import drop_unwritten
 from . import completion, demo, doctor, grpo, replay, report, run, scan, sft, watch
 from .shared import recipe_command
 
@@ -94,7 +95,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code: 0, 1 for findings or a closed pipe, 2 for bad arguments, 130 for Ctrl-C."""
+    """Runs the command line and returns the exit code: 0, 1 for findings or an output that cannot be written, 2 for bad arguments,
+    130 for Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
     return exit_code(lambda: run_command(words))
 
@@ -102,6 +104,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run_command(words: list[str]) -> int:
     """Runs the command that the words name and returns its exit code."""
     others: list[str] = []
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(
+            errors="backslashreplace"
+        )  # or a character that its encoding lacks would end the command
     if words and words[0] in SPLITS:
         words, others = SPLITS[words[0]](words)
     try:
@@ -111,11 +117,28 @@ def run_command(words: list[str]) -> int:
             raise ArgumentError(refuse_unknown(arguments.command, unknown, parser))
         arguments.parser, arguments.words = parser, others
         code = arguments.run(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed before Python started
+            sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader of the output, e.g. head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains when it ends
+    except OSError as error:
+        if not is_of_the_output(error):
+            raise
+        if not isinstance(error, BrokenPipeError):  # else the reader of the output, e.g. head, has seen enough
+            print_error(f"the output cannot be written: {error.strerror}.")
         return 1
+
+
+def is_of_the_output(error: OSError) -> bool:
+    """Returns whether an error comes from writing to standard output. What is left to be written is dropped: Python would try again
+    at its end, and replace the exit code."""
+    output = sys.stdout
+    if error.filename is not None or not isinstance(output, io.TextIOWrapper):
+        return False
+    try:
+        output.write(" ")  # of a long text nothing is left after an error
+    except OSError:  # without a buffer
+        return True
+    return drop_unwritten(output)
 
 
 def refuse_unknown(command: str, unknown: list[str], parser: argparse.ArgumentParser) -> str:

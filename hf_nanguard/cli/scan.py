@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..command_exit import print_error
 from ..errors import ArgumentError
 from ..plain_text import printable
 from .shared.command_parser import Subparsers
@@ -88,11 +91,20 @@ def print_best(arguments: argparse.Namespace) -> int:
         skipped = {str(path): why for path, why in choice.skipped}
         print(json.dumps({"best": None if choice.path is None else str(choice.path), "skipped": skipped}))
     elif choice.path is not None:
-        print(choice.path)
+        print_path(choice.path)
     if choice.path is None:
         why = choice.format_skipped() or "it has no folder checkpoint-N"
-        print(f"nanguard: no good checkpoint in {printable(arguments.paths[0])}: {why}.", file=sys.stderr)
+        print_error(f"no good checkpoint in {arguments.paths[0]}: {why}.")
     return 2 if choice.path is None else 0
+
+
+def print_path(path: Path) -> None:
+    """Prints a path: to a file or a pipe its very bytes, for a program to use, elsewhere what can be shown of it."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and not sys.stdout.isatty():
+        sys.stdout.flush()
+        sys.stdout.buffer.write(os.fsencode(path) + os.linesep.encode())
+    else:
+        print(printable(str(path)))
 
 
 def print_next_step(results: list[ScanResult]) -> None:

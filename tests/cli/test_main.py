@@ -1,5 +1,6 @@
 """The command line: help at once, bad arguments in one message with exit code 2."""
 
+import os
 import re
 import subprocess
 import sys
@@ -124,6 +125,44 @@ def test_ctrl_c(monkeypatch, capsys):
     monkeypatch.setattr(cli, "COMMANDS", (Interrupted,))
     assert main(["wait"]) == 130
     assert "Ctrl-C" in capsys.readouterr().err
+
+
+# ---- the standard output ----
+
+
+def run_shell(command, folder, **variables):
+    """Runs a command line of a shell, where `nanguard` is ours, in a folder with a run whose name is not ASCII."""
+    run = folder / "lauf-\u00e4" / "nanguard"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    command = command.replace("nanguard", f"{sys.executable} -m hf_nanguard", 1).replace("RUN", str(run.parent))
+    return subprocess.run(
+        command, shell=True, capture_output=True, text=True, timeout=60, env={**os.environ, **variables}
+    )
+
+
+FULL = "nanguard: the output cannot be written: No space left on device.\n"
+OUTPUTS = {  # command line: exit code and error output
+    "nanguard report RUN > /dev/full": (1, FULL),
+    "PYTHONUNBUFFERED=1 nanguard report RUN > /dev/full": (1, FULL),
+    "nanguard watch --once RUN > /dev/full": (1, FULL),
+    "nanguard completion bash > /dev/full": (1, FULL),  # longer than the buffer
+    "nanguard report RUN > /dev/full 2> /dev/full": (1, ""),
+    "nanguard reprot 2> /dev/full": (2, ""),
+    "nanguard report --json RUN >&-": (0, ""),
+}
+
+
+@pytest.mark.parametrize("command", OUTPUTS)
+def test_an_output_that_cannot_be_written_is_one_sentence(command, tmp_path):
+    done = run_shell(command, tmp_path, PYTHONUNBUFFERED="")
+    assert (done.returncode, done.stderr) == OUTPUTS[command]
+
+
+def test_an_output_whose_encoding_lacks_a_character(tmp_path):
+    done = run_shell("nanguard report RUN", tmp_path, PYTHONIOENCODING="ascii")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "lauf-\\xe4: 1 logged steps" in done.stdout
 
 
 def test_help_imports_nothing_heavy():

@@ -1,6 +1,8 @@
 """`nanguard scan`: what it prints and its exit codes."""
 
+import io
 import json
+import os
 import subprocess
 import sys
 
@@ -9,6 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from hf_nanguard.cli.main import main
+from hf_nanguard.cli.scan import print_path
+from hf_nanguard.plain_text import printable
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +80,20 @@ def test_json(run, capsys):
 def test_best_prints_only_the_path(run, capsys):
     assert main(["scan", "--best", str(run)]) == 0
     assert capsys.readouterr().out == f"{run / 'checkpoint-10'}\n"
+
+
+@pytest.mark.parametrize("name", ["lauf-\u00e4", "\x1b[31m\u202erun\r", "\udcff"], ids=ascii)
+def test_best_is_exact_for_a_program_and_printable_on_a_terminal(name, tmp_path, monkeypatch):
+    """Whatever the encoding of the output."""
+    for shows in (False, True):
+        written = io.BytesIO()
+        output = io.TextIOWrapper(written, "ascii", errors="backslashreplace")
+        output.isatty = lambda shows=shows: shows
+        monkeypatch.setattr(sys, "stdout", output)
+        print_path(tmp_path / name)
+        output.flush()
+        shown = printable(str(tmp_path / name)).encode("ascii", "backslashreplace")
+        assert written.getvalue() == (shown if shows else os.fsencode(tmp_path / name)) + b"\n"
 
 
 def test_best_of_nothing(run, capsys):
