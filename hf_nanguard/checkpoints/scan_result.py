@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -91,7 +90,7 @@ class ScanResult:
             self.findings.remove(finding)
             self.notes.append(f"{finding}, by design")
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Returns the result as plain values for JSON."""
         findings = [
             {"problem": str(each.problem), "file": each.file, "tensor": each.tensor, "message": each.message}

@@ -143,7 +143,7 @@ def check_prompt_tokens(bench: TrialBench) -> LawResult:
     """Tokens that a row marks as prompt must not be targets."""
     if bench.is_online:
         raise NotApplicable("its loss takes completions only: a prompt is not part of its targets")
-    args: Any = bench.trainer.args
+    args: object = bench.trainer.args
     wanted = bool(getattr(args, "completion_only_loss", False) or getattr(args, "assistant_only_loss", False))
     rows = _read_rows(bench)[: 2 * CHUNK]
     masks = [_prompt_tokens(row) for row in rows]
@@ -175,7 +175,7 @@ def _prompt_tokens(row: object) -> list[bool]:
     return []
 
 
-def _read_rows(bench: TrialBench) -> list[Any]:
+def _read_rows(bench: TrialBench) -> list[object]:
     """Returns whole rows of the dataset; short ones if a forward pass is needed to see what is asked."""
     return bench.rows if bench.is_online or has_own_loss(bench) else bench.all_rows
 

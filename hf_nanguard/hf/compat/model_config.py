@@ -16,7 +16,7 @@ def find_config(model: object) -> Any:
     return getattr(model, "config", None)
 
 
-def find_tokenizer(processor: object) -> Any:
+def find_tokenizer(processor: object) -> object:
     """Returns the tokenizer of a processor of several kinds of data; a tokenizer is its own.
 
     Can go when tokenizers and processors have a common way to ask for it.
@@ -32,7 +32,7 @@ def find_adapters(model: Any) -> Mapping[str, Any]:
     return model.peft_config if hasattr(model, "get_base_model") else {}
 
 
-def without_adapter(model: Any) -> Any:
+def without_adapter(model: object) -> Any:
     """Returns the model inside a PEFT adapter, or the model itself. Can go together with `find_adapters`."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
