@@ -115,10 +115,10 @@ def find_place(error: Exception) -> str:
 class HostCall:
     """A method of the host as an override calls it. Remembers how it ended, so that it is known whose an error is."""
 
-    def __init__(self, method: Callable[..., Any]):
+    def __init__(self, method: Callable[..., object]):
         self.method = method
         self.has_run = False
-        self.result: Any = None
+        self.result: object = None
         self.error: BaseException | None = None
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
@@ -176,7 +176,7 @@ class Boundary:
     # ---- the three ways in ----
 
     def around(
-        self, part: str, override: Callable[..., Any], host: Callable[..., Any], *args: object, **kwargs: object
+        self, part: str, override: Callable[..., object], host: Callable[..., object], *args: object, **kwargs: object
     ) -> Any:
         """Returns `override(call, *args)`, which calls the host's method as `call`; if it fails, what the host returns."""
         if part in self.off:
@@ -223,17 +223,17 @@ class Boundary:
 
         return entry
 
-    def overriding(self, part: str, override: Callable[..., Any], host: Callable[..., Any]) -> Callable[..., Any]:
+    def overriding(self, part: str, override: Callable[..., object], host: Callable[..., object]) -> Callable[..., Any]:
         """Returns a function for a host to call in place of its own: `override` as [`Boundary.around`] runs it."""
 
         @wraps(host)
-        def entry(*args: object, **kwargs: object) -> Any:
+        def entry(*args: object, **kwargs: object) -> object:
             return self.around(part, override, host, *args, **kwargs)
 
         return entry
 
     @contextmanager
-    def inside(self, part: str, make: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    def inside(self, part: str, make: Callable[[], AbstractContextManager[object]]) -> Iterator[None]:
         """Runs the block inside a context; if that cannot be made, entered or left, the block runs anyway."""
         context = ExitStack()
         self.call(part, lambda: context.enter_context(make()))

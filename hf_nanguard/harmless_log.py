@@ -25,7 +25,7 @@ def make_harmless(logger: logging.Logger) -> None:
     logger.handle = partial(_handle, logger.handle)  # type: ignore[method-assign]
 
 
-def _make_record(make: Callable[..., logging.LogRecord], *args: Any, **kwargs: Any) -> logging.LogRecord:
+def _make_record(make: Callable[..., logging.LogRecord], *args: Any, **kwargs: object) -> logging.LogRecord:
     return _attempt(lambda: make(*args, **kwargs), lambda error: logging.LogRecord(*args[:7]))
 
 

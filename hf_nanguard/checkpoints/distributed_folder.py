@@ -8,7 +8,6 @@ import pickle
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 from ..plain_text import first_line
 from ..safe_files import open_to_read, read_file
@@ -19,7 +18,7 @@ MAX_METADATA = 2**30
 
 
 class _InertUnpickler(pickle.Unpickler):
-    def find_class(self, module_name: str, global_name: str) -> Any:
+    def find_class(self, module_name: str, global_name: str) -> object:
         return type("Inert", (Inert,), {})
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ..core.vocabulary import StrEnum
 from ..plain_text import printable
@@ -89,7 +88,7 @@ class ScanResult:
             self.findings.remove(finding)
             self.notes.append(f"{finding}, by design")
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Returns the result as plain values for JSON."""
         findings = [
             {"problem": str(each.problem), "file": each.file, "tensor": each.tensor, "message": each.message}

@@ -153,7 +153,7 @@ def _explain_refusal(error: pickle.UnpicklingError) -> str:
 
 def walk(content: object) -> Iterator[tuple[str, Tensor | float]]:
     """Yields tensors and floats of nested containers by name, without recursion, each container once."""
-    stack: list[tuple[str, Any]] = [("", content)]
+    stack: list[tuple[str, object]] = [("", content)]
     seen: set[int] = set()
     for _ in range(MAX_OBJECTS):
         if not stack:
@@ -169,7 +169,7 @@ def walk(content: object) -> Iterator[tuple[str, Tensor | float]]:
         stack.extend((f"{name}.{key}" if name else str(key), child) for key, child in reversed(children))
 
 
-def _list_children(value: object) -> list[tuple[Any, Any]]:
+def _list_children(value: object) -> list[tuple[object, object]]:
     if isinstance(value, dict):
         return list(value.items())
     if isinstance(value, (list, tuple)):

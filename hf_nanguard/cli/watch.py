@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import ArgumentError
 from .shared.command_parser import Subparsers
@@ -70,12 +70,12 @@ class WatchedRun:
 
         self.folder = folder
         self._files = RunFiles(folder)
-        self.row: dict[str, Any] = {}
+        self.row: dict[str, object] = {}
         self.marks: deque[Mark] = deque(maxlen=SHOWN_EVENTS)
         self.num_events = 0
         self.changed = time.monotonic()
 
-    def update(self) -> tuple[list[dict[str, Any]], list[Mark]]:
+    def update(self) -> tuple[list[dict[str, object]], list[Mark]]:
         """Reads what is new; returns log rows and events."""
         from ..report.run_curves import make_mark
 

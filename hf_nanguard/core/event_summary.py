@@ -3,7 +3,6 @@
 import shlex
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..plain_text import format_rows, printable
 from .event import JsonObject
@@ -114,13 +113,13 @@ class EventSummary:
         return lines + ([f"... and {len(kinds) - MAX_KINDS} other kinds of events"] if len(kinds) > MAX_KINDS else [])
 
 
-def _dict(value: Any) -> dict[str, Any]:
+def _dict(value: object) -> dict[str, object]:
     return value if isinstance(value, dict) else {}
 
 
-def _list(value: Any) -> list[Any]:
+def _list(value: object) -> list[object]:
     return value if isinstance(value, list) else []
 
 
-def _text(value: Any) -> str | None:
+def _text(value: object) -> str | None:
     return value if isinstance(value, str) and value else None

@@ -40,7 +40,7 @@ class RngState:
         """Whether no generator was used between the two."""
         return isinstance(other, RngState) and self._values() == other._values()
 
-    def _values(self) -> list[Any]:
+    def _values(self) -> list[object]:
         states = [self.cpu] if self.device is None else [self.cpu, self.device]  # both on the host
         numpy = [] if self.numpy is None else [self.numpy[1].tobytes(), *self.numpy[2:]]
         return [*(string_at(state.data_ptr(), state.nbytes) for state in states), self.python, *numpy]

@@ -248,7 +248,7 @@ class Setting:
     """One declared setting: reads a value from text and checks it. See [`setting`] for the meaning of the fields."""
 
     name: str  # in `Policy`, without `nanguard_`
-    annotation: Any  # its type, or a union of its type and `None`
+    annotation: object  # its type, or a union of its type and `None`
     default: object
     help: str
     choices: tuple[str, ...]

@@ -32,7 +32,7 @@ def foreach_norm(tensors: list[Tensor] | tuple[Tensor, ...], order: float) -> li
     return list(torch._foreach_norm(tensors, order)) if tensors else []
 
 
-def pre_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+def pre_hooks(module: nn.Module) -> list[Callable[..., object]]:
     """Returns the hooks that run before a module's forward.
 
     Can go when torch lists the hooks of a module."""
@@ -133,7 +133,7 @@ def accept_higher_order(mode: type[TorchDispatchMode]) -> None:
             operator.py_impl(mode)(partial(_dispatch_to_mode, operator))
 
 
-def _dispatch_to_mode(operator: object, mode: TorchDispatchMode, *args: object, **kwargs: object) -> Any:
+def _dispatch_to_mode(operator: object, mode: TorchDispatchMode, *args: object, **kwargs: object) -> object:
     return mode.__torch_dispatch__(operator, [], args, kwargs)
 
 
@@ -177,7 +177,7 @@ def _is_plain(parameter: Tensor) -> bool:
     return type(parameter) is nn.Parameter and not parameter.is_meta
 
 
-def list_tensor_slots(model: nn.Module) -> list[tuple[dict[str, Any], str]]:
+def list_tensor_slots(model: nn.Module) -> list[tuple[dict[str, object], str]]:
     """Returns where modules keep parameters and buffers: dictionaries and keys, so that a tensor can be exchanged without
     the checks of `nn.Module`. Recurrent layers keep their parameters a second time.
 
@@ -275,14 +275,14 @@ def restore_scale(scaler: torch.amp.GradScaler, scale: Tensor | None, growth: Te
             current.copy_(saved)
 
 
-def copy_unscaled(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
+def copy_unscaled(scaler: torch.amp.GradScaler) -> dict[int, dict[str, object]]:
     """Returns which optimizers had their gradients unscaled in this step.
 
     Can go when `GradScaler` can undo `unscale_`."""
     return dict(scaler._per_optimizer_states)
 
 
-def restore_unscaled(scaler: torch.amp.GradScaler, states: dict[int, dict[str, Any]]) -> None:
+def restore_unscaled(scaler: torch.amp.GradScaler, states: dict[int, dict[str, object]]) -> None:
     """Puts back what [`copy_unscaled`] returned; an empty dictionary lets `unscale_` run again.
 
     Can go when `GradScaler` can undo `unscale_`."""

@@ -35,7 +35,7 @@ class ConfigReport(Examined):
     unjudged: list[str] = field(default_factory=list)  # names in a file that no rule knows
     remarks: list[str] = field(default_factory=list)  # how a file was understood, where that is not certain
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Returns everything as strict JSON values."""
         return strict({
             "findings": [found.as_dict() for found in self.findings],
@@ -48,7 +48,7 @@ class ConfigReport(Examined):
         })  # fmt: skip
 
 
-Configuration = Trainer | TrainingArguments | Mapping[str, Any] | str | Path
+Configuration = Trainer | TrainingArguments | Mapping[str, object] | str | Path
 
 
 def check_config(*configurations: Configuration, task: str | None = None, skip: Collection[str] = ()) -> ConfigReport:

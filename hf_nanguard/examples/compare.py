@@ -104,7 +104,7 @@ def find_weights(trainer: Trainer) -> dict[str, nn.Parameter]:
 
 
 def compare_runs(
-    build_trainer: Callable[[Any, type], Trainer],
+    build_trainer: Callable[[object, type], Trainer],
     classes: tuple[type, type],
     args: TrainingArguments,
     planted: str,

@@ -479,9 +479,10 @@ def test_what_is_called_by_hand_is_the_hosts(tmp_path):
     trainers = [build("plain", tmp_path / str(guard), guard=guard) for guard in (False, True)]
     seen = []
     for trainer in trainers:
-        plant(trainer, Fault("label", 0, 0, value=None))
+        planted = plant(trainer, Fault("label", 0, 0, value=None))
         torch.manual_seed(1)
         batch = next(iter(trainer.get_train_dataloader()))
+        assert planted.triggered
         loss = trainer.training_step(trainer.model, dict(batch), torch.tensor(14))
         seen.append((sorted(batch), loss.item(), [p.grad.sum().item() for p in trainer.model.parameters()]))
     assert seen[0] == seen[1]

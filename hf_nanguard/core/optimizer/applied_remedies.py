@@ -40,7 +40,7 @@ def scale_rates(optimizer: Optimizer, scheduler: Any, factor: float) -> None:
         scheduler.load_state_dict(_scale_state(scheduler.state_dict(), factor))
 
 
-def _scale_state(state: Any, factor: float) -> Any:
+def _scale_state(state: Any, factor: float) -> object:
     """Returns the state of a schedule with other rates, also of schedules inside it."""
     scaled = {key: [rate * factor for rate in state[key]] for key in SCHEDULE_RATES if isinstance(state.get(key), list)}
     inner = [_scale_state(each, factor) for each in state.get("_schedulers", ())]

@@ -33,17 +33,17 @@ class UnrepeatableError(Exception):
 class ClosedIterator:
     """Stands for an iterator that must not be read. Everything else that it has can be used."""
 
-    def __init__(self, iterator: Any, name: object):
+    def __init__(self, iterator: object, name: object):
         self._iterator = iterator
         self._name = name
 
     def __iter__(self) -> "ClosedIterator":
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         raise UnrepeatableError(f"it reads from the iterator {self._name}")
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._iterator, name)
 
 
@@ -51,17 +51,17 @@ class ClosedIterator:
 class Place:
     """A variable: an item of a namespace, list or dictionary, or the content of a cell."""
 
-    holder: MutableMapping[Any, Any] | list[Any] | CellType
+    holder: MutableMapping[Any, object] | list[object] | CellType
     name: Any
 
-    def read(self) -> Any:
+    def read(self) -> object:
         """Returns the value; `None` without one."""
         try:
             return self.holder.cell_contents if isinstance(self.holder, CellType) else self.holder[self.name]
         except (ValueError, LookupError):  # an empty cell, or an item that was removed
             return None
 
-    def write(self, value: Any) -> None:
+    def write(self, value: object) -> None:
         """Sets the value."""
         if isinstance(self.holder, CellType):
             self.holder.cell_contents = value
@@ -81,7 +81,7 @@ def closed_iterators(model: nn.Module, *others: object) -> Iterator[None]:
     """
     modules = list(model.modules())
     forwards = {type(module).forward for module in modules}
-    closed: list[tuple[Place, Any, ClosedIterator]] = []
+    closed: list[tuple[Place, object, ClosedIterator]] = []
     try:
         for place in _search([*(vars(module) for module in modules), *forwards, *others]):
             if _is_iterator(iterator := place.read()):
@@ -117,7 +117,7 @@ def _search(roots: Iterable[object]) -> list[Place]:
     return found
 
 
-def _list_parts(value: Any) -> list[object]:
+def _list_parts(value: object) -> list[object]:
     """Returns what a callable consists of."""
     if isinstance(value, MethodType):
         return [value.__func__, value.__self__]
@@ -149,6 +149,6 @@ def _list_names(code: CodeType) -> list[str]:
     return [*code.co_names, *inner]
 
 
-def _is_own(function: Callable[..., Any]) -> bool:
+def _is_own(function: Callable[..., object]) -> bool:
     """Returns whether a function is the user's, not of an installed package or of the guard."""
     return not function.__code__.co_filename.startswith((*PACKAGES, OURS, "<frozen"))

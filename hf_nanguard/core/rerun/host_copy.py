@@ -31,14 +31,14 @@ class HostCopy:
 class FieldsCopy:
     """The attributes of an object that keeps state of its own."""
 
-    fields: dict[str, Any]
+    fields: dict[str, object]
 
 
 @dataclass(frozen=True)
 class Reference:
     """A value that is put back as it is, whatever it holds by then."""
 
-    value: Any
+    value: object
 
 
 def copy_tensor(tensor: Tensor, reused: HostCopy | None = None) -> HostCopy:
@@ -73,7 +73,7 @@ def copy_tree(value: Any, reused: Any = None, depth: int = 0) -> Any:
     """Copies the tensors of nested containers and objects to the host; other values are kept as they are."""
     if isinstance(value, Tensor):
         return value if value.is_meta else copy_tensor(value, reused if isinstance(reused, HostCopy) else None)
-    before: Any
+    before: object
     if depth == MAX_DEPTH:
         return Reference(value)
     if isinstance(value, dict):
@@ -88,7 +88,7 @@ def copy_tree(value: Any, reused: Any = None, depth: int = 0) -> Any:
     return value
 
 
-def restore_tree(live: Any, saved: Any) -> Any:
+def restore_tree(live: Any, saved: Any) -> object:
     """Puts a copy back into what it was taken from; what was added since is removed. Returns what is to be kept in its place."""
     if isinstance(saved, HostCopy):
         return restore_tensor(live, saved)

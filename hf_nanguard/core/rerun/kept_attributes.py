@@ -38,7 +38,7 @@ class Kept:
         same = len(now) == len(before) and all(a[0] == b[0] and a[1] is b[1] for a, b in zip(now, before, strict=True))
         return not same or any(item.is_changed for _, item in self.items if isinstance(item, (Kept, Written)))
 
-    def restore(self) -> Any:
+    def restore(self) -> object:
         """Puts the items back into the container and returns it."""
         items = [(key, item.restore() if isinstance(item, (Kept, Written)) else item) for key, item in self.items]
         self.holder.clear()
@@ -71,7 +71,7 @@ class Written:
         return write_count(self.holder) != self.version
 
     @torch.no_grad()
-    def restore(self) -> Any:
+    def restore(self) -> object:
         """Puts the value back and returns what holds it."""
         if isinstance(self.holder, torch.Generator):
             self.holder.set_state(self.value)
@@ -87,7 +87,7 @@ def _can_be_written(value: Any) -> bool:
     return plain and not value.requires_grad and value.numel() < LARGE
 
 
-def _keep(value: Any, above: tuple[int, ...] = ()) -> Any:
+def _keep(value: Any, above: tuple[int, ...] = ()) -> object:
     """Returns what keeps the contents of a value, the value itself if it has none that can be put back."""
     if _is_small_container(value):
         return Kept(value, above)

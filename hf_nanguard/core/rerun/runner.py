@@ -322,7 +322,7 @@ class LoopRunner(Runner[object, float]):
         super().__init__(model, scaler)
         self.optimizer = optimizer
         self.max_grad_norm = max_grad_norm
-        self.loss_fn: Callable[[Any], Tensor] | None = None
+        self.loss_fn: Callable[[object], Tensor] | None = None
 
     def begin_group(self, loss_fn: Callable[[Any], Tensor]) -> None:
         """Prepares for the micro-batches of a step: no gradients are left of an earlier one."""

@@ -29,7 +29,7 @@ MOMENTS = 2  # tensors that an optimizer is expected to keep for each parameter,
 class StatePart(Protocol):
     """A part of the state of a run."""
 
-    def copy(self, reused: Any) -> Any:
+    def copy(self, reused: Any) -> object:
         """Returns a copy of the state of now; `reused` is an earlier one that is no longer needed, or `None`."""
 
     def restore(self, saved: Any, step: int) -> None:
@@ -92,10 +92,10 @@ class Schedule:
     def __init__(self, scheduler: Any):
         self.scheduler = scheduler
 
-    def copy(self, reused: Any) -> Any:
+    def copy(self, reused: object) -> object:
         return copy.deepcopy(self.scheduler.state_dict())
 
-    def restore(self, saved: Any, step: int) -> None:
+    def restore(self, saved: object, step: int) -> None:
         self.scheduler.load_state_dict(copy.deepcopy(saved))
 
 
@@ -105,7 +105,7 @@ class Scaler:
     def __init__(self, scaler: torch.amp.GradScaler):
         self.scaler = scaler
 
-    def copy(self, reused: Any) -> ScalerState:
+    def copy(self, reused: object) -> ScalerState:
         return ScalerState(self.scaler)
 
     def restore(self, saved: ScalerState, step: int) -> None:
@@ -118,14 +118,14 @@ class Generators:
     def __init__(self, device_type: str):
         self.device_type = device_type
 
-    def copy(self, reused: Any) -> RngState:
+    def copy(self, reused: object) -> RngState:
         return RngState.capture(self.device_type)
 
     def restore(self, saved: RngState, step: int) -> None:
         saved.restore()
 
 
-def list_parts(runner: Runner, optimizer: Optimizer, scheduler: Any = None) -> tuple[StatePart, ...]:
+def list_parts(runner: Runner, optimizer: Optimizer, scheduler: object = None) -> tuple[StatePart, ...]:
     """Returns the parts of any training loop."""
     parts: list[StatePart] = [Weights(runner.model), Modules(runner.buffers), OptimizerState(optimizer)]
     parts += [] if scheduler is None else [Schedule(scheduler)]
@@ -147,7 +147,7 @@ class Snapshot:
     step: int
     num_updates: int  # of the weights, since the run began
     parts: Sequence[StatePart]
-    copies: list[Any]
+    copies: list[object]
     num_used: int = 0  # how often the run went back to it
     rate_factor: float = 1.0  # what earlier rewinds had multiplied the learning rate by
 

@@ -33,8 +33,8 @@ class Holder:
 
     name: str
     path: Path
-    value: Any
-    tensors: dict[Any, Tensor]
+    value: object
+    tensors: dict[object, Tensor]
 
 
 @dataclass(eq=False, repr=False)
@@ -42,7 +42,7 @@ class WeightCopies:
     """The copies of the weights of a model that somebody keeps."""
 
     model: nn.Module
-    find_owners: Callable[[], Mapping[str, Any]]  # returns where to search: objects by name
+    find_owners: Callable[[], Mapping[str, object]]  # returns where to search: objects by name
     ignored: Collection[str]  # names of what is not searched, as `owner.attribute`
     tell: Callable[[str], None]  # of each name that holds as much as the model and is not known to be a copy
     reported: set[str] = field(default_factory=set, init=False)
@@ -74,7 +74,7 @@ class WeightCopies:
     def _search(self) -> Iterator[Holder]:
         """Yields what holds tensors, each once, level by level."""
         seen: set[int] = set()
-        open_: list[tuple[str, Any, Path]] = [(name, owner, (owner,)) for name, owner in self.find_owners().items()]
+        open_: list[tuple[str, object, Path]] = [(name, owner, (owner,)) for name, owner in self.find_owners().items()]
         for number, (name, value, path) in enumerate(open_):
             if number >= MAX_OBJECTS:
                 return
@@ -117,7 +117,7 @@ class SavedHolder:
     name: str
     path: Path
     module: nn.Module | None
-    kind: type[Any]
+    kind: type[object]
     copies: dict[Any, HostCopy]
 
     @torch.no_grad()
@@ -134,7 +134,7 @@ class SavedHolder:
         if isinstance(container, dict) or (isinstance(container, list) and key < len(container)):
             container[key] = self._build(values)
 
-    def _build(self, values: dict[Any, Tensor]) -> Any:
+    def _build(self, values: dict[object, Tensor]) -> object:
         if self.module is not None:
             return self.module
         if issubclass(self.kind, Tensor):
@@ -144,19 +144,19 @@ class SavedHolder:
         )
 
 
-def _walk(owner: object, *keys: object) -> Any:
+def _walk(owner: object, *keys: object) -> object:
     """Returns what a path leads to now, `None` if it leads nowhere any more."""
     for key in keys:
         owner = dict(_list_items(owner)).get(key)
     return owner
 
 
-def _open(value: object) -> Any:
+def _open(value: object) -> object:
     """Returns the container whose items are those of a value: itself, or its attributes."""
     return vars(value) if has_fields(value) else value
 
 
-def _list_tensors(value: object) -> dict[Any, Tensor]:
+def _list_tensors(value: object) -> dict[object, Tensor]:
     """Returns the tensors that a module, a list, a tuple or a dictionary holds directly."""
     if isinstance(value, nn.Module):
         return {**dict(value.named_parameters()), **dict(value.named_buffers())}
@@ -166,7 +166,7 @@ def _list_tensors(value: object) -> dict[Any, Tensor]:
     return {key: item for key, item in items if isinstance(item, Tensor)}
 
 
-def _list_items(value: object) -> list[tuple[Any, Any]]:
+def _list_items(value: object) -> list[tuple[object, object]]:
     """Returns the items of a container or the attributes of an object, with their keys."""
     items = _open(value)
     if not isinstance(items, (dict, list, tuple)) or len(items) > MAX_ITEMS:

@@ -24,7 +24,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -311,7 +311,9 @@ class Guard:
 
         return self.boundary.together("snapshot", take, lambda why: recovery.lose(step))
 
-    def watch_state(self, runner: Runner, scheduler: Any, others: Sequence[StatePart] = (), num_more: int = 0) -> None:
+    def watch_state(
+        self, runner: Runner, scheduler: object, others: Sequence[StatePart] = (), num_more: int = 0
+    ) -> None:
         """Begins to take snapshots of a run; `others` are the parts of its state that only its loop knows, which need `num_more`
         bytes. Every rank calls it."""
         if runner.optimizer is not None:

@@ -14,7 +14,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -60,7 +59,7 @@ class Recovery:
         self.is_suspect = is_suspect  # whether the loss or the norm is in an episode of spikes or of divergence
         self.parts: Sequence[StatePart] = ()
         self.optimizer: Optimizer | None = None
-        self.scheduler: Any = None
+        self.scheduler: object = None
         self.begin_run()
 
     def begin_run(self) -> None:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
 
 from ...core.event import strict
 from ...errors import ArgumentError
@@ -22,7 +21,7 @@ class Stage:
     examination: Examination = field(default_factory=Examination)
     seconds: float = 0.0
     problem: str | None = None  # why it could not run
-    details: dict[str, Any] = field(default_factory=dict)  # what else it measured, for `--json`
+    details: dict[str, object] = field(default_factory=dict)  # what else it measured, for `--json`
 
 
 def run_stage(name: str, examine: Callable[[Stage], None]) -> Stage:
@@ -72,7 +71,7 @@ class Checkup:
         self.unjudged = list(dict.fromkeys([*self.unjudged, *report.unjudged]))
         self.remarks = list(dict.fromkeys([*self.remarks, *report.remarks]))
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Returns everything as strict JSON values."""
         return strict({
             "verdict": "sound" if self.exit_code == 0 else "unsound",

@@ -5,7 +5,6 @@ import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -44,7 +43,7 @@ class Environment:
     variables: dict[str, str] = field(default_factory=dict)  # of the environment that change a run
     parts: dict[str, str] = field(default_factory=dict)  # of the guard, each with `active` or why it is not
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         """Returns everything as JSON values."""
         return asdict(self)
 

@@ -42,10 +42,10 @@ TEXTS = (*CONVERSATIONS, "input_ids", "prompt_ids", "chosen_ids", "rejected_ids"
 @dataclass(frozen=True)
 class SampledRow:
     number: int  # in the dataset that the user passed in, if that can be known
-    example: Any  # what the dataset returned
-    batch: Mapping[str, Any] | None = None  # what the collator made of it alone, `None` if it could not
+    example: object  # what the dataset returned
+    batch: Mapping[str, object] | None = None  # what the collator made of it alone, `None` if it could not
     error: str | None = None  # why dataset or collator failed
-    source: Mapping[str, Any] = field(default_factory=dict)  # texts, tokens, and columns the model does not take
+    source: Mapping[str, object] = field(default_factory=dict)  # texts, tokens, and columns the model does not take
 
     def field(self, name: str) -> Tensor | None:
         value = None if self.batch is None else self.batch.get(name)
@@ -82,7 +82,7 @@ def take_sample(trainer: HostTrainer, num_rows: int | None, report: Report | Non
     alone. Nothing of the trainer changes. `report` is called after every row."""
     facts, model = find_trainer_facts(trainer), trainer.accelerator.unwrap_model(trainer.model)
     prepared = find_prepared_rows(trainer)
-    processor: Any = trainer.processing_class
+    processor: object = trainer.processing_class
     tokenizer = find_tokenizer(processor)
     tokenizer = tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else None
     own_loss = has_own_batches(trainer)
@@ -104,7 +104,7 @@ def take_sample(trainer: HostTrainer, num_rows: int | None, report: Report | Non
     )  # fmt: skip
 
 
-def _draws(collator: Callable, rows: list[Any]) -> bool:
+def _draws(collator: Callable, rows: list[object]) -> bool:
     """Returns whether a collator makes two different batches of the same rows."""
     one, other = (_try(collator, rows)[0] for _ in range(2))
     if not isinstance(one, Mapping) or not isinstance(other, Mapping):
@@ -113,7 +113,7 @@ def _draws(collator: Callable, rows: list[Any]) -> bool:
     return any(isinstance(b, Tensor) and not (a.shape == b.shape and bool((a == b).all())) for a, b in pairs)
 
 
-def _find_first_new_id(model: Any, facts: Facts) -> int | None:
+def _find_first_new_id(model: object, facts: Facts) -> int | None:
     """Returns the number of rows that the embedding has in the checkpoint, if it has more now and none of them is trained."""
     base = without_adapter(model)
     name = getattr(find_config(base), "name_or_path", None)
@@ -160,7 +160,7 @@ def _choose_rows(dataset: object, num_rows: int | None) -> tuple[int | None, Seq
     return total, [index * total // count for index in range(count)]
 
 
-def _find_texts(dataset: Any) -> Any:
+def _find_texts(dataset: Any) -> object:
     """Returns the columns with the texts and tokens of rows, which the dataloader may leave out; not those with images."""
     if not is_hf_dataset(dataset) or dataset.format["type"] == "custom":
         return None
@@ -168,7 +168,7 @@ def _find_texts(dataset: Any) -> Any:
     return dataset.select_columns(columns) if columns else None
 
 
-def _read(dataset: Any, numbers: Sequence[int]) -> Iterator[tuple[int, Any, str | None]]:
+def _read(dataset: Any, numbers: Sequence[int]) -> Iterator[tuple[int, object, str | None]]:
     """Yields number, example and error of each row."""
     if isinstance(numbers, range):  # a stream
         yield from ((number, example, None) for number, example in enumerate(islice(iter(dataset), len(numbers))))
@@ -179,7 +179,7 @@ def _read(dataset: Any, numbers: Sequence[int]) -> Iterator[tuple[int, Any, str 
 
 
 def _collate(
-    rows: Iterator[tuple[int, Any, str | None]],
+    rows: Iterator[tuple[int, object, str | None]],
     collator: Callable,
     prepared: PreparedRows,
     total: int,
@@ -197,7 +197,7 @@ def _collate(
             report(done, total)
 
 
-def _try(function: Callable, argument: object) -> tuple[Any, str | None]:
+def _try(function: Callable, argument: object) -> tuple[object, str | None]:
     """Returns what a function of the user's returns for a copy of an argument, which it may change, and why it could not."""
     return attempt(lambda: (function(copy.deepcopy(argument)), None), lambda error: (None, format_error(error)))
 

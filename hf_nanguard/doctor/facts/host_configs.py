@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
-from typing import Any
 
 from transformers import TrainingArguments
 
@@ -60,7 +59,7 @@ def find_config_class(task: str) -> type[TrainingArguments]:
     }[task]  # fmt: skip
 
 
-def read_defaults(task: str) -> dict[str, Any]:
+def read_defaults(task: str) -> dict[str, object]:
     """Returns the arguments of a kind of training with their defaults, those of TRL's scripts about the model included."""
     return {
         f.name: None if f.default is MISSING else f.default for cls in find_argument_classes(task) for f in fields(cls)

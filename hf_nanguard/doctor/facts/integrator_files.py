@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any
 
 from transformers import TrainingArguments
 
@@ -125,7 +124,7 @@ def _read_scale(values: Mapping[str, object], rank: str, stabilised: str) -> flo
     return find_scale(read_number(values, rank), read_number(values, "lora_alpha"), read_flag(values, stabilised))
 
 
-def _drop_bad_values(named: dict[str, Any]) -> dict[str, str]:
+def _drop_bad_values(named: dict[str, object]) -> dict[str, str]:
     """Takes out the values that no training argument takes, and returns what each must be. Integrators know more optimizers and
     schedules than the Trainer."""
     free = ("optim", "lr_scheduler_type", "report_to", "save_strategy", "eval_strategy")

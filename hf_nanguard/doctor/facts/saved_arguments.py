@@ -10,7 +10,6 @@ import pickletools
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ...safe_files import read_file
 
@@ -27,11 +26,11 @@ class _Opaque:
     """What the pickle would build by a call: the name of what it calls, the arguments, and the state it would get."""
 
     name: str
-    arguments: tuple[Any, ...] = ()
-    state: Any = None
+    arguments: tuple[object, ...] = ()
+    state: object = None
 
 
-def read_saved_arguments(folder: Path) -> tuple[str, dict[str, Any]] | None:
+def read_saved_arguments(folder: Path) -> tuple[str, dict[str, object]] | None:
     """Returns the name of the class and the plain values of `training_args.bin`, `None` if there is none that can be read."""
     try:
         with zipfile.ZipFile(io.BytesIO(read_file(folder / "training_args.bin", MAX_BYTES))) as archive:
@@ -59,17 +58,17 @@ def read_saved_arguments(folder: Path) -> tuple[str, dict[str, Any]] | None:
     }
 
 
-def _find_plain(value: object) -> Any:
+def _find_plain(value: object) -> object:
     """Returns the text of an enum member, which is built from it alone; other values as they are."""
     if not isinstance(value, _Opaque) or not value.name.startswith(HOSTS) or len(value.arguments) != 1:
         return value
     return value.arguments[0] if isinstance(value.arguments[0], str) else value
 
 
-def _trace(content: bytes) -> Any:
+def _trace(content: bytes) -> object:
     """Follows the instructions and returns what the file would build, with placeholders for all that is not plain."""
-    stack: list[Any] = []
-    memo: dict[int, Any] = {}
+    stack: list[object] = []
+    memo: dict[int, object] = {}
     for opcode, argument, _ in pickletools.genops(content):
         name = opcode.name
         if name in LITERALS:
@@ -89,7 +88,7 @@ def _trace(content: bytes) -> Any:
     return None
 
 
-def _build(name: str, argument: object, stack: list[Any]) -> None:
+def _build(name: str, argument: object, stack: list[object]) -> None:
     """Follows an instruction that builds something out of what is on the stack."""
     if name == "MARK":
         stack.append(_MARK)
@@ -122,7 +121,7 @@ def _build(name: str, argument: object, stack: list[Any]) -> None:
         raise ValueError(f"unexpected instruction {name}")
 
 
-def _take(stack: list[Any], count: int) -> list[Any]:
+def _take(stack: list[object], count: int) -> list[object]:
     """Takes the last values off the stack."""
     if count > len(stack):
         raise ValueError("the stack is empty")
@@ -131,7 +130,7 @@ def _take(stack: list[Any], count: int) -> list[Any]:
     return taken
 
 
-def _take_marked(stack: list[Any]) -> list[Any]:
+def _take_marked(stack: list[object]) -> list[object]:
     """Takes the values above the newest mark off the stack, and the mark."""
     at = next(i for i in range(len(stack) - 1, -1, -1) if stack[i] is _MARK)
     taken = stack[at + 1 :]

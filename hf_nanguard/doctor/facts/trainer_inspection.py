@@ -152,7 +152,7 @@ def _rows(base: nn.Module, getter: str) -> int | None:
     return module.out_features if isinstance(module, nn.Linear) and weight is not None else None
 
 
-def _find_quantization(config: object) -> dict[str, Any]:
+def _find_quantization(config: object) -> dict[str, object]:
     given = getattr(config, "quantization_config", None)
     values = given if isinstance(given, Mapping) else vars(given) if given is not None else {}
     bits = (

@@ -44,7 +44,7 @@ def _run_singles(bench: TrialBench, singles: list[Any]) -> Run:
         args.steps_per_generation = steps
 
 
-def _split_completions(bench: TrialBench) -> list[dict[str, Any]]:
+def _split_completions(bench: TrialBench) -> list[dict[str, object]]:
     """Returns a batch of sampled completions as batches of one; what is not of single completions stays as it is."""
     batch: dict[str, Any] = bench.batch
     size = len(batch["completion_ids"])
@@ -53,7 +53,7 @@ def _split_completions(bench: TrialBench) -> list[dict[str, Any]]:
     if any(name.startswith(("pixel", "image")) for name in batch):
         raise NotApplicable("the images of its prompts cannot be divided")
 
-    def take(value: Any, at: int) -> Any:
+    def take(value: Any, at: int) -> object:
         is_divided = isinstance(value, Tensor | list) and getattr(value, "ndim", 1) > 0 and len(value) == size
         return value[at : at + 1] if is_divided else value
 

@@ -1,7 +1,5 @@
 """Padding has no effect: a sample has the outputs in a batch that it has alone."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -85,7 +83,7 @@ def _check_completions(bench: TrialBench) -> LawResult:
                   "completion have more padding. Real tokens see padding.", move=worst, bound=bound)  # fmt: skip
 
 
-def _find_inputs(bench: TrialBench, rows: list[Any]) -> Inputs:
+def _find_inputs(bench: TrialBench, rows: list[object]) -> Inputs:
     """Returns the model's inputs for some rows; of a model with a decoder also the labels, which say how long its outputs are and which a
     smoothed loss takes out."""
     batch = bench.collate(rows)

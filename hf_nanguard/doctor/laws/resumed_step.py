@@ -31,13 +31,13 @@ CLOSE = 0.01  # of the second update
 class _Rows(Dataset):
     """The trial rows as a dataset."""
 
-    def __init__(self, rows: list[Any]):
+    def __init__(self, rows: list[object]):
         self.rows = rows
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> object:
         return copy.deepcopy(self.rows[index])  # a collator may change what it is given
 
 
@@ -81,10 +81,10 @@ def _train(
 ) -> tuple[dict[str, Tensor], list]:
     """Returns the weights after `train()`, and the data of each step."""
     _make_short(trainer, rows, collate, folder)
-    seen: list[Any] = []
+    seen: list[object] = []
 
     def record(step: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def call(model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        def call(model: nn.Module, inputs: object, *args: object, **kwargs: object) -> Tensor:
             seen.append(identify(inputs))
             return step(model, inputs, *args, **kwargs)
 

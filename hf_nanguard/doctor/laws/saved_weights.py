@@ -40,7 +40,7 @@ def check_round_trip(bench: TrialBench) -> LawResult:
         return _save_and_load(bench, model, inputs, base)
 
 
-def _save_and_load(bench: TrialBench, model: Any, inputs: Inputs | None, base: Any) -> LawResult:
+def _save_and_load(bench: TrialBench, model: Any, inputs: Inputs | None, base: object) -> LawResult:
     folder = Path(bench.trainer.args.output_dir) / "saved"
     bench.trainer.save_model(str(folder))
     expected = None if inputs is None else bench.forward(inputs)
@@ -75,7 +75,7 @@ def _save_and_load(bench: TrialBench, model: Any, inputs: Inputs | None, base: A
 
 def check_merge(bench: TrialBench) -> LawResult:
     """Merges the adapter, saves and loads the merged model, and compares its logits with those of the adapter."""
-    model: Any = bench.bare
+    model: object = bench.bare
     if not hasattr(model, "merge_and_unload"):
         raise NotApplicable("its model has no adapter to merge")
     with borrowed(bench.trainer):
@@ -83,7 +83,7 @@ def check_merge(bench: TrialBench) -> LawResult:
         return _merge_and_load(bench, model)
 
 
-def _merge_and_load(bench: TrialBench, model: Any) -> LawResult:
+def _merge_and_load(bench: TrialBench, model: object) -> LawResult:
     inputs = bench.find_inputs()
     expected = bench.forward(inputs)
     merged = _copy_model(model).merge_and_unload()
@@ -106,7 +106,7 @@ def check_loaded(bench: TrialBench) -> LawResult:
     """Compares the weights that are about to be trained with those of the checkpoint they were loaded from."""
     if bench.has_trained:
         raise NotApplicable("the trainer has trained already")
-    model: Any = without_adapter(bench.bare)
+    model: object = without_adapter(bench.bare)
     if getattr(model, "quantization_method", None) is not None:
         raise NotApplicable("its weights are quantised")
     if _changes_base(bench.bare):
@@ -163,18 +163,18 @@ def _copy_model(model: Any) -> Any:
     return copied
 
 
-def _changes_base(model: Any) -> bool:
+def _changes_base(model: object) -> bool:
     """Whether an adapter is initialised from the weights it is added to, and taken off them (PiSSA, OLoRA, CorDA, LoftQ)."""
     starts = [getattr(config, "init_lora_weights", None) for config in find_adapters(model).values()]
     return any(isinstance(each, str) and each.startswith(FROM_WEIGHTS) for each in starts)
 
 
-def _copy_base(model: Any) -> Any:
+def _copy_base(model: object) -> object:
     copied = _copy_model(model)
     return copied.unload() if hasattr(copied, "unload") else copied.get_base_model()
 
 
-def _load(bench: TrialBench, model: Any, folder: Path, base: Any) -> Any:
+def _load(bench: TrialBench, model: object, folder: Path, base: Any) -> Any:
     if isinstance(model, PreTrainedModel):
         return type(model).from_pretrained(str(folder), dtype=model.dtype).to(bench.device)
     if base is not None:

@@ -158,9 +158,8 @@ def check_prompt_tokens(bench: TrialBench) -> LawResult:
         leaked, prompts = leaked + int((asked & prompt).sum()), prompts + int(prompt.sum())
         if len(own) == len(mask) and not bench.collator_draws:
             answer = ~prompt & ~torch.isin(found.ids[0, own], stops.to(own.device))
-            answer[[start for start, _ in find_documents(row)]] = (
-                False  # nothing of the document comes before its first token
-            )
+            first = [start for start, _ in find_documents(row)]
+            answer[first] = False  # nothing of the document comes before its first token
             missed, answers = missed + int((answer & ~asked).sum()), answers + int(answer.sum())
     values = {"supervised": leaked, "prompt_tokens": prompts, "missed": missed, "answer_tokens": answers}
     if leaked:
@@ -202,7 +201,7 @@ def _prompt_tokens(row: object) -> list[bool]:
     return []
 
 
-def _read_rows(bench: TrialBench) -> list[Any]:
+def _read_rows(bench: TrialBench) -> list[object]:
     """Returns whole rows of the dataset; short ones if a forward pass is needed to see what is asked."""
     return bench.rows if bench.is_online or has_own_loss(bench) else bench.all_rows
 

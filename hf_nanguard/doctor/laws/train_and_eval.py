@@ -3,7 +3,6 @@ reference draws nothing."""
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +50,7 @@ def check_modes(bench: TrialBench) -> LawResult:
                   f"spread (rounding explains {bound:.0e}).", move=move, bound=bound)  # fmt: skip
 
 
-def _measure_evaluation_noise(bench: TrialBench, inputs: dict[str, Any]) -> float:
+def _measure_evaluation_noise(bench: TrialBench, inputs: dict[str, object]) -> float:
     """Returns how far two forwards in evaluation mode differ, with all rates of dropout as they are."""
     outputs = []
     for seed in (0, 1):
@@ -161,7 +160,7 @@ def _is_trained(bench: TrialBench, name: str) -> bool:
     return any(each.startswith(f"{owner}." if owner else "") for each in bench.trainable())
 
 
-def _forward_seeded(bench: TrialBench, inputs: dict[str, Any], seed: int) -> Tensor:
+def _forward_seeded(bench: TrialBench, inputs: dict[str, object], seed: int) -> Tensor:
     torch.manual_seed(seed)
     return bench.forward(inputs, training=True)
 
@@ -253,7 +252,7 @@ def _outputs_without_gradient(bench: TrialBench) -> list[Tensor]:
     """Returns the outputs of the trained model's own passes without gradients, while the trainer computes its loss."""
     found: list[Tensor] = []
 
-    def note(module: nn.Module, args: Any, output: Any) -> None:
+    def note(module: nn.Module, args: object, output: object) -> None:
         if not torch.is_grad_enabled():
             found.append(find_output(output))
 

@@ -54,7 +54,7 @@ def find_models(trainer: Any) -> dict[str, nn.Module]:
     return dict(found.values())
 
 
-def list_parts(model: nn.Module) -> list[Any]:
+def list_parts(model: nn.Module) -> list[object]:
     """Returns all modules of a model and the configs they hold, each once."""
     modules = list(model.modules())
     configs = [value for module in modules for value in vars(module).values() if isinstance(value, PreTrainedConfig)]
@@ -69,7 +69,7 @@ def _find_tensors(models: list[nn.Module], optimizer: Any) -> list[Tensor]:
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
-def _list_owners(trainer: Any, models: list[nn.Module], optimizer: Any) -> list[Any]:
+def _list_owners(trainer: Any, models: list[nn.Module], optimizer: object) -> list[object]:
     """Returns the objects whose attributes are put back, besides the trainer."""
     accelerator = trainer.accelerator
     owners = [part for model in models for part in list_parts(model)]
@@ -132,7 +132,7 @@ class _StopAtBegin(TrainerCallback):
         raise _Ready
 
 
-def _copy_collator(trainer: Trainer) -> Any:
+def _copy_collator(trainer: Trainer) -> object:
     """Returns a copy of the collator, which may count or draw; what is not its own is shared."""
     shared = [trainer, trainer.model, trainer.processing_class, *find_models(trainer).values()]
     known = {id(each): each for each in shared if each is not None}

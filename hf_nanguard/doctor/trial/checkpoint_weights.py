@@ -134,7 +134,7 @@ def _plain(name: str) -> str:
     return plain_adapter_name(plain_name(name))
 
 
-def _find_same(own: dict[str, Tensor], name: str, saved: Tensor, model: Any) -> str | None:
+def _find_same(own: dict[str, Tensor], name: str, saved: Tensor, model: object) -> str | None:
     prefix = getattr(model, "base_model_prefix", "")
     for each in (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")):
         if each in own and own[each].shape == saved.shape:

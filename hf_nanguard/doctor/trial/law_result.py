@@ -22,7 +22,7 @@ class LawResult:
     status: str  # `"held"`, `"broken"` or `"could not run"`
     severity: Severity  # of a broken law: `error` if the run trains something else than intended; `note` otherwise
     message: str  # by how much and where it is broken, what was compared, or why it could not run
-    values: dict[str, Any] = field(default_factory=dict)  # the figures of the message
+    values: dict[str, object] = field(default_factory=dict)  # the figures of the message
     seconds: float = 0.0
 
 

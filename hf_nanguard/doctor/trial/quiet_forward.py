@@ -3,7 +3,6 @@ auxiliary losses too."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import nn
 
@@ -22,7 +21,7 @@ def has_rate(module: nn.Module) -> bool:
 
 
 @contextmanager
-def without_randomness(owners: list[Any], auxiliary: float = 0.0) -> Iterator[None]:
+def without_randomness(owners: list[object], auxiliary: float = 0.0) -> Iterator[None]:
     """Sets these rates to 0 in modules, configs and other objects inside the block, and multiplies the weights of auxiliary losses by
     `auxiliary`."""
     found = [

@@ -75,7 +75,7 @@ def _recorded(
     generator: Any = find_generator(trainer.model)
     seam = None if generator is None else find_seams(generator).get(PROCESSORS)
 
-    def add(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def add(original: Callable[..., Any], *args: object, **kwargs: object) -> object:
         temperatures.append(float(read_processor_call(args, kwargs)[0].temperature or 1.0))
         processors = original(*args, **kwargs)
         return type(processors)([before, *processors, after, *stoppers])

@@ -5,7 +5,7 @@ from typing import Any
 from ...hf.compat.model_config import find_config, find_tokenizer
 
 
-def _tokenizer(trainer: Any) -> Any:
+def _tokenizer(trainer: Any) -> object:
     return find_tokenizer(trainer.processing_class)
 
 

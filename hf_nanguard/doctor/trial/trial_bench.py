@@ -62,7 +62,7 @@ class Run:
 class TrialBench:
     """A trainer, inside [`borrowed`] and after [`prepare`], with a few rows of its data."""
 
-    def __init__(self, trainer: Any, has_trained: bool = False, own_forward: Any = None):
+    def __init__(self, trainer: Any, has_trained: bool = False, own_forward: object = None):
         self.trainer = trainer
         self.has_trained = has_trained  # whether it had taken steps before
         self.own_forward = own_forward  # what somebody else than accelerate has put in place of the model's forward
@@ -84,12 +84,12 @@ class TrialBench:
         return self.trainer.get_train_dataloader()
 
     @cached_property
-    def all_rows(self) -> list[Any]:
+    def all_rows(self) -> list[object]:
         """Some rows of the dataset, as they are."""
         return read_rows(self.loader.dataset)
 
     @cached_property
-    def short_rows(self) -> list[Any]:
+    def short_rows(self) -> list[object]:
         """These rows, shortened."""
         return [shorten(row, self.limit) for row in self.all_rows]
 

@@ -28,7 +28,7 @@ ARRAYS = (np.ndarray, torch.Tensor)
 Row = dict[str, Any]
 
 
-def read_rows(dataset: Any) -> list[Any]:
+def read_rows(dataset: Any) -> list[object]:
     """Returns the first rows of a dataset; a stream is read through a copy of it."""
     if dataset is None:
         raise NotApplicable("the trainer has no training dataset")
@@ -104,13 +104,13 @@ def cut_document(row: Row, span: tuple[int, int]) -> Row:
     return _shorten_packed(row, [span], span[1] - span[0])
 
 
-def choose_rows(rows: list[Any], num_rows: int) -> list[Any]:
+def choose_rows(rows: list[object], num_rows: int) -> list[object]:
     """Returns rows of different lengths: the shortest, the longest and some between."""
     ordered = sorted(rows, key=measure)
     return [ordered[round(i * (len(ordered) - 1) / max(num_rows - 1, 1))] for i in range(num_rows)]
 
 
-def vary_lengths(rows: list[Any]) -> list[Any]:
+def vary_lengths(rows: list[object]) -> list[object]:
     """Cuts rows of one length to different lengths; rows of several documents, or without tokens, stay as they are."""
     sizes = {measure(row) for row in rows}
     if len(sizes) > 1 or any(len(find_documents(row)) > 1 for row in rows):
@@ -119,7 +119,7 @@ def vary_lengths(rows: list[Any]) -> list[Any]:
     return [shorten(row, max(size * (num + 1 + i) // (2 * num), 3)) for i, row in enumerate(rows)]
 
 
-def vary_labels(rows: list[Any]) -> list[Any]:
+def vary_labels(rows: list[Any]) -> list[object]:
     """Masks some labels of rows of one length, so that their numbers of labels differ anyway."""
     if not all(isinstance(row, Mapping) and isinstance(row.get("labels"), list) for row in rows):
         return rows
@@ -127,10 +127,10 @@ def vary_labels(rows: list[Any]) -> list[Any]:
     return [{**row, "labels": [MASKED] * n + row["labels"][n:]} for row, n in zip(rows, masked, strict=True)]
 
 
-def repeatable(collate: Callable[[list[Any]], Any], seed: int = 0) -> Callable[[list[Any]], Any]:
+def repeatable(collate: Callable[[list[object]], object], seed: int = 0) -> Callable[[list[object]], object]:
     """Returns a collator that draws the same random numbers at each call, and leaves the random state as it was."""
 
-    def call(rows: list[Any]) -> Any:
+    def call(rows: list[object]) -> object:
         state = RngState.capture("cpu")
         try:
             set_seed(seed)
@@ -141,7 +141,7 @@ def repeatable(collate: Callable[[list[Any]], Any], seed: int = 0) -> Callable[[
     return call
 
 
-def identify(batch: Any) -> Any:
+def identify(batch: object) -> object:
     """Returns what tells a batch from another one, to be compared with `==`."""
     if isinstance(batch, torch.Tensor):
         return tuple(batch.shape), batch.double().sum().item(), batch.flatten()[:64].tolist()
@@ -150,7 +150,7 @@ def identify(batch: Any) -> Any:
     return [identify(each) for each in batch] if isinstance(batch, list | tuple) else repr(batch)
 
 
-def measure(row: Any) -> int:
+def measure(row: object) -> int:
     """Returns the number of entries in the longest token field of a row."""
     sizes = [len(v) for v in row.values() if _is_sequence(v)] if isinstance(row, Mapping) else []
     return max(sizes, default=0)
@@ -180,6 +180,6 @@ def _is_nested(value: object) -> bool:
     return isinstance(value, list) and bool(value) and not isinstance(value[0], int | float | str | bool)
 
 
-def _tail(value: Any, limit: int) -> Any:
+def _tail(value: Any, limit: int) -> object:
     is_long = _is_sequence(value) and len(value) > limit
     return value[len(value) - limit :] if is_long and not isinstance(value[0], str) else value

@@ -66,7 +66,7 @@ def one_sentence(build_trainer: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps a function that builds a trainer: errors of host libraries become one sentence, and empty data are refused."""
 
     @wraps(build_trainer)
-    def build(*args: object, **kwargs: object) -> Any:
+    def build(*args: object, **kwargs: object) -> object:
         with _translated(_StepWatch()):
             trainer = build_trainer(*args, **kwargs)
         if isinstance(trainer.train_dataset, Sized) and not len(trainer.train_dataset):

@@ -10,7 +10,7 @@ from ...hf.guarded_trainer import guarded
 from ..compare import Figures, Outcome, compare_runs
 from ..planted_failures import AnswerTrainer, CutOffAnswer, blank_scores, find_third
 
-Build = Callable[[Any, type], Any]
+Build = Callable[[object, type], Any]
 Measure = Callable[[Trainer], Figures]
 
 
@@ -18,7 +18,7 @@ def compare_sft(build_trainer: Build, args: Any, measure: Measure) -> list[Outco
     """Cuts off one answer a third of the way through the run. `build_trainer` is that of [`compare_runs`]."""
     batch = find_third(args.max_steps) * args.gradient_accumulation_steps
 
-    def build(args: Any, trainer_class: type) -> Any:
+    def build(args: object, trainer_class: type) -> Any:
         trainer = build_trainer(args, trainer_class)
         trainer.data_collator = CutOffAnswer(trainer.data_collator, batch)
         return trainer
@@ -35,7 +35,7 @@ def compare_grpo(build_trainer: Build, args: Any, measure: Measure) -> list[Outc
     steps = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
     generation = find_third(int(args.max_steps / steps))
 
-    def build(args: Any, trainer_class: type) -> Any:
+    def build(args: object, trainer_class: type) -> Any:
         trainer = build_trainer(args, trainer_class)
         blank_scores(trainer.accelerator.unwrap_model(trainer.model), generation)
         return trainer

@@ -33,7 +33,7 @@ def find_model_options(model_args: ModelConfig, args: Any, allow_pickle: bool) -
     return {**source, **flags, **safe, **(args.model_init_kwargs or {})}
 
 
-def load_tokenizer(model_args: ModelConfig, args: Any) -> PreTrainedTokenizerBase:
+def load_tokenizer(model_args: ModelConfig, args: object) -> PreTrainedTokenizerBase:
     source = _find_source(model_args, args)
     return _load(AutoTokenizer, str(model_args.model_name_or_path), source, "come with a tokenizer")
 

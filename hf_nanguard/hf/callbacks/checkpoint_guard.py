@@ -41,10 +41,10 @@ class CheckpointGuardCallback(HarmlessCallback):
     def __init__(self) -> None:
         self._run = ExitStack()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {}  # a copy belongs to another trainer
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self._run = ExitStack()
 
     def on_init_end(self, args, state, control, **kwargs):
@@ -82,7 +82,7 @@ class ResumingTrain:
         train = partial(type(self.trainer).train, self.trainer)
         return self.boundary.around("resume", self._resume, train, *args, **kwargs)
 
-    def _resume(self, train: HostCall, *args: object, **kwargs: object) -> Any:
+    def _resume(self, train: HostCall, *args: object, **kwargs: object) -> object:
         asked = args[0] if args else kwargs.get("resume_from_checkpoint")
         if asked is not None:
             chosen = choose_resume(asked, cast(HostTrainer, self.trainer), make_journal(self.trainer.args), True).path

@@ -42,7 +42,7 @@ class HarmlessCallback(TrainerCallback):
 
     _boundary: CallbackBoundary | None = None
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_boundary": None}  # a copy belongs to another run
 
     def enter(self, args: TrainingArguments, state: TrainerState, is_new: bool = False) -> CallbackBoundary:
@@ -60,11 +60,11 @@ def harmless(cls: type[C]) -> type[C]:
     return cls
 
 
-def _behind_boundary(part: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _behind_boundary(part: str, method: Callable[..., object]) -> Callable[..., object]:
     begins = method.__name__ == "on_train_begin"
 
     @wraps(method)
-    def call(callback: HarmlessCallback, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+    def call(callback: HarmlessCallback, args: Any, state: Any, control: object, **kwargs: object) -> object:
         boundary = callback.enter(args, state, is_new=begins)
         return boundary.call(part, partial(method, callback, args, state, control, **kwargs))
 

@@ -2,7 +2,7 @@
 
 import logging
 import weakref
-from typing import Any, cast
+from typing import cast
 
 from transformers import Trainer
 
@@ -45,7 +45,7 @@ class NanGuardCallback(HarmlessCallback):
         self._obstacle: str | None = None  # why that is so
         self._reduced: ReducedGuard | None = None  # of the run
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**super().__getstate__(), "_asked": None, "_reduced": None}  # a copy belongs to another trainer
 
     def on_init_end(self, args, state, control, **kwargs):

@@ -27,7 +27,7 @@ def steps_in_backward(trainer: HostTrainer) -> bool:
 
 @contextmanager
 def replaced_method(
-    owner: object, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
+    owner: object, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., object]]
 ) -> Iterator[None]:
     """Replaces a method on one object for the duration of the block, and restores what was there. `wrap` returns the
     replacement, given the method as it is now.
@@ -95,12 +95,12 @@ def changed_backwards(
         finally:
             depth -= 1
 
-    def by_accelerator(backward: Callable[..., Any]) -> Callable[..., Any]:
+    def by_accelerator(backward: Callable[..., Any]) -> Callable[..., object]:
         return lambda loss, **kwargs: pass_through(lambda given: backward(given, **kwargs), loss)
 
     by_torch = torch.autograd.backward
 
-    def past_it(tensors: Any, *args: Any, **kwargs: Any) -> None:
+    def past_it(tensors: object, *args: Any, **kwargs: Any) -> None:
         pass_through(lambda given: by_torch(given, *args, **kwargs), tensors)
 
     with replaced_method(accelerator, "backward", by_accelerator), patch.object(torch.autograd, "backward", past_it):
@@ -151,7 +151,7 @@ class Exchange:
                 model.require_forward_param_sync = False
 
         def wrapped(method: Any) -> Any:
-            def call(*args: Any, **kwargs: Any) -> Any:
+            def call(*args: object, **kwargs: object) -> object:
                 nonlocal inside
                 if inside:
                     return method(*args, **kwargs)
@@ -187,7 +187,7 @@ def bypass_optimizer(optimizer: Any) -> None:
     optimizer._is_overflow = True  # the Trainer asks `step_was_skipped` before it steps the schedule
 
 
-def is_bypassed(optimizer: Any) -> bool:
+def is_bypassed(optimizer: object) -> bool:
     """Returns whether [`bypass_optimizer`] keeps the optimizer from stepping; a bare one of torch does not know of it.
 
     Can go together with it.
@@ -204,7 +204,7 @@ def resume_optimizer(optimizer: Any) -> None:
     optimizer._is_overflow = False
 
 
-def bare_optimizer(optimizer: Any) -> Any:
+def bare_optimizer(optimizer: object) -> Any:
     """Returns the torch optimizer inside accelerate's wrapper.
 
     Can go when `AcceleratedOptimizer` shows the state of single parameters by itself.

@@ -10,11 +10,11 @@ from transformers import trainer as trainer_module
 class _Client:
     """The Hub's client, with another `upload_folder`."""
 
-    def __init__(self, client: object, upload_folder: Callable[..., Any]):
+    def __init__(self, client: object, upload_folder: Callable[..., object]):
         self._client = client
         self.upload_folder = upload_folder
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._client, name)
 
 
@@ -25,14 +25,14 @@ def uploads_without(folder: str) -> Iterator[None]:
     Can go when the Trainer has an argument for the patterns that `push_to_hub` ignores.
     """
 
-    def leave_out(upload: Callable[..., Any]) -> Callable[..., Any]:
-        def upload_folder(*args: object, ignore_patterns: Any = None, **kwargs: object) -> Any:
+    def leave_out(upload: Callable[..., object]) -> Callable[..., object]:
+        def upload_folder(*args: object, ignore_patterns: Any = None, **kwargs: object) -> object:
             given = [ignore_patterns] if isinstance(ignore_patterns, str) else list(ignore_patterns or ())
             return upload(*args, ignore_patterns=[*given, folder, f"{folder}/*"], **kwargs)
 
         return upload_folder
 
-    host: Any = trainer_module
+    host: object = trainer_module
     name = "hf_api" if hasattr(host, "hf_api") else "upload_folder"  # older versions have no shared client
     own = getattr(host, name)
 

@@ -16,7 +16,7 @@ def find_config(model: object) -> Any:
     return getattr(model, "config", None)
 
 
-def find_tokenizer(processor: object) -> Any:
+def find_tokenizer(processor: object) -> object:
     """Returns the tokenizer of a processor of several kinds of data; a tokenizer is its own.
 
     Can go when tokenizers and processors have a common way to ask for it.
@@ -37,7 +37,7 @@ def plain_adapter_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
 
 
-def without_adapter(model: Any) -> Any:
+def without_adapter(model: object) -> Any:
     """Returns the model inside a PEFT adapter, or the model itself. Can go together with `find_adapters`."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 

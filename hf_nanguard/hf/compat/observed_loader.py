@@ -22,19 +22,19 @@ class LoaderObserver(Protocol):
 
     boundary: Boundary
 
-    def begin_pass(self) -> list[Any] | None:
+    def begin_pass(self) -> list[object] | None:
         """Returns the list to which what the batch sampler yields is appended, `None` if it is not recorded."""
 
-    def replace(self, batch: Any) -> Any:
+    def replace(self, batch: object) -> object:
         """Returns what takes the place of what the batch sampler yields."""
 
-    def collate(self, collator: Callable[[list], Any]) -> Callable[[list], Any]:
+    def collate(self, collator: Callable[[list], object]) -> Callable[[list], object]:
         """Returns what collates in place of the user's collator, possibly in a worker process."""
 
-    def receive(self, data: Any) -> Any:
+    def receive(self, data: object) -> object:
         """Returns the batch, given what was collated, in the order in which the trainer gets them."""
 
-    def receive_unseen(self, data: Any) -> Any:
+    def receive_unseen(self, data: object) -> object:
         """Returns the batch alone, after an error in [`LoaderObserver.receive`]."""
 
 
@@ -45,7 +45,7 @@ class ObservedSampler:
         self._sampler = sampler
         self._observer = observer
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         batches = iter(self._sampler)  # now, because a sampler may draw random numbers here
         boundary = self._observer.boundary
         record = boundary.call("batches", self._observer.begin_pass)
@@ -54,22 +54,22 @@ class ObservedSampler:
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._sampler, name)
 
 
 class ObservedIndices:
     """An iterator over the indices of batches that replaces and records them; anything else is the original iterator's own."""
 
-    def __init__(self, batches: Iterator[Any], record: list[Any] | None, observer: LoaderObserver):
+    def __init__(self, batches: Iterator[object], record: list[object] | None, observer: LoaderObserver):
         self._batches = batches
         self._record = record
         self._observer = observer
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         batch = next(self._batches)
         batch = list(batch) if isinstance(batch, Iterator) else batch  # which can be read once
         boundary = self._observer.boundary
@@ -78,11 +78,11 @@ class ObservedIndices:
             self._record.append(boundary.call("dataset rows", list_rows, batch))
         return batch
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._batches, name)
 
 
-def list_rows(batch: Any) -> list[Any] | None:
+def list_rows(batch: object) -> list[object] | None:
     """Returns the rows that a batch sampler yields for a batch, `None` if it yields something else."""
     if isinstance(batch, (Tensor, np.ndarray)):
         return batch.tolist()
@@ -100,7 +100,7 @@ def find_number(item: Any) -> int | None:
 
 
 @contextmanager
-def observed_batches(dataloader: Any, observer: LoaderObserver, is_resumed: bool = False) -> Iterator[bool]:
+def observed_batches(dataloader: object, observer: LoaderObserver, is_resumed: bool = False) -> Iterator[bool]:
     """Observes the first pass over a prepared dataloader that begins inside the block: the trainer's own. Yields whether there
     are batches to observe: a loader whose iterators are not torch's, or that has no batches of its own making, is left alone.
 
@@ -114,14 +114,14 @@ def observed_batches(dataloader: Any, observer: LoaderObserver, is_resumed: bool
         return
     has_begun = False
 
-    def observe(loader: Any) -> Any:
+    def observe(loader: object) -> object:
         inner = vars(loader).get("base_dataloader", loader)
         override = partial(make_iterator, inner)
         wrap = partial(observer.boundary.overriding, "batches", override)
         stack.enter_context(replaced_method(inner, "_get_iterator", wrap))
         return loader
 
-    def make_iterator(inner: Any, make: Callable[[], Any]) -> Any:
+    def make_iterator(inner: Any, make: Callable[[], object]) -> object:
         nonlocal has_begun
         if has_begun:
             return make()
@@ -143,12 +143,12 @@ def observed_batches(dataloader: Any, observer: LoaderObserver, is_resumed: bool
         yield True
 
 
-def _received(iterator: Any, observer: LoaderObserver) -> Any:
+def _received(iterator: Any, observer: LoaderObserver) -> object:
     """Makes the observer receive what an iterator yields. Its class is swapped: an attribute of the iterator that refers to
     it would keep worker processes alive after its last use."""
     original = type(iterator)
 
-    def receive_next(iterator: Any) -> Any:
+    def receive_next(iterator: object) -> object:
         data = original._next_data(iterator)
         return observer.boundary.call("batches", observer.receive, data, otherwise=observer.receive_unseen)
 

@@ -149,7 +149,7 @@ def is_online(trainer: HostTrainer) -> bool:
     return hasattr(type(trainer), "_generate_and_score_completions")
 
 
-def generate_batch(trainer: HostTrainer, rows: list[Any], max_tokens: int) -> Completions:
+def generate_batch(trainer: HostTrainer, rows: list[object], max_tokens: int) -> Completions:
     """Returns sampled and scored completions of at most so many tokens: one group for each of the first rows, as many as one
     micro-batch has. A trainer without groups (distillation) has one completion for each row.
 
@@ -175,7 +175,7 @@ def has_policy_logps(trainer: HostTrainer) -> bool:
     return hasattr(type(trainer), POLICY_LOGPS)
 
 
-def policy_logps(trainer: HostTrainer, model: Any, batch: Completions) -> Tensor:
+def policy_logps(trainer: HostTrainer, model: object, batch: Completions) -> Tensor:
     """Returns the log-probabilities of the completions' tokens as the loss of a TRL online trainer computes them.
 
     Can go when TRL makes the method public.

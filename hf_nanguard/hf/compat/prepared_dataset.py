@@ -60,7 +60,7 @@ def record_files(dataset: Any, sources: Iterable[str]) -> None:
         dataset.info.download_checksums = {file: {} for file in sorted(files) if Path(file).is_file()}
 
 
-def _unwrap(dataset: Any) -> Any:
+def _unwrap(dataset: object) -> object:
     """Returns the dataset inside those of a framework. Can go together with [`find_files`]."""
     while not is_hf_dataset(dataset) and (inner := getattr(dataset, "dataset", None)) is not None:
         dataset = inner
@@ -132,7 +132,7 @@ def is_id(column: str) -> bool:
     return column.lower().rsplit("_", 1)[-1] in ID_WORDS
 
 
-def pick_ids(row: Mapping[str, Any]) -> dict[str, str | int]:
+def pick_ids(row: Mapping[str, object]) -> dict[str, str | int]:
     """Returns the values of a row that identify it."""
     return {name: value for name, value in row.items() if is_id(name) and isinstance(value, (str, int))}
 
@@ -163,7 +163,7 @@ def _find_removed(dataset: Any, rows: np.ndarray, max_length: int | None) -> lis
     return [row for row in missing if len(prompts[row].as_py()) >= max_length]
 
 
-def find_training_data(trainer: HostTrainer) -> tuple[Any, Callable[[list[Any]], Any]]:
+def find_training_data(trainer: HostTrainer) -> tuple[object, Callable[[list[object]], object]]:
     """Returns the dataset and the collator as the training dataloader uses them: without columns that the model does not take.
 
     Can go when the Trainer says what its dataloader collates.

@@ -120,7 +120,7 @@ def loss_shifts_labels(trainer: HostTrainer) -> bool:
     return bool(vars(trainer).get("_loss_shifts_labels", False))
 
 
-def count_items(trainer: HostTrainer, batches: list[Any], device: torch.device) -> torch.Tensor | int | None:
+def count_items(trainer: HostTrainer, batches: list[object], device: torch.device) -> torch.Tensor | int | None:
     """Returns the host's own count of loss items in these batches on this rank alone, `None` if it does not count.
 
     Can go when `get_batch_samples` is split in fetching and counting.
@@ -221,7 +221,7 @@ def replace_callbacks(trainer: Trainer, callbacks: list[TrainerCallback]) -> Non
     trainer.callback_handler = CallbackHandler(callbacks, trainer.model, trainer.processing_class, None, None)
 
 
-def prepare_inputs(trainer: HostTrainer, batch: object) -> Any:
+def prepare_inputs(trainer: HostTrainer, batch: object) -> object:
     """Returns a batch as a trainer gives it to its loss: on the device.
 
     Can go when the Trainer has a public method for it.
@@ -246,12 +246,12 @@ def checkpoint_folder(trainer: Trainer, trial: object) -> Path:
 
 
 @contextmanager
-def deferred_rotation() -> Iterator[list[dict[str, Any]]]:
+def deferred_rotation() -> Iterator[list[dict[str, object]]]:
     """Holds back the host's rotation of checkpoints inside the block; yields the list of its calls, for [`rotate`].
 
     Can go when the Trainer asks somebody which checkpoints to delete.
     """
-    calls: list[dict[str, Any]] = []
+    calls: list[dict[str, object]] = []
     original: Any = trainer_module.rotate_checkpoints
     trainer_module.rotate_checkpoints = lambda **call: calls.append(call)  # type: ignore[assignment]
     try:
@@ -288,12 +288,12 @@ KEPT_ELSEWHERE = tuple(f"trainer.{name}" for name in (
 ))  # fmt: skip
 
 
-def find_keepers(trainer: HostTrainer) -> dict[str, Any]:
+def find_keepers(trainer: HostTrainer) -> dict[str, object]:
     """Returns by name what may keep copies of the weights: the trainer and its callbacks.
 
     Can go when the Trainer knows which of its callbacks have state.
     """
-    keepers: dict[str, Any] = {"trainer": trainer}
+    keepers: dict[str, object] = {"trainer": trainer}
     for number, each in enumerate(trainer.callback_handler.callbacks):
         name = type(each).__name__
         keepers[f"{name}[{number}]" if name in keepers else name] = each

@@ -3,7 +3,6 @@
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 from ...core.event import Culprit, Event, JsonValue
 from ...core.finite import is_sharded
@@ -43,7 +42,7 @@ class CheckpointCustody:
         """Surrounds the save of a checkpoint."""
         return nullcontext() if self.policy.mode == "off" else self.saved.saving(folder)
 
-    def choose_resume(self, asked: object) -> Any:
+    def choose_resume(self, asked: object) -> object:
         """Returns what `train()` resumes from, given what it was asked to."""
         policy = self.policy
         if policy.mode == "off":

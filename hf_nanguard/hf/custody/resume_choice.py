@@ -2,7 +2,6 @@
 
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
 
 from ...checkpoints.checkpoint_files import TRAINER_STATE, is_interrupted, list_checkpoints
 from ...checkpoints.good_checkpoint import choose_checkpoint
@@ -26,7 +25,7 @@ class ResumeChoice:
             That one, if it is good, or another good one of the run; `None` if there is none, or it is not known.
     """
 
-    path: Any
+    path: object
     last_good: str | None = None
 
 

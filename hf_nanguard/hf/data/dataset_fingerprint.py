@@ -55,7 +55,7 @@ def find_contents(dataset: Any, rows: Iterable[int], user_rows: np.ndarray | Non
     return contents
 
 
-def _read(dataset: Any, place: int) -> Any:
+def _read(dataset: Any, place: int) -> object:
     """Returns a row as it is stored."""
     if is_hf_dataset(dataset):
         plain = dataset if dataset.format["type"] == "arrow" else dataset.with_format("arrow")
@@ -67,7 +67,7 @@ def _read(dataset: Any, place: int) -> Any:
     return None
 
 
-def _add(found: Any, value: Any) -> None:
+def _add(found: Any, value: object) -> None:
     if isinstance(value, Tensor):
         found.update(f"{value.dtype} {tuple(value.shape)} ".encode())
         if value.layout is torch.strided and not value.is_quantized and not value.is_complex() and not value.is_meta:

@@ -79,24 +79,24 @@ class BatchRecord:
     def begin_pass(self) -> list[Any] | None:
         return self.batches if self._records_rows else None
 
-    def replace(self, batch: object) -> Any:
+    def replace(self, batch: object) -> object:
         return batch if self.quarantine is None else self.quarantine.replace(batch)
 
-    def collate(self, collator: Callable[[list], Any]) -> Callable[[list], Any]:
+    def collate(self, collator: Callable[[list], object]) -> Callable[[list], object]:
         return collator if self._check is None else CheckedCollator(collator, self._check)
 
-    def receive(self, data: object) -> Any:
+    def receive(self, data: object) -> object:
         batch, note = data if isinstance(data, NotedBatch) else (data, BatchNote())
         self.notes.append(note)
         return batch
 
-    def receive_unseen(self, data: object) -> Any:
+    def receive_unseen(self, data: object) -> object:
         self.notes.append(BatchNote())
         return data.batch if isinstance(data, NotedBatch) else data
 
     # ---- as the trainer gets the batches ----
 
-    def next(self, batch: object) -> tuple[Any, BatchNote, list[int] | None]:
+    def next(self, batch: object) -> tuple[object, BatchNote, list[int] | None]:
         """Returns the next batch with its note and its rows, which are `None` if they cannot be known. A batch that was not
         checked before is checked now."""
         position, self.position = self.position, self.position + 1

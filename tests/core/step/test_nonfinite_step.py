@@ -88,6 +88,7 @@ class Bench:
         losses = read_host(self.group.losses)
         [norm] = read_host([norm_dev])
         decision = decide(losses, norm, self.policy, SpikeDetector())
+        assert decision.signal or any(micro.must_be_dropped for micro in self.group.micro_batches), "nothing to contain"
         reading = StepReading(STEP, self.group, losses, norm, norm_dev, decision, clipped)
         return self.containment.contain(reading, self.runner)
 

@@ -91,6 +91,9 @@ def test_what_a_model_is_asked_for():
     assert compat_model.find_adapters(nn.Linear(1, 1)) == {}
     assert compat_model.without_adapter(adapted) is model
     assert compat_model.without_adapter(model) is model
+    assert not compat_model.is_encoder_decoder(adapted)
+    assert compat_model.is_encoder_decoder(get_peft_model(tiny_t5(), LoraConfig(target_modules=["q"])))
+    assert not compat_model.is_encoder_decoder(nn.Linear(1, 1))
 
 
 def test_keepers_are_the_trainer_and_its_callbacks(trainer):
@@ -907,6 +910,7 @@ def test_the_next_micro_batch_of_an_online_trainer_generates_or_not(num_iteratio
         asked.append(compat_reinforcement.is_between_generations(trainer)) or step(*args)
     )
     trainer.train()
+    assert generated
     assert [place for place, new in enumerate(asked, 1) if new] == generated
 
 
@@ -925,6 +929,8 @@ def test_completions_and_their_log_probabilities(tmp_path):
     assert compat_reinforcement.has_policy_logps(trainer)
     assert not compat_reinforcement.has_policy_logps(build("plain", tmp_path / "plain", guard=False))
     rows = [trainer.train_dataset[row] for row in range(2)]
+    assert compat_reinforcement.has_policy_logps(trainer)
+    assert not compat_reinforcement.has_policy_logps(build("plain", tmp_path / "plain", guard=False))
     batch = compat_reinforcement.generate_batch(trainer, rows, 3)
     assert len(batch["completion_ids"]) == trainer.num_generations  # one group fits a micro-batch
     assert batch["completion_ids"].shape[1] <= 3

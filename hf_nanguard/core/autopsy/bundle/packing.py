@@ -178,7 +178,7 @@ def unpack_rng(tree: JsonObject, tensors: dict[str, Tensor]) -> tuple[RngState, 
     return RngState(cpu, device, device_type, _unpack_python(tree.get("python")), numpy), left_out
 
 
-def _unpack_python(tree: Any) -> tuple[Any, ...]:
+def _unpack_python(tree: Any) -> tuple[object, ...]:
     try:
         version, words, gauss = tree
         state = (version, tuple(words), gauss)

@@ -246,7 +246,7 @@ class Trace(TorchDispatchMode):
 
     def _judge_inputs(
         self, signature: _Signature, output: Tensor, before: dict[int, Extent], args: list, kwargs: dict[str, object]
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Returns what a record says about the inputs of an operator."""
         overwritten = {id(tensor) for tensor in _pick(signature.written, args, kwargs)} - before.keys()
         inputs = find_tensors([*args, *kwargs.values()])
@@ -259,7 +259,7 @@ class Trace(TorchDispatchMode):
                 writer = self.memory.find_writer(tensor, extent) if is_bad else None
                 leaf = self._find_leaf(tensor) if is_bad and writer is None else None
                 operands[key] = Operand(extent, writer, leaf, selected=storage_key(tensor) in self.selected)
-        found: dict[str, Any] = {
+        found: dict[str, object] = {
             "scalars": [value for value in (*args, *kwargs.values()) if isinstance(value, float)],
             "all_ignored": _ignores_all(signature.name, args),
         }
