@@ -164,7 +164,7 @@ def measure(trainer: Trainer) -> examples.Figures:
     figures: examples.Figures = {}
     for name, key in {"loss": "loss", "kd": "nanguard/term/kd", "ce": "nanguard/term/ce"}.items():
         values = [row[key] for row in history if key in row]
-        figures |= {f"average {name}": sum(values) / len(values)} if values else {}
+        figures |= {f"average logged {name}": sum(values) / len(values)} if values else {}
     if isinstance(trainer, GuardedDistillationTrainer):
         last = {name: value for row in history for name, value in row.items()}
         figures["success rate"] = last.get("nanguard/success_rate", 1.0)
