@@ -178,6 +178,8 @@ def measure(trainer: Trainer) -> examples.Figures:
 
 def load_task(student: str, teacher: str, train_file: str, allow_pickle: bool) -> calendar_words.Task:
     """Loads models, tokenizers and texts; the last 10 % of the texts are for validation."""
+    if not Path(train_file).is_file():
+        raise ArgumentError(f"--train_file must be a text file, got {train_file!r}. There is no such file.")
     texts = [line for line in Path(train_file).read_text(encoding="utf-8").splitlines() if line.strip()]
     if len(texts) < 2:
         raise ArgumentError(f"--train_file must contain at least 2 texts, got {len(texts)} in {train_file!r}.")
