@@ -11,11 +11,11 @@ class NanGuardError(Exception):
 
 
 class ArgumentError(NanGuardError, ValueError):
-    """A setting has a value that cannot work; the message names the setting, the value and the way out."""
+    """A setting has a value that cannot work; the message names the setting, the value and what to do instead."""
 
 
 class NonFiniteError(NanGuardError, ArithmeticError):
-    """The run was halted because its numbers went bad and no milder action was left or allowed."""
+    """The run was halted because of NaN or inf, and no milder action was left or allowed."""
 
 
 class LossMissingError(NanGuardError, ValueError):

@@ -164,7 +164,7 @@ def measure(trainer: Trainer) -> examples.Figures:
     figures: examples.Figures = {}
     for name, key in {"loss": "loss", "kd": "nanguard/term/kd", "ce": "nanguard/term/ce"}.items():
         values = [row[key] for row in history if key in row]
-        figures |= {f"average {name}": sum(values) / len(values)} if values else {}
+        figures |= {f"average logged {name}": sum(values) / len(values)} if values else {}
     if isinstance(trainer, GuardedDistillationTrainer):
         last = {name: value for row in history for name, value in row.items()}
         figures["success rate"] = last.get("nanguard/success_rate", 1.0)
@@ -178,6 +178,8 @@ def measure(trainer: Trainer) -> examples.Figures:
 
 def load_task(student: str, teacher: str, train_file: str, allow_pickle: bool) -> calendar_words.Task:
     """Loads models, tokenizers and texts; the last 10 % of the texts are for validation."""
+    if not Path(train_file).is_file():
+        raise ArgumentError(f"--train_file must be a text file, got {train_file!r}. There is no such file.")
     texts = [line for line in Path(train_file).read_text(encoding="utf-8").splitlines() if line.strip()]
     if len(texts) < 2:
         raise ArgumentError(f"--train_file must contain at least 2 texts, got {len(texts)} in {train_file!r}.")

@@ -30,7 +30,7 @@ STATE_OBJECTS = (*ENGINE_OBJECTS, "numpy.", "transformers.", "accelerate.", "tor
 
 
 def scan_checkpoint(path: str | Path, deep: bool = False, as_dtype: str | None = None) -> ScanResult:
-    """Scans a file, a model folder, a checkpoint or a whole run for numbers and files that are bad.
+    """Scans a file, a model folder, a checkpoint or a whole run for NaN, inf and damaged files.
 
     Nothing in a file is executed. An inf that is a mask by design, zero biases, a LoRA matrix that begins at zero, integers
     and quantized weights are not findings.

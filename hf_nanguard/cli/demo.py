@@ -86,7 +86,7 @@ def show(console: Console, scenarios: Sequence[Scenario]) -> None:
 
     table = Table(title="the same failure, stock and guarded", show_lines=True, width=min(console.width, 120))
     for title, ratio in (("planted", 4), ("stock", 7), ("guarded", 9)):
-        table.add_column(title, ratio=ratio)
+        table.add_column(title, ratio=ratio, overflow="fold")
     for number, (title, *outcomes) in enumerate(scenarios, 1):
         cells = ["\n".join(f"{topic}: {text}" for topic, text in describe(outcome).items()) for outcome in outcomes]
         table.add_row(f"{number}. {title}", *cells)
@@ -94,3 +94,6 @@ def show(console: Console, scenarios: Sequence[Scenario]) -> None:
     for number, (*_, guarded) in enumerate(scenarios, 1):
         for kind, path in find_evidence(guarded).items():
             print_plain(console, f"{kind} of failure {number}: {path}")
+    print_plain(
+        console, "next: `nanguard run train.py` guards your own script, `nanguard doctor` checks it before it starts"
+    )

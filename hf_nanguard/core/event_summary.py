@@ -55,8 +55,7 @@ class EventKind:
 
     def format(self) -> str:
         """Returns one line: how often, when, why, where, which rows, and which remedies made the examined batch finite."""
-        first, last = min(self.steps), max(self.steps)
-        when = f"at step {first}" if first == last else f"at steps {first} to {last}"
+        when = _format_steps(sorted({*self.steps}))
         where = format_rows(sorted(self.rows))
         where = " (all samples alike; the data is probably not the cause)" if self.clears_data else where
         is_explained = self.cause not in (None, self.signal)
@@ -111,6 +110,12 @@ class EventSummary:
         kinds = sorted(self.kinds.values(), key=lambda kind: -len(kind.steps))
         lines = [kind.format() for kind in kinds[:MAX_KINDS]]
         return lines + ([f"... and {len(kinds) - MAX_KINDS} other kinds of events"] if len(kinds) > MAX_KINDS else [])
+
+
+def _format_steps(steps: list[int]) -> str:
+    if len(steps) == 1:
+        return f"at step {steps[0]}"
+    return f"at steps {steps[0]} and {steps[1]}" if len(steps) == 2 else f"at steps {steps[0]} to {steps[-1]}"
 
 
 def _dict(value: object) -> dict[str, object]:

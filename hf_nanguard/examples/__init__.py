@@ -1,4 +1,4 @@
-"""What the recipes are made of besides the guard: command line, run, stock beside guarded, and tasks made in code."""
+"""Building blocks of the recipes: command line, run, comparison with a stock run, and tasks made in code."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate import PartialState
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import nn
 from transformers import PrinterCallback, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import is_datasets_available, logging
@@ -229,7 +229,7 @@ def print_comparison(outcomes: Sequence[Outcome], console: Console) -> None:
     topics = list(dict.fromkeys(topic for answer in answers for topic in answer))
     console.print()
     if console.is_terminal:
-        table = Table("", *(outcome.name for outcome in outcomes), show_lines=True)
+        table = Table("", *(Column(outcome.name, overflow="fold") for outcome in outcomes), show_lines=True)
         for topic in topics:
             table.add_row(topic, *(answer.get(topic, "-") for answer in answers))
         console.print(table)

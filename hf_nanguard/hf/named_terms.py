@@ -7,7 +7,7 @@ from .trainer.mixin import GuardedTrainerMixin
 
 
 def weigh_term(trainer: Trainer, name: str, value: Tensor, weight: float = 1.0, on_nonfinite: str = "keep") -> Tensor:
-    """Returns a term of the loss times its weight; if the trainer is guarded, it is watched, logged and blamed by its name.
+    """Returns a term of the loss times its weight. If the trainer is guarded, the term is checked, logged and named in events.
 
     Args:
         trainer (`Trainer`):
@@ -27,6 +27,6 @@ def weigh_term(trainer: Trainer, name: str, value: Tensor, weight: float = 1.0, 
 
 
 def watch_tensor(trainer: Trainer, name: str, tensor: Tensor, bound: float | None = None) -> None:
-    """Has a tensor watched, as in [`Guard.watch`], if the trainer is guarded."""
+    """Checks a tensor, as [`Guard.watch`] does, if the trainer is guarded."""
     if isinstance(trainer, GuardedTrainerMixin):
         trainer.nanguard.guard.watch(name, tensor, bound)

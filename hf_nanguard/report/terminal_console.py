@@ -44,6 +44,6 @@ def print_progress(console: Console, title: str, total: int) -> Report:
 
     def report(step: int, text: str, is_last: bool) -> None:
         if step % max(round(total / NUM_PROGRESS_LINES), 1) == 0 or step == total or is_last:
-            console.print(f"{title:<{TITLE_WIDTH}} step {step:>4}/{total}  {text}")
+            console.print(f"{title:<{TITLE_WIDTH}} step {step:>4}/{total}  {text}".rstrip())
 
     return report

@@ -144,6 +144,7 @@ def test_it_ends_with_where_the_evidence_is(finished):
     named = re.findall(r"^(?:events|autopsies) of failure \d: (.*)$", output, flags=re.MULTILINE)
     assert len(named) >= 5
     assert all(Path(path).exists() and Path(path).is_relative_to(folder) for path in named)
+    assert "nanguard run train.py" in output.splitlines()[-1]
 
 
 def test_a_pipe_gets_plain_text(finished):

@@ -63,10 +63,12 @@ def test_without_a_cause_the_signal_is_named():
 def test_lines_of_a_run():
     lines = summary_of(observed(9), overflow(1), overflow(5, rows=range(20))).format()
     assert lines == [
-        "2 x grad_nonfinite skipped at steps 1 to 5: fp16_overflow in layers.3.mlp (dataset rows 0, 1, 2, 3, 4, 5, 6, 7, ...); works: bf16",
+        "2 x grad_nonfinite skipped at steps 1 and 5: fp16_overflow in layers.3.mlp (dataset rows 0, 1, 2, 3, 4, 5, 6, 7, ...); works: bf16",
         "1 x loss_spike observed at step 9",
     ]
     assert summary_of().format() == []
+    [line] = summary_of(overflow(1), overflow(5), overflow(9)).format()
+    assert "at steps 1 to 9:" in line
 
 
 @pytest.mark.parametrize("num", [MAX_KINDS, MAX_KINDS + 3])

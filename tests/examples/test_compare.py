@@ -150,3 +150,12 @@ def test_terminals_get_a_table_and_pipes_plain_lines(terminal):
     assert "events of the stock run" not in text
     if not terminal:
         assert "\nstock\n  run            9 steps\n" in text
+
+
+def test_a_narrow_table_breaks_long_words_instead_of_cutting_them():
+    """A place in the code is one word, and the reason to look at the table."""
+    file, name = StringIO(), "planted_failures_of_the_demo.py:2345"
+    kept = Outcome("guarded", Path("x/guarded"), events=[{**event("dropped"), "culprit": {"source": name}}])
+    print_comparison([LOST, kept], build_console(file=file, force_terminal=True, width=60, color_system=None))
+    cells = [line.split("│")[-2].strip() for line in file.getvalue().splitlines() if line.startswith("│")]
+    assert name in "".join(cells).replace(" ", "")

@@ -65,7 +65,7 @@ Progress = Callable[[int, int, str], None]
 def prove(
     trainer: Trainer, only: Collection[str] | None = None, skip: Collection[str] = (), progress: Progress | None = None
 ) -> list[LawResult]:
-    """Tries relations that must hold for this model, data, loss and kernels, in seconds and without a reference run.
+    """Tests relations that must hold for this model, data, loss and kernels, in seconds and without a reference run.
 
     Nothing is trained: weights, optimizer, random state, metrics and files are afterwards as they were. The weights are held
     once more in main memory meanwhile.

@@ -83,7 +83,7 @@ def one_sentence(build_trainer: Callable[..., Any]) -> Callable[..., Any]:
 def guarded_run(
     trainer: Trainer, measure: Callable[[Trainer], Figures] = lambda trainer: {}, planted: str | None = None
 ) -> Iterator[Outcome]:
-    """Around `train` and `save_model` of a recipe: yields the outcome, and prints it at the end.
+    """Context manager for `train` and `save_model` of a recipe: yields the outcome, and prints it at the end.
 
     A halt by the guard is an outcome. Other errors until the end of the first step become one sentence, because they are
     about arguments or data. Ctrl-C ends the run between two steps. `measure` is called at the end of a run that was not

@@ -15,7 +15,7 @@ Measure = Callable[[Trainer], Figures]
 
 
 def compare_sft(build_trainer: Build, args: Any, measure: Measure) -> list[Outcome]:
-    """Cuts off one answer a third of the way through the run. `build_trainer` is that of [`compare_runs`]."""
+    """Runs SFT stock and guarded; a third of the way through, one answer is cut off. Arguments as of [`compare_runs`]."""
     batch = find_third(args.max_steps) * args.gradient_accumulation_steps
 
     def build(args: object, trainer_class: type) -> Any:
@@ -31,7 +31,7 @@ def compare_sft(build_trainer: Build, args: Any, measure: Measure) -> list[Outco
 
 
 def compare_grpo(build_trainer: Build, args: Any, measure: Measure) -> list[Outcome]:
-    """Makes the scores of one completion NaN a third of the way through the run."""
+    """Runs GRPO stock and guarded; a third of the way through, the scores of one completion are NaN."""
     steps = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
     generation = find_third(int(args.max_steps / steps))
 

@@ -34,6 +34,7 @@ def find_model_options(model_args: ModelConfig, args: Any, allow_pickle: bool) -
 
 
 def load_tokenizer(model_args: ModelConfig, args: object) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of the user's model."""
     source = _find_source(model_args, args)
     return _load(AutoTokenizer, str(model_args.model_name_or_path), source, "come with a tokenizer")
 

@@ -45,6 +45,22 @@ def test_healthy_data_is_silent(name, tmp_path):
             ["--train_file", "x"],
             "--model_name_or_path, --teacher_name_or_path and --train_file must be given together.",
         ),
+        (
+            distill,
+            [
+                "--plant",
+                "none",
+                "--compare",
+                "false",
+                "--model_name_or_path",
+                "a",
+                "--teacher_name_or_path",
+                "b",
+                "--train_file",
+                "nothing.txt",
+            ],
+            "--train_file must be a text file, got 'nothing.txt'. There is no such file.",
+        ),
     ],
 )
 def test_a_bad_value_is_one_sentence(recipe, words, sentence, capsys):
