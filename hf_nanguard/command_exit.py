@@ -2,8 +2,11 @@
 
 import errno
 import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from .errors import ArgumentError
 from .plain_text import cut, printable
@@ -26,6 +29,17 @@ def exit_code(run: Callable[[], int]) -> int:
         consequence = str(stop) or "all files written so far are complete"
         print(f"nanguard: stopped by Ctrl-C; {consequence}.", file=sys.stderr)
         return 130
+
+
+@contextmanager
+def handled_signals(numbers: Iterable[int], handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handles signals inside the context, which only the main thread of a process can enter."""
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def is_local_first() -> bool:
