@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 from ..hf.callbacks import NanGuardCallback
 from ..hf.callbacks.harmless_callback import harmless
@@ -55,7 +54,7 @@ def register(guard: Given = None) -> None:
 
     settings = read_guard_arguments(guard)
 
-    def make(args: Any, trainer: Any) -> NanGuardCallback:
+    def make(args: object, trainer: object) -> NanGuardCallback:
         return SwiftGuardCallback(settings)
 
     callbacks_map[NAME] = make

@@ -9,7 +9,6 @@ import csv
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from ..compat.prepared_dataset import find_files, pick_ids
 
@@ -18,7 +17,7 @@ MAX_NAMED = 3  # rows; more that have the text equally well say nothing
 HEAD = 200  # characters of a text that are compared: what follows may be cut off
 
 
-def find_source(dataset: Any, text: str) -> str | None:
+def find_source(dataset: object, text: str) -> str | None:
     """Returns file, row and ids of the row that a text was made from, `None` if that cannot be said.
 
     Args:
@@ -39,7 +38,7 @@ def find_source(dataset: Any, text: str) -> str | None:
     return _format(found)
 
 
-def _match(row: Mapping[str, Any], text: str) -> tuple[int, tuple[int, int]]:
+def _match(row: Mapping[str, object], text: str) -> tuple[int, tuple[int, int]]:
     """Returns how many characters of a row a text has, and where the longest part of them is; 0 unless that is the longest part
     of the row, or they are half of the text."""
     ids = pick_ids(row)
@@ -67,7 +66,7 @@ def _format(found: list[tuple[int, tuple[int, int], str, int, dict[str, str | in
     )
 
 
-def _read_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+def _read_rows(path: Path) -> Iterator[Mapping[str, object]]:
     """Yields the rows of a file in their order, none of a file of another kind."""
     if path.suffix == ".parquet":
         import pyarrow.parquet  # a dependency of datasets, with which the file was read
@@ -81,7 +80,7 @@ def _read_rows(path: Path) -> Iterator[Mapping[str, Any]]:
             yield from csv.DictReader(file)
 
 
-def _read_json(path: Path) -> Iterator[Mapping[str, Any]]:
+def _read_json(path: Path) -> Iterator[Mapping[str, object]]:
     with path.open(encoding="utf-8") as file:
         is_list = file.read(1) == "["
         file.seek(0)
@@ -89,7 +88,7 @@ def _read_json(path: Path) -> Iterator[Mapping[str, Any]]:
         yield from (row if isinstance(row, dict) else {} for row in rows)
 
 
-def _find_texts(value: Any) -> Iterator[str]:
+def _find_texts(value: object) -> Iterator[str]:
     """Yields the texts inside a value of a row: itself, or those of messages, without the names of those who speak."""
     if isinstance(value, str):
         yield value
