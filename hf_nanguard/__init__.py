@@ -87,7 +87,7 @@ _HOMES = {
 __all__ = sorted(name for names in _HOMES.values() for name in names)
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     for module, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f".{module}", __name__), name)

@@ -2,9 +2,11 @@
 
 import errno
 import os
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
 
 from .errors import ArgumentError
 from .harmless_log import nothing_left_in
@@ -33,6 +35,17 @@ def print_error(text: str) -> None:
     """Prints a message on standard error. It is lost if that cannot be written, and the exit code stays."""
     with nothing_left_in(sys.stderr), suppress(OSError):
         print(f"nanguard: {printable(text)}", file=sys.stderr)
+
+
+@contextmanager
+def handled_signals(numbers: Iterable[int], handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handles signals inside the context, which only the main thread of a process can enter."""
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def is_local_first() -> bool:

@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..command_exit import handled_signals
 from ..core.rerun.host_memory import find_free_memory
 from ..errors import ArgumentError
 
@@ -88,20 +89,13 @@ def _format_death(number: int, limits: Limits) -> str:
     )
 
 
-@contextmanager
-def ending_by_signals() -> Iterator[None]:
+def ending_by_signals() -> AbstractContextManager[None]:
     """Makes SIGTERM and SIGHUP end this process by `SystemExit` inside the context, so that it ends its child too."""
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    numbers = (signal.SIGTERM,) if sys.platform == "win32" else (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, end) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return handled_signals((signal.SIGTERM,) if sys.platform == "win32" else (signal.SIGTERM, signal.SIGHUP), end)
 
 
 def find_usable_memory() -> int:

@@ -26,7 +26,7 @@ _TASKS = ("calendar_words", "pictures", "sums", "token_alignment")
 __all__ = sorted([*_TASKS, *(name for names in _HOMES.values() for name in names)])
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     if name in _TASKS:
         return import_module(f".tasks.{name}", __name__)
     for module, names in _HOMES.items():

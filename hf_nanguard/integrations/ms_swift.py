@@ -11,7 +11,6 @@ swift sft ... --external_plugins guard.py --callbacks nanguard
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 from ..hf.callbacks import NanGuardCallback
 from ..hf.callbacks.harmless_callback import harmless
@@ -56,7 +55,7 @@ def register(guard: Given = None) -> None:
 
     settings = read_guard_arguments(guard)
 
-    def make(args: Any, trainer: Any) -> NanGuardCallback:
+    def make(args: object, trainer: object) -> NanGuardCallback:
         return SwiftGuardCallback(settings)
 
     callbacks_map[NAME] = make

@@ -7,7 +7,6 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from ..core.event import parse_strict
 from ..plain_text import text_of
@@ -55,7 +54,7 @@ def events_path(folder: str | Path, rank: int) -> Path:
     return Path(folder) / ("events.jsonl" if rank == 0 else f"events-rank{rank}.jsonl")
 
 
-def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+def read_jsonl(path: str | Path) -> list[dict[str, object]]:
     """Returns the objects of a file. Lines that are incomplete or not strict JSON objects are skipped; their number is
     logged."""
     items, num_skipped = read_lines(path)
@@ -65,9 +64,9 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     return items
 
 
-def read_lines(path: str | Path) -> tuple[list[dict[str, Any]], int]:
+def read_lines(path: str | Path) -> tuple[list[dict[str, object]], int]:
     """Returns the objects of a file and the number of lines that are something else."""
-    items: list[dict[str, Any]] = []
+    items: list[dict[str, object]] = []
     num_skipped = 0
     with open_to_read(Path(path)) as file:
         while line := file.readline(MAX_LINE):
@@ -89,7 +88,7 @@ def format_counts(counts: Counter[str]) -> str:
     return ", ".join(f"{number} {kind}" for kind, number in counts.items()) or "none"
 
 
-def read_events(path: str | Path, every_run: bool = False) -> list[dict[str, Any]]:
+def read_events(path: str | Path, every_run: bool = False) -> list[dict[str, object]]:
     """Returns the events of the last run that wrote to a folder.
 
     Args:
@@ -111,7 +110,7 @@ def read_events(path: str | Path, every_run: bool = False) -> list[dict[str, Any
     return [event for event in events if event.get("run") == last]
 
 
-def _read_all(path: Path) -> list[dict[str, Any]]:
+def _read_all(path: Path) -> list[dict[str, object]]:
     return read_jsonl(path) if path.is_file() else []
 
 
@@ -125,11 +124,11 @@ class Tail:
         self.path = Path(path)
         self._num_old = len(self._read())
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[dict[str, object]]:
         """Returns the objects appended since then."""
         return self._read()[self._num_old :]
 
-    def _read(self) -> list[dict[str, Any]]:
+    def _read(self) -> list[dict[str, object]]:
         return read_lines(self.path)[0] if self.path.is_file() else []
 
 
@@ -150,7 +149,7 @@ class FollowedFile:
         """The number of lines so far that are no strict JSON objects; the last may still become one."""
         return self._num_skipped + bool(self._rest.strip())
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[dict[str, object]]:
         """Returns the objects that were appended; none if the file is not there, or cannot be read now."""
         try:
             with open_to_read(self.path) as file:
@@ -177,7 +176,7 @@ class RunFiles:
         self._metrics = FollowedFile(self.folder / "metrics.jsonl")
         self._events = FollowedFile(events_path(self.folder, 0))
 
-    def read(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    def read(self) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
         """Returns the rows and the events that were appended since the last call."""
         return self._metrics.read(), self._events.read()
 
@@ -187,7 +186,7 @@ class RunFiles:
         return self._metrics.num_invalid + self._events.num_invalid
 
 
-def _parse_line(line: bytes) -> dict[str, Any] | None:
+def _parse_line(line: bytes) -> dict[str, object] | None:
     try:
         item = parse_strict(line)
     except ValueError:

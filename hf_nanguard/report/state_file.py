@@ -4,7 +4,6 @@ import hashlib
 import json
 import logging
 from pathlib import Path
-from typing import Any
 
 from ..core.event import JsonObject, parse_strict
 from ..safe_files import read_file, write_file
@@ -29,7 +28,7 @@ def write_state(path: Path, state: JsonObject) -> None:
 def read_state(path: Path) -> JsonObject | None:
     """Returns the state in a file, `None` if there is none. One that is not what `write_state` wrote is logged and left out."""
     try:
-        state: Any = parse_strict(read_file(path, MAX_BYTES))
+        state: object = parse_strict(read_file(path, MAX_BYTES))
         if not isinstance(state, dict) or state.pop(CHECKSUM, None) != _checksum(state):
             raise ValueError("its content does not match its checksum")
     except FileNotFoundError:

@@ -26,7 +26,7 @@ def reduce_as(original: Any) -> Callable[[object, SupportsIndex], str | tuple]:
     return __reduce_ex__
 
 
-def restore_state(trainer: Any, state: Any) -> None:
+def restore_state(trainer: Any, state: object) -> None:
     """Restores the state of an object as `copy` and `pickle` do."""
     if any("__setstate__" in vars(owner) for owner in type(trainer).__mro__):
         trainer.__setstate__(state)

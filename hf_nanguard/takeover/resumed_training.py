@@ -26,7 +26,9 @@ def resume_training(trainer_class: Any, progress: Progress, reason: str | None, 
     train, resumed = trainer_class.train, list[Path]()
     watched: WeakSet = WeakSet()
 
-    def train_on(trainer: Any, resume_from_checkpoint: Any = None, trial: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def train_on(
+        trainer: Any, resume_from_checkpoint: object = None, trial: object = None, *args: object, **kwargs: object
+    ) -> object:
         folder = Path(trainer.args.output_dir).absolute()
         if trainer not in watched:
             watched.add(trainer)
@@ -56,7 +58,7 @@ class Search:
     progress: Progress
     is_restart: bool
 
-    def choose(self, asked: object) -> tuple[Any, str]:
+    def choose(self, asked: object) -> tuple[object, str]:
         """Returns what to resume from in place of what the script asks for, and which newer ones were skipped."""
         from ..checkpoints.checkpoint_files import CHECKPOINT, TRAINER_STATE
         from ..checkpoints.good_checkpoint import choose_checkpoint
@@ -83,7 +85,7 @@ class Search:
         return otherwise, "; ".join(skipped)
 
 
-def find_checkpoint(trainer: Any, asked: object, search: Search, say: Callable[[str], None]) -> Any:
+def find_checkpoint(trainer: Any, asked: object, search: Search, say: Callable[[str], None]) -> object:
     """Returns what to resume from: the newest good checkpoint of the run, or what the script asks for, if it is a good checkpoint
     and an earlier attempt has saved none. The first rank looks, and all take what it finds."""
     from accelerate.utils import broadcast_object_list
@@ -119,7 +121,7 @@ def watch_training(trainer: Any, progress: Progress) -> None:
     from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
     class StepNote(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        def on_step_begin(self, args: object, state: Any, control: object, **kwargs: object) -> None:
             if state.is_world_process_zero:
                 progress.write_step(state.global_step)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from ..command_exit import handled_signals
 from .run_progress import Progress
 
 if sys.platform == "win32":
@@ -48,7 +49,7 @@ class Supervisor:
 
     def run(self, command: Sequence[str], build: Callable[[Progress, str | None], Environment]) -> int:
         """Returns the exit code of the last child. `build` returns the environment of an attempt, given why it is needed."""
-        with self._noted_progress() as progress, self._forwarding_signals():
+        with self._noted_progress() as progress, handled_signals(FORWARDED, self._forward):
             before = None
             for num_restarts in range(self.max_restarts + 1):
                 code = self._run_once(command, build(progress, None if before is None else str(before)))
@@ -105,19 +106,11 @@ class Supervisor:
             except KeyboardInterrupt:
                 self.is_asked_to_stop = True
 
-    @contextmanager
-    def _forwarding_signals(self) -> Iterator[None]:
-        def forward(number: int, frame: object) -> None:
-            self.is_asked_to_stop = self.is_asked_to_stop or number in ENDING
-            if self.child is not None and self.child.poll() is None:
-                self.child.send_signal(number)
-
-        before = {number: signal.signal(number, forward) for number in FORWARDED}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _forward(self, number: int, frame: object) -> None:
+        """Handles a signal: the child gets it too."""
+        self.is_asked_to_stop = self.is_asked_to_stop or number in ENDING
+        if self.child is not None and self.child.poll() is None:
+            self.child.send_signal(number)
 
 
 def format_end(code: int) -> str:

@@ -15,7 +15,7 @@ from accelerate import PartialState
 from huggingface_hub.errors import HTTPError
 from transformers import Trainer, TrainerCallback
 
-from ...command_exit import exit_code, is_local_first
+from ...command_exit import exit_code, handled_signals, is_local_first
 from ...core.event import strict
 from ...errors import ArgumentError, NanGuardError, NonFiniteError
 from ...plain_text import printable
@@ -138,17 +138,10 @@ class _StepWatch(TrainerCallback):
         if self.pressed:
             raise KeyboardInterrupt
 
-    @contextmanager
-    def handling_ctrl_c(self) -> Iterator[None]:
+    def handling_ctrl_c(self) -> AbstractContextManager[None]:
         """Handles Ctrl-C inside the context; only the main thread of a process can."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGINT, self._press)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
+        is_main = threading.current_thread() is threading.main_thread()
+        return handled_signals([signal.SIGINT], self._press) if is_main else nullcontext()
 
     def _press(self, number: int, frame: FrameType | None) -> None:
         if self.pressed:

@@ -152,7 +152,7 @@ class RowQuarantine:
             event = self._describe([], "this dataloader does not show which rows its batches are made of")
         self.journal.write_once(replace(event, step=self.find_step()))
 
-    def replace(self, batch: object) -> Any:
+    def replace(self, batch: object) -> object:
         """Returns what a batch sampler has yielded, with other rows in place of those that are left out."""
         if not self.replacements or not isinstance(batch, (list, tuple, Tensor, np.ndarray)):
             return batch

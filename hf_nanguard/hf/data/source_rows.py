@@ -11,7 +11,7 @@ import gzip
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from ..compat.prepared_dataset import find_files, pick_ids
 
@@ -21,7 +21,7 @@ HEAD = 200  # characters of a text that are compared: what follows may be cut of
 KINDS = (".parquet", ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
 
 
-def find_source(dataset: Any, text: str) -> str | None:
+def find_source(dataset: object, text: str) -> str | None:
     """Returns file, row and ids of the row that a text was made from, `None` if that cannot be said.
 
     Args:
@@ -43,7 +43,7 @@ def find_source(dataset: Any, text: str) -> str | None:
     return _format(found)
 
 
-def _match(row: Mapping[str, Any], text: str) -> tuple[int, tuple[int, int]]:
+def _match(row: Mapping[str, object], text: str) -> tuple[int, tuple[int, int]]:
     """Returns how many characters of a row a text has, and where the longest part of them is; 0 unless that is the longest part
     of the row, or they are half of the text."""
     ids = pick_ids(row)
@@ -76,7 +76,7 @@ def _find_kind(path: Path) -> str:
     return (path.with_suffix("") if path.suffix == ".gz" else path).suffix
 
 
-def _read_rows(path: Path) -> Iterator[Mapping[str, Any]]:
+def _read_rows(path: Path) -> Iterator[Mapping[str, object]]:
     """Yields the rows of a file in their order."""
     if (kind := _find_kind(path)) == ".parquet":
         import pyarrow.parquet  # a dependency of datasets, with which the file was read
@@ -93,14 +93,14 @@ def _read_rows(path: Path) -> Iterator[Mapping[str, Any]]:
             yield from _read_json(file)
 
 
-def _read_json(file: TextIO) -> Iterator[Mapping[str, Any]]:
+def _read_json(file: TextIO) -> Iterator[Mapping[str, object]]:
     is_list = file.read(1) == "["
     file.seek(0)
     rows = json.load(file) if is_list else (json.loads(line) for line in file if line.strip())
     yield from (row if isinstance(row, dict) else {} for row in rows)
 
 
-def _find_texts(value: Any) -> Iterator[str]:
+def _find_texts(value: object) -> Iterator[str]:
     """Yields the texts inside a value of a row: itself, or those of messages, without the names of those who speak."""
     if isinstance(value, str):
         yield value

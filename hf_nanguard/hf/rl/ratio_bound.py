@@ -114,7 +114,7 @@ class _Bounding(TorchFunctionMode):
     bounded_gap: Tensor | None = None
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict | None = None
+        self, func: Callable[..., object], types: object, args: tuple = (), kwargs: dict | None = None
     ) -> object:
         kwargs = kwargs or {}
         if func in WATCHED and len(args) > 0 and is_policy_loss(sys._getframe(1)):

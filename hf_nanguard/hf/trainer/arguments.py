@@ -57,7 +57,7 @@ class GuardedTrainingArguments(GuardArguments, TrainingArguments):
     """[`~transformers.TrainingArguments`] with the settings of the guard; all other defaults are the host's."""
 
 
-Given = GuardArguments | Mapping[str, Any] | None
+Given = GuardArguments | Mapping[str, object] | None
 """Settings as a user gives them: an object, a dictionary of its fields, or nothing."""
 
 

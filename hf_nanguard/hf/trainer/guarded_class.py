@@ -63,14 +63,14 @@ class HostMethods:
             name for name in ours if name in vars(trainer) or not isinstance(vars(found[name])[name], Override)
         )
 
-    def call(self, trainer: object, name: str, *args: object, **kwargs: object) -> Any:
+    def call(self, trainer: object, name: str, *args: object, **kwargs: object) -> object:
         return self._found[name](trainer, *args, **kwargs)
 
 
 class Override:
     """A method of the mixin, with the signature and the documentation of the host's method it stands in for."""
 
-    def __init__(self, method: Callable[..., Any], added: tuple[inspect.Parameter, ...] = ()):
+    def __init__(self, method: Callable[..., object], added: tuple[inspect.Parameter, ...] = ()):
         self.method = method
         self.added = added
         self.name = method.__name__
@@ -79,14 +79,14 @@ class Override:
     def __set_name__(self, mixin: type, name: str) -> None:
         self.mixin = mixin
 
-    def __get__(self, trainer: object, cls: type) -> Any:
+    def __get__(self, trainer: object, cls: type) -> object:
         if cls not in self._shown:
             self._shown[cls] = self._show(getattr(super(self.mixin, cls), self.name, self.method))
         return self._shown[cls] if trainer is None else MethodType(self._shown[cls], trainer)
 
-    def _show(self, host: Callable[..., Any]) -> Any:
+    def _show(self, host: Callable[..., object]) -> Any:
         @wraps(host)
-        def call(trainer: object, *args: object, **kwargs: object) -> Any:
+        def call(trainer: object, *args: object, **kwargs: object) -> object:
             return self.method(trainer, *args, **kwargs)
 
         signature = inspect.signature(host)
@@ -96,13 +96,13 @@ class Override:
         return call
 
 
-def entered_once(method: Callable[..., Any]) -> Any:
+def entered_once(method: Callable[..., object]) -> Any:
     """Makes an [`Override`] of `method(trainer, host, ...)`, which calls the host's method as `host`, behind the boundary. It
     goes on to the host's own method if the one that replaced it has come back to us."""
     name = method.__name__
 
     @wraps(method)
-    def call(trainer: Any, *args: object, **kwargs: object) -> Any:
+    def call(trainer: Any, *args: object, **kwargs: object) -> object:
         if not hasattr(type(trainer), "nanguard"):  # somebody has kept the method since before `detach`
             return getattr(type(trainer), name)(trainer, *args, **kwargs)
         guard, below = trainer.nanguard, getattr(super(override.mixin, trainer), name)
@@ -123,7 +123,7 @@ def entered_once(method: Callable[..., Any]) -> Any:
     return override
 
 
-def takes_also(*added: inspect.Parameter) -> Callable[[Callable[..., Any]], Any]:
+def takes_also(*added: inspect.Parameter) -> Callable[[Callable[..., object]], Any]:
     """Makes an [`Override`] that takes more parameters than the host's method."""
     return lambda method: Override(method, added)
 
@@ -142,7 +142,7 @@ class ItsClass:
     """Stands for the class of a trainer among the arguments of [`rebuild`]: a class that is made here cannot be imported."""
 
 
-def rebuild(make: Callable[[type], type], original: type, function: Any, *args: Any) -> Any:
+def rebuild(make: Callable[[type], type], original: type, function: object, *args: Any) -> object:
     """Builds a copy of a guarded trainer, still without its state: `function(*args)`, of the class `make(original)`."""
     cls = make(original)
     function, *args = (cls if value is ItsClass else value for value in (function, *args))  # type: ignore[assignment]
@@ -163,7 +163,7 @@ def reduce_guarded(cls: type, reduced: str | tuple) -> str | tuple:
     return (rebuild, (make, original, *parts), *rest)
 
 
-def without_attributes(state: object, names: tuple[str, ...]) -> Any:
+def without_attributes(state: object, names: tuple[str, ...]) -> object:
     """Returns the state of an object, as `copy` and `pickle` get it, without some attributes."""
     if isinstance(state, tuple):  # of a class with slots
         return (without_attributes(state[0], names), *state[1:])

@@ -55,7 +55,7 @@ class GuardedStep:
         self.no_signal = NoSignalDetector(self.policy.stall_steps, self.journal)
         self.online: OnlineData | None = None
         self.runner: TrainerRunner | None = None
-        self._optimizer: Any = None  # the one the monitors watch; a second run may have another
+        self._optimizer: object = None  # the one the monitors watch; a second run may have another
         self._hidden_filter = ExitStack()  # logging_nan_inf_filter while the host reads it: it hides NaN, by two reads
         self._has_left_out = False  # whether the mean loss of this run leaves out a step
         self._abandons_step = False  # the run halts within the step that is being recorded
@@ -71,7 +71,7 @@ class GuardedStep:
         self._has_left_out = False
         compat.begin_mean(self.trainer)
 
-    def begin_group(self, batches: Sequence[object]) -> Sequence[Any]:
+    def begin_group(self, batches: Sequence[object]) -> Sequence[object]:
         """Begins the accumulation group of the next optimizer step; returns its batches, made safe to run."""
         if not self.recorder.is_open:
             self.end_step()
@@ -130,7 +130,7 @@ class GuardedStep:
             self.guard.begin_monitors(build_monitors(bare, watched, self.guard, compiled), self.runner)
         return self.runner
 
-    def settle(self, model: nn.Module, max_norm: float, host_clip: HostCall, norm: object = None) -> Any:
+    def settle(self, model: nn.Module, max_norm: float, host_clip: HostCall, norm: object = None) -> object:
         """Settles the recorded step and clips what is left of it; returns the norm for the log, `None` for a step that is
         skipped.
 
@@ -140,7 +140,7 @@ class GuardedStep:
         given = (model, max_norm, host_clip, norm)
         return self.boundary.call("step", self._settle, *given, otherwise=self._settle_plainly, host=host_clip)
 
-    def _settle_plainly(self, model: nn.Module, max_norm: float, host_clip: HostCall, norm: Any) -> Any:
+    def _settle_plainly(self, model: nn.Module, max_norm: float, host_clip: HostCall, norm: Any) -> object:
         """Clips as the host does after an error of the guard; a step that is known to be bad is skipped."""
         if norm is None:
             norm = host_clip.result if host_clip.has_run else host_clip()
@@ -156,7 +156,7 @@ class GuardedStep:
             self.journal.write_once(Event(step, Signal.GRAD_NONFINITE, Action.SKIPPED, message))
         return None if self.recorder.phase is Phase.SKIPPED else norm
 
-    def _settle(self, model: nn.Module, max_norm: float, host_clip: HostCall, norm: object) -> Any:
+    def _settle(self, model: nn.Module, max_norm: float, host_clip: HostCall, norm: object) -> object:
         runner, record, call = self.runner, self.recorder.finish(), self.boundary.call
         if self.online is not None:
             call("online data", self.online.add_readings, record.group)
@@ -190,8 +190,8 @@ class GuardedStep:
         return norm
 
     def _mark(
-        self, record: StepRecord, model: nn.Module, runner: TrainerRunner, host_clip: Callable[[], Any], norm: object
-    ) -> Any:
+        self, record: StepRecord, model: nn.Module, runner: TrainerRunner, host_clip: Callable[[], object], norm: object
+    ) -> object:
         """Marks the gradients of a step that must not be taken as it is; returns the norm if somebody has clipped."""
         must_drop = any(micro.must_be_dropped for micro in record.group.micro_batches)
         if must_drop and runner.poisons_gradients:
@@ -236,8 +236,8 @@ class GuardedStep:
         self.recorder.release()
 
     def _clip(
-        self, outcome: StepOutcome, runner: TrainerRunner, max_norm: float, host_clip: Callable[[], Any] | None
-    ) -> Any:
+        self, outcome: StepOutcome, runner: TrainerRunner, max_norm: float, host_clip: Callable[[], object] | None
+    ) -> object:
         """Clips by the norm that is known already, or as the host does if it had clipped before; returns the norm."""
         norm: Any = outcome.norm
         bounds = [bound for bound in (max_norm, outcome.clip_to) if bound]

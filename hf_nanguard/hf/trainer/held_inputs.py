@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -15,7 +15,7 @@ from ...core.torch_private import write_count
 class HeldInputs:
     """The inputs of a micro-batch as `_prepare_inputs` returned them: a copy of the dictionary, not of the tensors."""
 
-    inputs: Any
+    inputs: object
     versions: tuple[int, ...]
 
     @classmethod
@@ -23,7 +23,7 @@ class HeldInputs:
         """Holds prepared inputs by reference."""
         return cls(copy(inputs) if isinstance(inputs, Mapping) else inputs, _versions(inputs))
 
-    def again(self) -> Any:
+    def again(self) -> object:
         """Returns the inputs for another run. The loss may change the dictionary it gets."""
         return copy(self.inputs) if isinstance(self.inputs, Mapping) else self.inputs
 

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from threading import get_ident
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,7 +127,7 @@ class StepRecorder:
         self.guard.begin_group()
         self.masked.report(self.trainer.state.global_step)
 
-    def begin_group(self, batches: Sequence[object]) -> Sequence[Any]:
+    def begin_group(self, batches: Sequence[object]) -> Sequence[object]:
         """Looks up notes and rows of the batches of the next optimizer step; returns the batches, made safe to run.
 
         A stream may end inside a group. The host then leaves the gradients of its last batches to the first step of the
@@ -144,7 +143,7 @@ class StepRecorder:
         is_changed = any(one is not other for one, other in zip(safe, batches, strict=True))
         return safe if is_changed else batches
 
-    def _take(self, batch: object) -> Any:
+    def _take(self, batch: object) -> object:
         batch, note, rows = self.batches.next(batch)
         if all(finding.signal is not Signal.LABELS_MASKED for finding in note.findings):  # else it has its own event
             self.masked.count(self.trainer.state.global_step, note.masked, rows)
@@ -212,7 +211,7 @@ class StepRecorder:
         group.micro_batches.append(MicroBatch(index, payload, rng, findings, rows, loss.detach()))
         return loss
 
-    def prepare(self, inputs: object, host_prepare: Callable[[Any], Any]) -> Any:
+    def prepare(self, inputs: object, host_prepare: Callable[[object], object]) -> object:
         """Returns what the host prepares of a batch, and holds it; while a micro-batch runs again, what was held of it.
 
         A `training_step` may prepare several times: the first one counts.

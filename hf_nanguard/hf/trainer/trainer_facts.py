@@ -45,7 +45,7 @@ PATH = re.compile(r"/|^~|^[A-Za-z]:\\|^\\\\")  # or the name of a model on the H
 LOSS_ATTRIBUTES = ("beta", "use_vllm", "entropy_coef", "precompute_ref_logps", "temperature")
 
 
-def describe_trainer(trainer: HostTrainer, weight: Mapping[str, Tensor | float | None]) -> dict[str, Any]:
+def describe_trainer(trainer: HostTrainer, weight: Mapping[str, Tensor | float | None]) -> dict[str, object]:
     """Returns what it takes to rebuild the model and the loss of a trainer, as JSON values; `weight` are the counts by which it
     weighed the micro-batch."""
     accelerator = trainer.accelerator
@@ -70,11 +70,11 @@ def describe_trainer(trainer: HostTrainer, weight: Mapping[str, Tensor | float |
     }
 
 
-def describe_model(model: nn.Module) -> dict[str, Any]:
+def describe_model(model: nn.Module) -> dict[str, object]:
     """Returns what it takes to rebuild a model, with or without a PEFT adapter, apart from its weights."""
     host: Any = model
     adapters = find_adapters(model)
-    base: Any = without_adapter(model) if adapters else model
+    base: object = without_adapter(model) if adapters else model
     config = find_config(base)
     dtype, exceptions = describe_dtypes(model)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
@@ -96,7 +96,7 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def describe_config(config: Any) -> dict[str, Any]:
+def describe_config(config: Any) -> dict[str, object]:
     """Returns the config of a model or an adapter without the places it came from and the names of its classes. What the user has
     added to it is quoted, because it may be text."""
     found = without_places(to_json(config.to_dict()))
@@ -109,11 +109,11 @@ def describe_config(config: Any) -> dict[str, Any]:
 
 def find_settings(config_class: type) -> set[str]:
     """Returns the names of what a class of configs defines, also while it builds one."""
-    built: Mapping[str, Any] = attempt(lambda: config_class().to_dict(), lambda error: {})  # type: ignore[attr-defined]
+    built: Mapping[str, object] = attempt(lambda: config_class().to_dict(), lambda error: {})  # type: ignore[attr-defined]
     return {*built, *inspect.signature(config_class).parameters, *PreTrainedConfig().to_dict()}
 
 
-def quoted(value: Any) -> Any:
+def quoted(value: object) -> Any:
     """Returns JSON values, nested or not, with every text quoted."""
     if isinstance(value, dict):
         return {quote(name): quoted(item) for name, item in value.items()}
@@ -122,7 +122,7 @@ def quoted(value: Any) -> Any:
     return quote(value) if isinstance(value, str) else value
 
 
-def without_places(value: Any) -> Any:
+def without_places(value: object) -> Any:
     """Returns JSON values, nested or not, without paths and without what names a model or a class of the data."""
     if isinstance(value, list):
         return [without_places(item) for item in value]
@@ -153,14 +153,14 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from model.named_buffers(remove_duplicate=False)
 
 
-def describe_arguments(args: TrainingArguments) -> dict[str, Any]:
+def describe_arguments(args: TrainingArguments) -> dict[str, object]:
     """Returns the simple-valued fields of the host's own arguments, except private ones."""
     host: Any = next(c for c in type(args).__mro__ if c.__module__.startswith(HOSTS))
     found = {f.name: to_json(getattr(args, f.name)) for f in fields(host) if not f.name.startswith(PRIVATE)}
     return {name: value for name, value in found.items() if is_simple(value)}
 
 
-def to_json(value: object) -> Any:
+def to_json(value: object) -> object:
     """Returns a value with tuples and sets as lists, enumerations as their values and keys as strings."""
     if isinstance(value, Enum):
         return value.value

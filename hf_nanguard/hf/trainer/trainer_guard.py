@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from torch import Tensor, nn
 
@@ -274,7 +274,7 @@ class TrainerGuard:
         self.record.keep_metrics(metrics)
         return metrics if self.policy.full_metrics else find_news(counted)
 
-    def check_loss(self, result: object, with_outputs: bool, labels: object, training: bool) -> Any:
+    def check_loss(self, result: object, with_outputs: bool, labels: object, training: bool) -> object:
         """Checks what `compute_loss` returned: `None` is an error, an evaluation loss is kept."""
         loss = result[0] if with_outputs and isinstance(result, tuple) else result
         if loss is None and training:  # a prediction_step may do without

@@ -31,7 +31,7 @@ from .held_inputs import HeldInputs, LossWeight, Replayer
 from .trainer_facts import describe_trainer
 
 
-def decode_sample(tokenizer: Any, inputs: Any, sample: int) -> str | None:
+def decode_sample(tokenizer: object, inputs: object, sample: int) -> str | None:
     """Returns the text of a sample, `None` without ids or a tokenizer or processor that can decode."""
     if not isinstance(inputs, Mapping):
         return None
@@ -168,7 +168,7 @@ class TrainerRunner(Runner):
     # ---- what an autopsy asks ----
 
     @property
-    def optimizer(self) -> Any:  # type: ignore[override]
+    def optimizer(self) -> object:  # type: ignore[override]
         return bare_optimizer(self.trainer.optimizer)
 
     @property
@@ -180,7 +180,7 @@ class TrainerRunner(Runner):
         trainer = self.trainer
         return find_limits(trainer.model, loss_shifts_labels(trainer), has_own_batches(trainer)).num_labels
 
-    def inputs_of(self, micro: MicroBatch) -> Any:
+    def inputs_of(self, micro: MicroBatch) -> object:
         return micro.payload.inputs
 
     def with_inputs(self, micro: MicroBatch, inputs: object) -> HeldInputs:
@@ -202,6 +202,6 @@ class TrainerRunner(Runner):
         packed = count_documents(self.trainer, micro.rows or [])
         return [row for row, count in packed for _ in range(count)] if sum(n for _, n in packed) == number else rows
 
-    def facts(self, weight: LossWeight) -> dict[str, Any]:
+    def facts(self, weight: LossWeight) -> dict[str, object]:
         weights = {"steps": weight.steps, "num_items": weight.num_items, "completion_items": weight.completion_items}
         return describe_trainer(self.trainer, weights)

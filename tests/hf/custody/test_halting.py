@@ -175,7 +175,8 @@ def test_a_run_ends_with_a_summary_whichever_way_it_is_guarded(way, tmp_path, ca
 
 
 def test_a_healthy_run_prints_nothing(tmp_path, caplog):
-    run(tmp_path, max_steps=3)
+    trainer, _ = run(tmp_path, max_steps=3)
+    assert trainer.state.global_step == 3
     assert not [record for record in caplog.records if record.name == "hf_nanguard"]
 
 
