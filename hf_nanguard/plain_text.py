@@ -15,12 +15,18 @@ REDACTED = "[redacted]"
 # Marks around quoted text: two code points that Unicode reserves for use inside a process.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _QUOTED = re.compile(f"{_BEGIN}[^{_END}]*{_END}?")
+_METRIC = re.compile(r"[\w./:@-]+")
 _MARKS = str.maketrans("", "", _BEGIN + _END)
 
 
 def quote(text: str) -> str:
     """Marks text of the data, or from code of the user's that may contain some, until [`show`] decides about it."""
     return f"{_BEGIN}{text.translate(_MARKS)}{_END}"
+
+
+def quote_metric(name: str) -> str:
+    """Returns the name of a metric, quoted unless it is one word: the name of an evaluation dataset is the user's, too."""
+    return name if _METRIC.fullmatch(name) else quote(name)
 
 
 def show(value: object, text: bool = True) -> Any:

@@ -151,19 +151,29 @@ class FollowedFile:
 
     def read(self) -> list[dict[str, object]]:
         """Returns the objects that were appended; none if the file is not there, or cannot be read now."""
+        items: list[dict[str, Any]] = []
         try:
             with open_to_read(self.path) as file:
                 if file.seek(0, os.SEEK_END) < self._position:
                     self._position, self._rest = 0, b""
                 file.seek(self._position)
-                content = file.read()
+                while part := file.readline(MAX_LINE):
+                    self._position += len(part)
+                    self._rest += part
+                    if part.endswith(b"\n") or len(self._rest) >= MAX_LINE:
+                        self._take(items)
         except OSError:
-            return []
-        self._position += len(content)
-        *lines, self._rest = (self._rest + content).split(b"\n")
-        items = [_parse_line(line) for line in lines if line.strip()]
-        self._num_skipped += items.count(None)
-        return [item for item in items if item is not None]
+            pass  # what was read before counts
+        return items
+
+    def _take(self, items: list[dict[str, Any]]) -> None:
+        """Adds the object of the line that was read, if it is one."""
+        line, self._rest = self._rest, b""
+        item = _parse_line(line)
+        if item is not None:
+            items.append(item)
+        elif line.strip():
+            self._num_skipped += 1
 
 
 class RunFiles:

@@ -1,11 +1,13 @@
 """Draws the curves of a run as SVG or PNG. Needs matplotlib, which is imported when a plot is drawn."""
 
 import math
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ArgumentError
 from ..plain_text import printable
+from ..safe_files import write_file
 from .run_curves import CURVES, RunCurves
 
 if TYPE_CHECKING:
@@ -46,11 +48,13 @@ def draw_run(curves: RunCurves, path: Path) -> None:
     _draw_marks(figure, panels, curves)
     panels[-1].set_xlabel("step")
     figure.suptitle(printable(curves.folder.resolve().name, 80), x=0.01, ha="left", fontsize=11, parse_math=False)
+    picture, kind = BytesIO(), path.suffix.removeprefix(".")
     with matplotlib.rc_context({"svg.hashsalt": "nanguard"}):  # the same run gives the same file
-        try:
-            figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
-        except OSError as error:
-            raise ArgumentError(f"{printable(str(path))} cannot be written: {error.strerror}.") from error
+        figure.savefig(picture, format=kind, dpi=120, metadata={"Date": None} if kind == "svg" else None)
+    try:
+        write_file(path, picture.getvalue())
+    except OSError as error:
+        raise ArgumentError(f"{printable(str(path))} cannot be written: {error.strerror}.") from error
 
 
 def _draw_curve(panel: Any, steps: list[int], values: list[float], title: str) -> None:

@@ -12,6 +12,7 @@ from hf_nanguard.cli.main import main
 from hf_nanguard.report.run_files import FollowedFile
 from hf_nanguard.testing import Fault, plant
 
+from ..test_safe_files import ODD, plant_odd
 from ..trainers import build
 
 
@@ -65,6 +66,19 @@ def test_without_matplotlib_only_the_picture_is_missing(folder, monkeypatch, cap
 def test_bad_arguments(words, capsys):
     assert main(words) == 2
     assert capsys.readouterr().err.startswith("nanguard: ")
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("kind", ODD)
+def test_the_picture_is_never_written_through_a_link_or_into_a_pipe(kind, asked, tmp_path, capsys):
+    picture = tmp_path / "nanguard" / "report.svg"
+    picture.parent.mkdir()
+    (picture.parent / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    is_unharmed = plant_odd(kind, picture)
+    assert main(["report", str(tmp_path), *(["--output", str(picture)] if asked else [])]) == (2 if asked else 0)
+    output = capsys.readouterr()
+    assert ("Is a directory" if kind == "folder" else "not a regular file") in (output.err if asked else output.out)
+    assert is_unharmed()
 
 
 def test_watch_once(folder, capsys):

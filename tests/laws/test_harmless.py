@@ -25,8 +25,8 @@ from .ways import WAYS, build_guarded, params
 
 ERRORS = {
     "Exception": lambda: Exception("planted"),
-    "MemoryError": MemoryError,
-    "ENOSPC": lambda: OSError(errno.ENOSPC, "No space left on device"),
+    "MemoryError": lambda: MemoryError("planted"),
+    "ENOSPC": lambda: OSError(errno.ENOSPC, "planted"),
     "KeyboardInterrupt": KeyboardInterrupt,
 }
 SETTINGS: dict[str, Any] = {"max_steps": 2, "gradient_accumulation_steps": 1, "save_strategy": "steps", "save_steps": 2}

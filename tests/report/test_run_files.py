@@ -5,10 +5,20 @@ import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 
-from hf_nanguard.report.run_files import JsonlWriter, Tail, events_path, read_events, read_jsonl, read_lines
+from hf_nanguard.report import run_files
+from hf_nanguard.report.run_files import (
+    FollowedFile,
+    JsonlWriter,
+    Tail,
+    events_path,
+    read_events,
+    read_jsonl,
+    read_lines,
+)
 from hf_nanguard.testing import INF, NAN
 from tests.test_safe_files import ODD, plant_odd
 
@@ -163,6 +173,27 @@ def test_what_is_not_a_regular_file_is_refused_once_and_the_run_goes_on(kind, tm
 def test_a_pipe_in_the_place_of_a_file_does_not_block_a_reader(tmp_path):
     os.mkfifo(tmp_path / "events.jsonl")
     assert read_events(tmp_path) == []
+
+
+def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path, monkeypatch):
+    """At most one line's length of a file is held, whatever its size; a 3 GiB hole in a file is one line."""
+    monkeypatch.setattr(run_files, "MAX_LINE", 1000)
+    path = tmp_path / "events.jsonl"
+    followed = FollowedFile(path)
+    with path.open("wb") as file:
+        file.write(b'{"a": 1}\n')
+        file.truncate(10_000_000)
+    tracemalloc.start()
+    assert followed.read() == [{"a": 1}]
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+    with path.open("ab") as file:
+        file.write(b'\n{"a": 2}\n{"a": 3')
+    assert followed.read() == [{"a": 2}]
+    assert followed.num_invalid > 1
+    with path.open("ab") as file:
+        file.write(b"}\n")
+    assert followed.read() == [{"a": 3}]
 
 
 def test_an_empty_file_has_no_objects(tmp_path):

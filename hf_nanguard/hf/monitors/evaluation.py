@@ -10,6 +10,7 @@ from ...core.event import Culprit, Event
 from ...core.finite import read_host
 from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Signal
+from ...plain_text import quote_metric
 from ..compat.trainer import filters_evaluation
 from ..compat.trainer_protocol import HostTrainer
 
@@ -53,6 +54,7 @@ class Evaluation:
         for name, value in bad.items():
             first = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
             where = f", first in evaluation batch {first}" if first is not None else ""
+            name = quote_metric(name)
             self._write(f"{name} is {value} at step {step}{where}", first, {name: value})
         # The loss that the host has computed comes with its running time.
         names = [k for k in logged if k not in bad and k.removesuffix("_loss") + "_runtime" in metrics]
@@ -72,7 +74,7 @@ class Evaluation:
 
     def _report_left_out(self, name: str, mean: float, rank: int, batch: int, loss: float) -> None:
         self._spoiled.add(name)
-        step = self.trainer.state.global_step
+        step, name = self.trainer.state.global_step, quote_metric(name)
         what = f"the loss of evaluation batch {batch} is {loss} at step {step}, and {name} is the mean of the others"
         self._write(what, batch, {name: mean, "loss": loss}, rank)
 

@@ -1,6 +1,5 @@
 """What a run leaves behind: events and metrics in `<output_dir>/nanguard/`, the guard's state in checkpoints."""
 
-import re
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from ...core.event import JsonObject, strict
 from ...core.monitors.base import load_whole
 from ...core.settings import Policy
 from ...core.step.guard import Guard
-from ...plain_text import REDACTED
+from ...plain_text import REDACTED, quote_metric, show
 from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
 from ...report.state_file import read_state, report_unusable, write_state
 from ...safe_files import remove_drafts
@@ -19,7 +18,6 @@ from ..compat.hub_uploads import uploads_without
 from ..compat.trainer_protocol import HostTrainer
 
 STATE_FILE = "nanguard_state.json"
-METRIC_NAME = re.compile(r"[\w./:@-]+")  # another may be text of the data, and is left out with it
 
 
 def save_guard(guard: Guard, folder: Path) -> None:
@@ -85,10 +83,8 @@ class RunRecord:
         kept, self._kept = self._kept, {}
         if self.trainer.is_world_process_zero() and self.trainer.state.log_history:
             row = {**self.trainer.state.log_history[-1], **kept}
-            self.metrics(strict({self._show_name(str(name)): self._show(value) for name, value in row.items()}))
-
-    def _show_name(self, name: str) -> str:
-        return name if self.policy.bundle_text or METRIC_NAME.fullmatch(name) else REDACTED
+            shown = {quote_metric(str(name)): self._show(value) for name, value in row.items()}
+            self.metrics(strict(show(shown, self.policy.bundle_text)))
 
     def _show(self, value: object) -> object:
         is_number = value is None or isinstance(value, (bool, int, float)) or getattr(value, "ndim", None) == 0

@@ -16,7 +16,7 @@ from hf_nanguard.plain_text import show
 from hf_nanguard.testing import NAN, Fault, plant
 
 from ...laws.ways import params
-from ...models import tiny_llama
+from ...models import tiny_llama, token_dataset
 from ...trainers import build, events_of
 from .test_autopsy import MARK, poisoned
 
@@ -158,6 +158,18 @@ def logged_row(folder, guard):
     trainer.train()
 
 
+def evaluated(folder, guard):
+    """The name of an evaluation dataset, in the metric that is bad."""
+
+    class Failing(Trainer):
+        def prediction_step(self, *args, **kwargs):
+            loss, *others = super().prediction_step(*args, **kwargs)
+            return (loss * NAN, *others)
+
+    extra = {"guard": guard, "eval_dataset": {f"{SECRET} again": token_dataset(2)}}
+    build("plain", folder, Failing, extra=extra, eval_strategy="steps", eval_steps=1, **QUICK).train()
+
+
 def configured(folder, guard):
     """Text that the user has added to the config of the model."""
     trainer = build("plain", folder, extra={"guard": guard}, **QUICK)
@@ -168,7 +180,18 @@ def configured(folder, guard):
 
 CASES = {
     case.__name__: case
-    for case in (bad_reward, loss_error, dropped_loss_error, keys, decoded, monitor, autopsy, logged_row, configured)
+    for case in (
+        bad_reward,
+        loss_error,
+        dropped_loss_error,
+        keys,
+        decoded,
+        monitor,
+        autopsy,
+        logged_row,
+        evaluated,
+        configured,
+    )
 }
 SHOWN_IN = {  # where the control shows it
     "keys": {"events.jsonl", "facts.json", "inputs.safetensors", "log"},
