@@ -31,7 +31,7 @@ OWN_TRAINER = "--trainer MODULE:FUNCTION, a function of yours that returns a tra
 OWN_RUN = "its YAML file, its output folder"
 # Kinds of files whose trainer only their own framework can build.
 KINDS = {
-    "axolotl": "a file of axolotl", "llamafactory": "a file of LlamaFactory", "accelerate": "a file of accelerate",
+    "axolotl": "a file of axolotl", "llamafactory": "a file of LlamaFactory", "accelerate": "a file of accelerate", "deepspeed": "a file of DeepSpeed",
     "run": "the folder of a run", "trainer": "a trainer",
 }  # fmt: skip
 HELP = ("-h", "--help")
@@ -47,7 +47,7 @@ EPILOG = """stages, from cheap to expensive:
 
 files:
   arguments of a recipe, of a TRL script or of the Trainer; an axolotl file; a file of accelerate, alone or beside
-  another; or the folder of a run. All flags of `nanguard sft` and `nanguard grpo` work and take precedence.
+  another; one of DeepSpeed; or the folder of a run. All flags of `nanguard sft` and `nanguard grpo` work and take precedence.
 
 examples:
   nanguard doctor my.yaml

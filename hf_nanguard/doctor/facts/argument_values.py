@@ -1,20 +1,34 @@
 """Values that no argument takes: another type, a name that is none of the choices, a number out of range."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from difflib import get_close_matches
 from enum import Enum
 from typing import Any, get_args, get_type_hints
 
-from .argument_facts import TRUTHS
+from .argument_facts import TRUTHS, read_flag
 
+SLIP = 0.82  # likeness from which a text is taken for a slip
+QUOTED = re.compile(r"`[\"']([a-z][a-z0-9_]+)[\"']`")  # values that the help of an argument names
+TEXTS = {
+    "attn_implementation": (
+        "eager",
+        "sdpa",
+        "flash_attention_2",
+        "flash_attention_3",
+        "flex_attention",
+        "paged_attention",
+    )
+}
 NUMBERS = ({int}, {float}, {int, float})
 # Names, what their values must be, and the test of it. What the rules judge themselves (rates, betas, groups) is not here.
 RANGES: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
     (("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "lora_r", "max_length",
       "max_completion_length", "num_processes", "num_machines", "num_iterations", "steps_per_generation"),
      "must be at least 1", lambda number: number >= 1),
+    (("save_steps", "eval_steps", "logging_steps"), "must be above 0", lambda number: number > 0),
     (("warmup_steps", "weight_decay", "neftune_noise_alpha"), "must be at least 0", lambda number: number >= 0),
     (("lora_dropout", "label_smoothing_factor"), "must be at least 0 and below 1", lambda number: 0 <= number < 1),
     (("epsilon", "repetition_penalty"), "must be above 0", lambda number: number > 0),
@@ -33,6 +47,7 @@ def find_bad_values(values: Mapping[str, object], classes: Iterable[type]) -> di
             if value is None or each.name in bad:
                 continue
             problem = _judge_type(hints[each.name], each.metadata.get("choices"), value)
+            problem = problem or _judge_text(each.name, str(each.metadata.get("help", "")), value)
             is_unused = each.name == "num_train_epochs" and (_read(values.get("max_steps")) or 0) > 0
             problem = problem or (None if is_unused else _judge_range(each.name, value))
             if problem:
@@ -56,6 +71,39 @@ def _judge_type(hint: object, choices: Iterable[object] | None, value: object) -
     if kinds == {bool} and not isinstance(value, bool) and str(value).strip().lower() not in TRUTHS:
         return "must be true or false"
     return None
+
+
+def _judge_text(name: str, help_text: str, value: object) -> str | None:
+    """Returns what a text must be that is nearly one of those its help names, or that must be JSON."""
+    if not isinstance(value, str):
+        return None
+    if name.endswith("_kwargs"):
+        is_mapping = value.lstrip().startswith("{")
+        return None if is_mapping else "must be a mapping, e.g. {use_reentrant: false}"
+    return find_slip(value, [*TEXTS.get(name, ()), *QUOTED.findall(help_text)])
+
+
+def find_slip(value: object, known: Iterable[str], likeness: float = SLIP) -> str | None:
+    """Returns the known value that was probably meant by one that is nearly the same, `None` if there is none."""
+    names = list(known)
+    near = [] if not isinstance(value, str) or value in names else get_close_matches(value, names, 1, likeness)
+    return f"did you mean {near[0]}?" if near else None
+
+
+def find_contradictions(values: Mapping[str, object]) -> dict[str, str]:
+    """Returns the names whose value another one rules out, each with what it must be."""
+    bad: dict[str, str] = {}
+    if read_flag(values, "load_in_4bit") and read_flag(values, "load_in_8bit"):
+        bad["load_in_8bit"] = "must be false where load_in_4bit is true"
+    if read_flag(values, "load_best_model_at_end"):
+        evaluates, saves = (
+            str(values.get(name) or usual) for name, usual in (("eval_strategy", "no"), ("save_strategy", "steps"))
+        )
+        if evaluates != saves:
+            bad["load_best_model_at_end"] = (
+                f"must be false where eval_strategy is {evaluates} and save_strategy {saves}: the best checkpoint needs an evaluation at each save"
+            )
+    return bad
 
 
 def _suggest(text: str, known: list[str]) -> str:

@@ -6,12 +6,12 @@ from types import MappingProxyType
 
 from ...yaml_file import read_yaml
 from ..rules.run_facts import Facts
-from .accelerate_file import is_accelerate, read_accelerate
 from .argument_facts import find_argument_facts, read_dtype, read_flag, read_number
-from .argument_values import find_bad_values
+from .argument_values import find_bad_values, find_contradictions
 from .file_facts import ConfigFile, find_scale, read_targets
 from .host_configs import RECIPE_NAMES, RENAMED, find_argument_classes, find_tasks, find_unknown, read_defaults
 from .integrator_files import is_axolotl, is_llamafactory, read_axolotl, read_llamafactory
+from .launcher_files import is_accelerate, is_deepspeed, read_accelerate, read_deepspeed
 from .model_files import find_model_facts
 from .run_folder import read_run
 
@@ -26,6 +26,8 @@ def read_config(
     values = read_yaml(str(path), "The configuration")
     if is_accelerate(values):
         return read_accelerate(str(path), values)
+    if is_deepspeed(values):
+        return read_deepspeed(str(path), values)
     if is_axolotl(values):
         return read_axolotl(str(path), values, task)
     if is_llamafactory(values):
@@ -39,7 +41,7 @@ def read_arguments(path: str, values: Mapping[str, object], task: str | None = N
     task = possible[0]
     defaults = read_defaults(task)
     unknown = find_unknown(values, defaults)
-    bad = find_bad_values(values, find_argument_classes(task))
+    bad = find_contradictions(values) | find_bad_values(values, find_argument_classes(task))
     sound = {name: value for name, value in values.items() if name not in bad}
     names = {**{name: RENAMED.get(name, "") for name in unknown}, **RECIPE_NAMES}
     given = {**defaults, **{names[name]: value for name, value in sound.items() if names.get(name)}, **sound}

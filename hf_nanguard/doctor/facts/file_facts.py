@@ -17,7 +17,7 @@ class ConfigFile:
     """What a file or folder says."""
 
     path: str
-    kind: str  # `arguments`, `axolotl`, `llamafactory`, `accelerate`, `run` or `trainer`
+    kind: str  # `arguments`, `axolotl`, `llamafactory`, `accelerate`, `deepspeed`, `run` or `trainer`
     facts: Facts  # what the rules can use of it
     unjudged: list[str] = field(default_factory=list)  # names in it that no rule knows
     examination: Examination = field(default_factory=Examination)  # findings about the file itself

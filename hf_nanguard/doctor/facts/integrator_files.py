@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from difflib import get_close_matches
 
-from transformers import TrainingArguments
+from transformers import SchedulerType, TrainingArguments
+from transformers.training_args import OptimizerNames
 
 from ..rules.finding import Severity
 from ..rules.run_facts import Facts
 from .argument_facts import find_argument_facts, read_dtype, read_flag, read_number
-from .argument_values import find_bad_values
+from .argument_values import find_bad_values, find_contradictions, find_slip
 from .file_facts import ConfigFile, find_scale, read_targets
 from .host_configs import read_defaults
 from .model_files import find_model_facts
@@ -24,10 +25,16 @@ AXOLOTL_NAMES = {
 }  # fmt: skip
 AXOLOTL_OWN = ("base_model", "adapter", "load_in_4bit", "load_in_8bit", "lora_target_modules", "lora_target_linear", "lora_r", "lora_alpha",
                "peft_use_rslora", "rl", "trl", "torch_dtype", "reward_model", "fsdp", "fsdp_config")  # fmt: skip
+ADAPTERS = ("lora", "qlora", "llama-adapter", "loha", "lokr", "oft", "boft", "vera", "ia3")
+OPTIMIZERS = (*(each.value for each in OptimizerNames), "muon", "dion", "optimi_adamw", "ao_adamw_4bit", "ao_adamw_8bit", "ao_adamw_fp8",
+              "adopt_adamw", "came_pytorch", "adamw", "sgd", "galore_adamw")  # fmt: skip
+SCHEDULES = (*(each.value for each in SchedulerType), "one_cycle", "rex", "log_sweep")
 OTHER_ADAM = ("adam_beta3", "adam_epsilon2")  # arguments of axolotl that look like ours
 TRL_PART = ("num_generations", "temperature", "beta", "max_completion_length", "num_iterations")
 KINDS = {"ipo": "dpo", "gdpo": "grpo", "pt": "sft", "rm": "reward"}  # names that a kind of training has elsewhere
 LLAMAFACTORY_MARKS = ("stage", "finetuning_type", "cutoff_len", "lora_target", "lora_rank", "template")
+STAGES, METHODS = ("pt", "sft", "rm", "ppo", "dpo", "kto"), ("lora", "oft", "freeze", "full")
+LOSSES = ("sigmoid", "hinge", "ipo", "kto_pair", "orpo", "simpo")
 LLAMAFACTORY_NAMES = {"cutoff_len": "max_length", "pref_beta": "beta"}
 LLAMAFACTORY_OWN = ("stage", "finetuning_type", "lora_rank", "lora_alpha", "lora_target", "use_rslora", "quantization_bit", "model_name_or_path",
                     "pure_bf16", "adapter_name_or_path")  # fmt: skip
@@ -81,9 +88,11 @@ def read_axolotl(path: str, values: Mapping[str, object], task: str | None = Non
     }
     result.report_unknown(unknown, "axolotl", Severity.WARNING)
     theirs = {ours: name for name, ours in AXOLOTL_NAMES.items() if name in given}
-    result.report_values(
-        {theirs.get(name, name): must for name, must in bad.items()}, {**named, **values, **bad}, "axolotl"
-    )
+    bad = {theirs.get(name, name): must for name, must in bad.items()} | find_contradictions(given)
+    if kind == "qlora" and bits == 8:
+        bad["load_in_8bit"] = "must be false for adapter: qlora, which needs load_in_4bit: true"
+    bad |= _find_slips(given, {"adapter": ADAPTERS, "optimizer": OPTIMIZERS, "lr_scheduler": SCHEDULES})
+    result.report_values(bad, {**bad, **named, **values}, "axolotl")
     return result
 
 
@@ -99,7 +108,9 @@ def read_llamafactory(path: str, values: Mapping[str, object], task: str | None 
     named = {**defaults, **given, **renamed}
     bad = _drop_bad_values(named)
     stage = str(values.get("stage") or "sft").lower()
+    stage = stage if stage in STAGES else "sft"
     kind = str(values.get("finetuning_type") or "lora").lower()
+    kind = kind if kind in METHODS else "lora"
     is_bf16 = bool(read_flag(named, "bf16") or read_flag(named, "pure_bf16"))
     bits = read_number(given, "quantization_bit") if "quantization_bit" not in bad else None
     facts = find_argument_facts({**named, "bf16": is_bf16}, task or KINDS.get(stage, stage)).update(
@@ -116,8 +127,26 @@ def read_llamafactory(path: str, values: Mapping[str, object], task: str | None 
     result = ConfigFile(path, "llamafactory", facts, [name for name in values if name not in known])
     if "warmup_steps" in bad and "warmup_ratio" in given:
         bad["warmup_ratio"] = bad.pop("warmup_steps")
+    bad |= find_contradictions(given) | _find_slips(
+        given, {"pref_loss": LOSSES, "optim": OPTIMIZERS, "lr_scheduler_type": SCHEDULES}
+    )
+    if (read_number(given, "warmup_ratio") or 0) > 1 and "warmup_ratio" not in bad:
+        bad["warmup_ratio"] = "must be at most 1: a share of all steps"
+    closed = {"stage": STAGES, "finetuning_type": METHODS}
+    bad |= {
+        n: f"must be one of {', '.join(known)}"
+        for n, known in closed.items()
+        if n in given and str(given[n]).lower() not in known
+    }
+    slips = {n: near[0] for n in result.unjudged if (near := get_close_matches(n, known, 1, 0.88))}
+    result.report_unknown(slips, "LlamaFactory", Severity.WARNING)
     result.report_values(bad, values, "LlamaFactory")
     return result
+
+
+def _find_slips(values: Mapping[str, object], known: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    """Returns the names whose value is nearly a known one; integrators take others as well."""
+    return {name: slip for name, names in known.items() if (slip := find_slip(values.get(name), names, 0.75))}
 
 
 def _read_scale(values: Mapping[str, object], rank: str, stabilised: str) -> float | None:

@@ -10,6 +10,7 @@ from ..rules.finding import Severity
 from ..trial.borrowed_trainer import borrowed, find_models
 from ..trial.checkpoint_weights import MAX_COPIED
 from ..trial.law_result import ERROR, HELD, NOTE, WARNING, LawResult, NotApplicable, broken, held
+from ..trial.stopped_gradients import HOSTS, Detaches
 from ..trial.trial_bench import ADAPTERS, Inputs, TrialBench, find_output, take_gradients
 
 MAX_TRIED = 16
@@ -178,8 +179,11 @@ def check_backward(bench: TrialBench) -> LawResult:
     with borrowed(bench.trainer):
         bench.disturb()  # an adapter that is 0 gives half of its weights no gradient
         bench.use_float32()
+        output = _WeighedOutput(bench, inputs)
         with bench.steady():
-            found = _compare_derivatives(bench, parameters, _WeighedOutput(bench, inputs))
+            found = _compare_derivatives(bench, parameters, output)
+            with Detaches() as detaches:
+                output.compute()
     if not found:
         raise NotApplicable("its outputs do not depend on what is trained, as far as float32 shows")
     worst = max(found, key=lambda each: each.off)
@@ -194,10 +198,16 @@ def check_backward(bench: TrialBench) -> LawResult:
             f"Outputs do not move with {worst.name}, although it has a gradient: is something rounded in the forward pass?",
             **values,
         )
+    if detaches.modules:  # most of them on purpose, as in DoRA, and where boxes are refined layer by layer
+        where = ", ".join(sorted(detaches.modules))
+        return broken(
+            NOTE if all(name.startswith(HOSTS) for name in detaches.modules) else WARNING,
+            f"Gradients leave out a part of how outputs move ({worst.off:.1%} with {worst.name}), because {where} detaches tensors.", **values,
+        )  # fmt: skip
     return broken(
         ERROR, f"Along the gradient of {worst.name} and the parameters after it, outputs change by {worst.measured:.3g} where the gradient says "
         f"{worst.said:.3g}. The backward pass does not belong to the forward pass: a kernel with a wrong gradient, weights that are exchanged "
-        "between both, or a part that is detached.", **values,
+        "between both, or a part that has no graph.", **values,
     )  # fmt: skip
 
 

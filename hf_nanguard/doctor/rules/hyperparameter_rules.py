@@ -22,6 +22,7 @@ FROM_SCRATCH = 0.05
 LARGE_MODEL, SMALL_MODEL = 1e9, 2e8
 WARM_UP_FREE = {"full": 1e-4, "lora": 1e-3}  # rates up to these are in use without a warm-up
 HIGHEST_NORM = 10.0
+HIGHEST_DECAY = 1.0
 
 
 def check_rate(facts: Facts) -> Finding | None:
@@ -143,6 +144,16 @@ def check_betas(facts: Facts) -> Finding | None:
     return None
 
 
+def check_weight_decay(facts: Facts) -> Finding | None:
+    """Weight decay must not outweigh what is learned."""
+    decay = facts.weight_decay
+    if decay <= HIGHEST_DECAY or not facts.uses_adam:
+        return None
+    what = f"weight_decay is {decay:g}."
+    why = f"Each step of Adam then takes {decay:g} times as much off a weight of 1 as it adds. Usual are 0 to 0.1."
+    return warning(what, why, "Set weight_decay: 0.01, or 0.0 for adapters.")
+
+
 def check_resume(facts: Facts) -> Finding | None:
     """A resumed run keeps the learning rate of its checkpoint."""
     asked, seen = facts.learning_rate, facts.resumed_rate
@@ -164,5 +175,6 @@ OPTIMIZER_RULES = (
          "https://arxiv.org/abs/1908.03265"),
     Rule("long-warm-up", "hyperparameters", "length of the warm-up", ("warmup_steps", "max_steps", "learning_rate"), check_long_warmup),
     Rule("adam-betas", "hyperparameters", "Adam's betas", ("adam_beta1", "adam_beta2", "optimizer"), check_betas),
+    Rule("weight-decay", "hyperparameters", "weight decay", ("weight_decay", "optimizer"), check_weight_decay, "https://arxiv.org/abs/1711.05101"),
     Rule("resumed-rate", "hyperparameters", "learning rate of a resumed run", ("resumed_rate", "learning_rate"), check_resume),
 )  # fmt: skip

@@ -42,6 +42,15 @@ def check_head_adapter(facts: Facts) -> Finding | None:
     )
 
 
+def check_quantized(facts: Facts) -> Finding | None:
+    """Quantized weights cannot be trained; an adapter beside them can."""
+    if not facts.quantization_bits or facts.is_adapter:
+        return None
+    what = f"The weights are quantized to {facts.quantization_bits} bits, and there is no adapter."
+    why = "Quantized weights get no gradient: the Trainer refuses to start, or nothing is learned."
+    return error(what, why, "Train an adapter (use_peft: true), or load the model without quantization.")
+
+
 def check_adapter_targets(facts: Facts) -> Finding | None:
     """Every module that the adapter names must be in the model."""
     missing = facts.missing_targets
@@ -143,6 +152,7 @@ def check_generation_marks(facts: Facts) -> Finding | None:
 MODEL_RULES = (
     Rule("nothing-trainable", "hyperparameters", "trainable parameters", ("trainable",), check_trainable),
     Rule("head-adapter", "hyperparameters", "adapter on the head", ("has_output_head_adapter", "task"), check_head_adapter),
+    Rule("quantized-weights", "hyperparameters", "quantized weights have an adapter", ("quantization_bits", "adapter"), check_quantized),
     Rule("adapter-targets", "hyperparameters", "modules that the adapter names", ("missing_targets",), check_adapter_targets,
          "https://github.com/unslothai/unsloth/pull/6936"),
     Rule("adapter-scale", "hyperparameters", "scale of the adapter", ("adapter_scale",), check_adapter_scale,

@@ -73,14 +73,19 @@ class LeakyLlama(transformers.LlamaForCausalLM):
 
     def __init__(self, config):
         super().__init__(config)
-        self.positions = None
+        self.positions = self.outputs = None
+        self.continues = False
         self.model.register_forward_pre_hook(self.note, with_kwargs=True)
         self.model.layers[0].mlp.register_forward_hook(self.mix)
 
     def note(self, module, args, kwargs):
-        self.positions = kwargs.get("position_ids")
+        self.positions, cache = kwargs.get("position_ids"), kwargs.get("past_key_values")
+        self.continues = cache is not None and cache.get_seq_length() > 0
 
     def mix(self, module, args, output):
+        self.outputs = torch.cat([self.outputs, output], 1) if self.continues else output
+        if self.continues:  # generation, one token at a time
+            return output + self.outputs.mean(1, keepdim=True)
         seen = torch.ones(output.shape[1], output.shape[1]).tril()
         if self.resets and self.positions is not None:
             number = (self.positions[0] == 0).cumsum(0)
@@ -809,7 +814,7 @@ def stop_token_outside_policy_loss(folder: Path, buggy: bool) -> Any:
             ids, mask = batch["completion_ids"].clone(), batch["completion_mask"].clone()
             ids[:, 1], mask[:, 2:] = 2, 0  # each ends with its second token
             mask[:, 1] = 0 if buggy else 1
-            return {**batch, "completion_ids": ids, "completion_mask": mask}
+            return {**batch, "completion_ids": ids, "completion_mask": mask, "num_items_in_batch": mask.sum()}
 
     return _build_grpo(folder, Ended)
 

@@ -46,6 +46,8 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "warm-up": ({"model_name_or_path": "org/model-100m", "learning_rate": 3e-4}, {**FULL, "learning_rate": 2e-5, "warmup_steps": 0}),
     "long-warm-up": ({**FULL, "warmup_steps": 500, "max_steps": 200}, {**FULL, "warmup_steps": 20, "max_steps": 200}),
     "adam-betas": ({**FULL, "adam_beta1": 0.999, "adam_beta2": 0.9}, {**FULL, "adam_beta1": 0.9, "adam_beta2": 0.95}),
+    "weight-decay": ({**FULL, "weight_decay": 10}, {**FULL, "weight_decay": 0.1}),
+    "quantized-weights": ({**FULL, "load_in_4bit": True, "dtype": "bfloat16"}, {**LORA, "load_in_4bit": True, "dtype": "bfloat16"}),
     "temperature": ({**GROUPS, "temperature": 0.01}, {**GROUPS, "temperature": 0.9}),
     "group-size": ({**GROUPS, "num_generations": 1}, GROUPS),
     "group-divides": ({**GROUPS, "per_device_train_batch_size": 3}, {**GROUPS, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
