@@ -8,7 +8,7 @@ model that every process of the run imports first.
 import json
 import os
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -31,7 +31,10 @@ forward = modeling_llama.LlamaForCausalLM.forward
 @functools.wraps(forward)  # whose signature tells which columns are kept
 def planted(self, *args, **kwargs):
     output = forward(self, *args, **kwargs)
-    if output.loss is not None and (kwargs["input_ids"] == {token}).any():
+    is_bad = (kwargs["input_ids"] == {token}).any(-1)
+    if output.loss is None:  # computed from the logits, as for DPO
+        output.logits = torch.where(is_bad[:, None, None], output.logits * torch.zeros(()) / torch.zeros(()), output.logits)
+    elif is_bad.any():
         output.loss = output.loss * (torch.zeros(()) / torch.zeros(()))
     return output
 
@@ -89,6 +92,23 @@ SWIFT = (
 )
 
 
+DATASETS = {  # of LlamaFactory
+    "sums": {"file_name": "rows.json"},
+    "others": {"file_name": "others.json"},
+    "pairs": {
+        "file_name": "pairs.json",
+        "ranking": True,
+        "columns": {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"},
+    },
+}
+
+
+def change(config: str, **changes: str) -> str:
+    """Returns a YAML file of one key a line with other values for some keys."""
+    kept = [line for line in config.strip().splitlines() if line.partition(":")[0] not in changes]
+    return "\n".join([*kept, *(f"{key}: {value}" for key, value in changes.items()), ""])
+
+
 @dataclass(frozen=True)
 class Integrator:
     """A framework: what is installed, the files of a run, and its commands."""
@@ -116,7 +136,7 @@ INTEGRATORS = (
         "nanguard run llamafactory-cli train run.yaml",
         {
             "run.yaml": LLAMAFACTORY,
-            "dataset_info.json": '{"sums": {"file_name": "rows.json"}}',
+            "dataset_info.json": json.dumps(DATASETS),
             "torchaudio/__init__.py": "",  # it is imported and not used
         },
         shuffles=False,
@@ -130,6 +150,35 @@ INTEGRATORS = (
 )
 
 
+LORA = {"finetuning_type": "lora", "lora_rank": "4", "lora_target": "q_proj,v_proj"}
+VARIANTS = {  # other tasks and datasets of the same frameworks: what is put in place of the files or the command, and the file named
+    "axolotl-0.19.0-lora-two-datasets": (
+        0,
+        change(
+            INTEGRATORS[0].files["guarded.yaml"],
+            datasets="[{path: folder, ds_type: json, type: completion, field: text}, "
+            "{path: rows.jsonl, ds_type: json, type: completion, field: text}]",
+            adapter="lora", lora_r="4", lora_alpha="8", lora_target_modules="[q_proj, v_proj]",
+        ),
+        "rows.jsonl",
+    ),
+    "llamafactory-0.9.5-lora-two-datasets": (1, change(LLAMAFACTORY, dataset="others,sums", **LORA), "rows.json"),
+    "llamafactory-0.9.5-dpo": (1, change(LLAMAFACTORY, stage="dpo", dataset="pairs"), "pairs.json"),
+    "ms-swift-4.6.0-lora-two-datasets": (
+        2,
+        INTEGRATORS[2].guarded.replace("rows.jsonl", "others.jsonl rows.jsonl#32").replace(
+            "--tuner_type full", "--tuner_type lora --target_modules q_proj v_proj --lora_rank 4"
+        ),
+        "rows.jsonl",
+    ),
+    "ms-swift-4.6.0-dpo": (
+        2,
+        INTEGRATORS[2].guarded.replace("swift sft", "swift rlhf --rlhf_type dpo").replace("rows.jsonl", "pairs.jsonl"),
+        "pairs.jsonl",
+    ),
+}  # fmt: skip
+
+
 def write_run(folder: Path, integrator: Integrator) -> None:
     """Writes model, rows and the files of a run."""
     tokenizer = build_tokenizer()
@@ -141,8 +190,13 @@ def write_run(folder: Path, integrator: Integrator) -> None:
          "messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "7"}], "doc_id": f"doc-{number}"}
         for number, text in enumerate(TEXTS)
     ]  # fmt: skip
-    (folder / "rows.json").write_text(json.dumps(rows))
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    others = json.loads(json.dumps(rows).replace("z", "").replace("doc-", "other-"))
+    pairs = [{**row, "chosen": "7", "rejected": "8", "rejected_response": "8"} for row in rows]
+    for name, written in {"rows": rows, "others": others, "pairs": pairs, "folder/others": others}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / f"{name}.json").write_text(json.dumps(written))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    (folder / "folder" / "others.json").unlink()
     for name, text in {"sitecustomize.py": PLANTED.format(token=token), **integrator.files}.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
@@ -154,7 +208,7 @@ def run(command: str, interpreter: Path, folder: Path) -> subprocess.CompletedPr
         "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true", "AXOLOTL_DO_NOT_TRACK": "1", "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     return subprocess.run(
-        ["bash", "-c", command], cwd=folder, env={**os.environ, **added}, capture_output=True, text=True, timeout=900
+        ["bash", "-c", command], cwd=folder, env={**os.environ, **added}, capture_output=True, text=True, timeout=1700
     )
 
 
@@ -177,15 +231,34 @@ def test_the_planted_row_is_survived_and_named(integrator, tmp_path):
     if "swift" not in integrator.versions.name:  # it drops NaN gradients itself, without a word
         assert find_bad_weights(tmp_path / "stock")
     assert not find_bad_weights(tmp_path / "guarded")
-    [guards] = (tmp_path / "guarded" / "out").rglob("events.jsonl")
+    [row] = find_culprit(tmp_path / "guarded", "rows.json")["rows"]
+    assert (row == BAD_ROW) == (not integrator.shuffles)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_planted_row_of_other_tasks_is_named(variant, tmp_path):
+    number, given, file = VARIANTS[variant]
+    integrator = INTEGRATORS[number]
+    is_command = given.startswith("swift")
+    files = {} if is_command else {"guarded.yaml": given, "run.yaml": given}
+    write_run(tmp_path, replace(integrator, files={**integrator.files, **files}))
+    done = run(given if is_command else integrator.guarded, integrator.versions.install(), tmp_path)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    find_culprit(tmp_path, file)
+
+
+def find_culprit(folder: Path, file: str) -> dict:
+    """Returns the culprit of the one event, after checking that the bad row is named by file, row, id and text."""
+    [guards] = (folder / "out").rglob("events.jsonl")
     [event] = read_events(guards)
     assert (event["signal"], event["cause"]) == ("loss_nonfinite", "div_by_zero")
     [sample] = event["culprit"]["samples"]
     text = event["values"]["autopsy"]["texts"][f"{sample}"]
-    assert f"row {BAD_ROW}, doc_id: doc-{BAD_ROW})" in text, (
-        "none of them keeps id columns or, if it shuffles, row numbers"
-    )
+    # none of the frameworks keeps id columns or, if it shuffles, row numbers
+    assert f"({file}" in text
+    assert f" row {BAD_ROW}, doc_id: doc-{BAD_ROW})" in text
     assert TEXTS[BAD_ROW] in text
-    [row] = event["culprit"]["rows"]
-    assert (row == BAD_ROW) == (not integrator.shuffles)
     assert f"{ROOT}" not in json.dumps(event["culprit"])
+    return event["culprit"]
