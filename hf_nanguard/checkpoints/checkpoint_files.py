@@ -28,6 +28,7 @@ MAX_NAME = 4096
 OPTIMIZER = ("optimizer.pt", "optimizer.bin", "optimizer_*", ENGINE_FOLDER)
 SCHEDULER = ("scheduler.pt", ENGINE_FOLDER)
 RANDOM_STATE = ("rng_state*.pth",)
+MODEL_STATES = ("*model_states.pt",)  # which DeepSpeed writes at every stage
 STATE_FILES = re.compile(r"optim|scheduler|scaler|rng_state")
 IGNORED = {"training_args.bin"}  # an object of the user's run, not tensors
 IGNORED_FOLDERS = re.compile(r"nanguard$|\.|_")
@@ -68,10 +69,11 @@ def list_checkpoints(run: Path) -> list[Path]:
 
 
 def is_interrupted(folder: Path) -> bool:
-    """Returns whether the save of a checkpoint was interrupted: the state of the trainer, which is written last, is not there."""
+    """Returns whether the save of a checkpoint was interrupted: the state of the trainer, which is written last, is not there, or
+    does not say how many steps were taken."""
     try:
-        return (folder / SENTINEL).exists() or not isinstance(read_json(folder / TRAINER_STATE), dict)
-    except ValueError:
+        return (folder / SENTINEL).exists() or not isinstance(read_json(folder / TRAINER_STATE)["global_step"], int)
+    except (ValueError, KeyError, TypeError):
         return True
 
 
@@ -162,6 +164,8 @@ def _check_engine_folder(folder: Path) -> Iterator[str]:
     if Path(name).name != name or not (folder / name).is_dir():
         yield f"has no {printable(name, 100)}, which the file latest names"
         return
+    if not has_any(folder / name, MODEL_STATES):
+        yield f"has no model states in {name}"
     shards: dict[str, set[int]] = {}  # the ranks that have a file of each kind
     for path in (folder / name).iterdir():
         if match := SHARD.search(path.name):
@@ -172,8 +176,9 @@ def _check_engine_folder(folder: Path) -> Iterator[str]:
 
 
 def has_any(folder: Path, patterns: tuple[str, ...]) -> bool:
-    """Returns whether a folder has a file or folder of one of these names."""
-    return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
+    """Returns whether a folder has a file of one of these names, or a folder with files."""
+    found = (path for pattern in patterns for path in folder.glob(pattern))
+    return any(path.is_file() or next(path.glob("[!.]*"), None) is not None for path in found)
 
 
 def has_optimizer(folder: Path) -> bool:

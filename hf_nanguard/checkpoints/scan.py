@@ -116,14 +116,19 @@ class _Scan:
                 self._add(Problem.DAMAGED, self.path, None, "holds no file of tensors")
         weights: dict[str, Tensor] = {}
         unreadable: set[str] = set()  # tensors that are there, but not checked
+        sizes: list[int] = []  # number of tensors of each file of weights
         for file in (each for each in files if each.suffix != ".distcp"):
             opened = self._open(file)
             if opened is not None:
                 self._check(file, opened)
+                sizes += [] if is_state_file(file) else [len(opened.tensors) + len(opened.unreadable)]
                 weights |= {} if is_state_file(file) or file.parent != folder else opened.tensors
                 unreadable |= set(opened.unreadable)
-        for part in sorted({each.parent for each in files if each.suffix == ".distcp"}):
+        parts = sorted({each.parent for each in files if each.suffix == ".distcp"})
+        for part in parts:
             self._check_shards(part)
+        if self.path.is_dir() and sizes and not any(sizes) and not parts:
+            self._add(Problem.INCOMPLETE, self.path, None, "has no tensors in its files of weights")
         self._check_tie(folder, weights)
         self._check_indices({*weights, *unreadable})
         self._compare_record()

@@ -94,7 +94,7 @@ class Policy:
     rewind_lr_factor: float = setting(
         1.0,
         "Multiply the learning rate by this after a rewind, until the next snapshot. A rate that is shown to be too high is divided by 10 "
-        "for the rest of the run, whatever this says.",
+        "for the rest of the run, and by 100 and 10,000 more if that is not enough, whatever this says.",
         above=0,
         at_most=1,
     )

@@ -371,7 +371,7 @@ def test_a_run_is_scanned_checkpoint_by_checkpoint(tmp_path):
         folder = tmp_path / f"checkpoint-{step}"
         folder.mkdir()
         save_file({"w": planted(NAN if step == 20 else 1.0)}, folder / "model.safetensors")
-        (folder / "trainer_state.json").write_text("{}")
+        (folder / "trainer_state.json").write_text('{"global_step": 4}')
     assert [finding.file for finding in scan_checkpoint(tmp_path).findings] == ["checkpoint-20/model.safetensors"]
 
 
@@ -424,7 +424,7 @@ def make_engine_checkpoint(folder, num_ranks=3):
     inner = folder / "global_step4"
     inner.mkdir(parents=True)
     (folder / "latest").write_text("global_step4")
-    (folder / "trainer_state.json").write_text("{}")
+    (folder / "trainer_state.json").write_text('{"global_step": 4}')
     save = {"global_steps": 4, "weight": torch.randn(4)}
     for rank in range(num_ranks):
         torch.save({"cpu": torch.get_rng_state()}, folder / f"rng_state_{rank}.pth")
@@ -437,6 +437,13 @@ ENGINE_DAMAGE = {
     "no latest": (lambda folder: (folder / "latest").unlink(), "no file latest"),
     "another latest": (lambda folder: (folder / "latest").write_text("global_step3"), "no global_step3, which"),
     "a path in latest": (lambda folder: (folder / "latest").write_text("../global_step4"), "which the file latest names"),
+    "no model states": (
+        lambda folder: (
+            save_file({"w": torch.ones(2, 2)}, folder / "model.safetensors"),
+            [path.unlink() for path in (folder / "global_step4").glob("*_model_states.pt")],
+        ),
+        "no model states in global_step4",
+    ),
     "no shard": (lambda folder: next((folder / "global_step4").glob("*_rank_1_*optim*")).unlink(), "shards of rank 1"),
     "no last shard": (lambda folder: next((folder / "global_step4").glob("*_rank_2_*model*")).unlink(), "shards of rank 2"),
 }  # fmt: skip

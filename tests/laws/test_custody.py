@@ -205,6 +205,12 @@ DAMAGE = {
     "no weights": lambda folder: (folder / "model.safetensors").unlink(),
     "no trainer state": lambda folder: (folder / "trainer_state.json").unlink(),
     "truncated trainer state": lambda folder: truncate(folder, "trainer_state.json"),
+    "a state without steps": lambda folder: (folder / "trainer_state.json").write_text("{}"),
+    "weights without tensors": lambda folder: save_file({}, folder / "model.safetensors"),
+    "an empty folder in place of the optimizer": lambda folder: (
+        (folder / "optimizer.pt").unlink(),
+        (folder / "optimizer_0").mkdir(),
+    ),
     "truncated config": lambda folder: truncate(folder, "config.json"),
     "marked as incomplete": lambda folder: (folder / "checkpoint-is-incomplete.txt").touch(),
     "empty folder": lambda folder: (shutil.rmtree(folder), folder.mkdir()),

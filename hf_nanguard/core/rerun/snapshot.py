@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..finite import shard_of
 from ..rng import RngState
 from ..torch_private import StateSlot
 from .buffers import BufferKeeper
@@ -50,6 +51,17 @@ class Weights:
         for parameter, value in saved.items():
             restore_tensor(parameter, value)
             parameter.grad = None
+
+    @torch.no_grad()
+    def measure_change(self, saved: dict[Tensor, HostCopy]) -> tuple[float, float]:
+        """Returns the sums of squares of what has changed since a copy and of the copy itself, on this rank; entries that are
+        not finite now are left out."""
+        changed = size = 0.0
+        for parameter, copied in saved.items():
+            before, now = copied.value.double(), shard_of(parameter.detach()).to("cpu", torch.float64)
+            changed += float(torch.where(now.isfinite(), now - before, 0.0).square().sum())
+            size += float(before.square().sum())
+        return changed, size
 
 
 @dataclass(frozen=True)
@@ -159,6 +171,13 @@ class Snapshot:
         """Copies the state of now, into the memory of another snapshot of the same parts if there is one to spare."""
         before = [None] * len(parts) if reused is None else reused.copies
         return cls(step, num_updates, parts, [part.copy(old) for part, old in zip(parts, before, strict=True)])
+
+    def measure_change(self) -> tuple[float, float]:
+        """Returns how far the parameters of this rank have moved since, and their size: as [`Weights.measure_change`]."""
+        wait_for_copies()
+        pairs = zip(self.parts, self.copies, strict=True)
+        moved = [part.measure_change(saved) for part, saved in pairs if isinstance(part, Weights)]
+        return sum(changed for changed, _ in moved), sum(size for _, size in moved)
 
     def restore(self, step: int) -> None:
         """Puts everything back in place; the run continues with `step`."""

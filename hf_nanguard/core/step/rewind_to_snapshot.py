@@ -7,10 +7,13 @@
 A rewind restores the snapshot and continues with the data stream, so the batches since the snapshot are not used again. The
 number of the step does not go back; the learning rate schedule does. A remedy that was tried on a copy of the bad update and
 worked is applied. Where only batches were bad, the last of them is run again with the restored weights: if it is finite now,
-the updates since the snapshot were the cause, and the learning rate is divided by 10.
+the updates since the snapshot were the cause, and the learning rate is divided by 10; if that was not enough, by 100 more, then by
+10,000 more. Where a few updates have moved the weights by many times their size, it is divided by that as well: a rate that is far
+too high would need more rewinds than a run has.
 """
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +36,10 @@ logger = logging.getLogger("hf_nanguard")
 
 PERIOD = 100
 EARLY = (10, 20, 40)  # a run that fails early has not lost much, but all it had
+FEW_UPDATES = (
+    3  # of which what they did to the weights shows how far the learning rate is off; more may have grown exponentially
+)
+FAR = 1e3  # times the size of the weights: by far more than a rate that is 10 or 100 times too high moves them
 NUM_KEPT = 2  # the older one is for a failure that returns
 SHARE = 0.1  # of the free host memory that snapshots may use by default
 MAX_ROWS = 100
@@ -71,6 +78,7 @@ class Recovery:
         self.num_updates = self.num_rewinds = 0
         self.num_lost = 0  # updates that were taken back
         self.rate_factor = 1.0  # what rewinds have multiplied the learning rate by
+        self.num_lowered = 0  # rewinds that have shown it to be too high
         self.is_slow = False  # whether nanguard_rewind_lr_factor is a part of that now
         self.raises_eps = False
 
@@ -176,12 +184,23 @@ class Recovery:
         self.num_rewinds += 1
         num_lost = self.num_updates - snapshot.num_updates
         rows = self._gather_rows(snapshot.step)
+        moved = self._measure_update(snapshot, num_lost)
         self._restore(snapshot, step)
         remedy = self._choose_remedy(failure, repeats)
-        self._apply(remedy)
+        divisor = self._apply(remedy, moved)
         if failure.event is not None:
-            self.journal.write_once(self._describe(failure.event, snapshot, num_lost, rows, remedy))
+            self.journal.write_once(self._describe(failure.event, snapshot, num_lost, rows, remedy, divisor))
         return None
+
+    def _measure_update(self, snapshot: Snapshot, num_lost: int) -> float:
+        """Returns by how many times their size an update since a snapshot has moved the weights; 1 if that is not many, or
+        there were too many updates to tell."""
+        if not 0 < num_lost <= FEW_UPDATES:
+            return 1.0
+        reports = self.journal.ranks.gather(snapshot.measure_change())
+        changed, size = (sum(values) for values in zip(*reports, strict=True))
+        moved = math.sqrt(changed / size) / num_lost if size else 0.0
+        return moved if moved > FAR else 1.0
 
     def _give_up(self, failure: Failure, snapshot: Snapshot | None, step: int) -> str | None:
         """Does what is done without a rewind; returns why the run has to halt, `None` if it goes on."""
@@ -204,16 +223,21 @@ class Recovery:
             return "smaller_lr"
         return None if repeats is None or repeats() else "smaller_lr"
 
-    def _apply(self, remedy: str | None) -> None:
-        """Changes the settings of the optimizer, beside those that earlier rewinds have changed."""
+    def _apply(self, remedy: str | None, moved: float) -> float:
+        """Changes the settings of the optimizer, beside those that earlier rewinds have changed; returns what the learning rate
+        was divided by. An update has `moved` the weights by that many times their size."""
+        divisor = 1.0
         self.raises_eps |= remedy == "larger_eps"
         if self.raises_eps and self.optimizer is not None:
             raise_eps(self.optimizer)
         if remedy == "smaller_lr":
-            self._scale(SMALLER)
+            divisor = moved * SMALLER ** -(2**self.num_lowered)
+            self._scale(1 / divisor)
+            self.num_lowered += 1
         if self.policy.rewind_lr_factor < 1.0:
             self._scale(self.policy.rewind_lr_factor)
             self.is_slow = True
+        return divisor
 
     def _scale(self, factor: float) -> None:
         if self.optimizer is not None:
@@ -256,12 +280,17 @@ class Recovery:
         mine = [int(row) for rows in held for row in (rows.tolist() if isinstance(rows, Tensor) else rows)]
         return list(dict.fromkeys(row for rows in self.ranks.gather(mine) for row in rows))
 
-    def _describe(self, event: Event, snapshot: Snapshot, num_lost: int, rows: list[int], remedy: str | None) -> Event:
+    def _describe(
+        self, event: Event, snapshot: Snapshot, num_lost: int, rows: list[int], remedy: str | None, divisor: float
+    ) -> Event:
         message = (
             f"{event.message.rstrip('.')}. Rewound to the state before step {snapshot.step} (rewind {self.num_rewinds} of "
             f"{self.policy.max_rewinds}): {_format_updates(num_lost)} taken back, and the batches since then are left out."
         )
-        changes = {"larger_eps": " eps was raised.", "smaller_lr": " The learning rate was divided by 10."}
+        changes = {
+            "larger_eps": " eps was raised.",
+            "smaller_lr": f" The learning rate was divided by {divisor:{',.0f' if divisor < 1e6 else '.2g'}}.",
+        }
         message += changes.get(remedy or "", "")
         window: dict[str, JsonValue] = {
             "snapshot_step": snapshot.step, "lost_updates": num_lost, "num_rows": len(rows), "rewinds": self.num_rewinds,

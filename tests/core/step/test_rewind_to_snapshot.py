@@ -269,6 +269,35 @@ def test_bad_steps_that_are_finite_with_earlier_weights_lower_the_rate():
     assert_same(loop.everything(), plain.everything())
 
 
+def test_a_rate_that_is_still_too_high_is_lowered_further():
+    loop = Exploding().guarded(Policy(snapshot_steps=2, max_bad_steps=2, autopsy=False))
+    groups = make_groups(30, 2)
+    loop.run(groups[:7])
+    for begin in (7, 14, 21):
+        with torch.no_grad():
+            loop.model.last.weight.fill_(50.0)
+        loop.run(groups[begin : begin + 2])
+        loop.run(groups[begin + 2 : begin + 7])
+    rewinds = [event for event in loop.events if event["action"] == "rewound"]
+    assert [event["message"].rpartition("divided by ")[2] for event in rewinds] == ["10.", "100.", "10,000."]
+    assert loop.scheduler.base_lrs == pytest.approx([0.05 * 1e-7])
+
+
+@pytest.mark.parametrize("rate", [1e6, 1e12, 1e20])
+def test_a_rate_that_is_absurd_needs_one_rewind(rate):
+    """The first update throws the weights far away, and every batch is non-finite after it."""
+    loop = Exploding("adamw").guarded(Policy(max_bad_steps=2, autopsy=False))
+    for group in loop.optimizer.param_groups:
+        group["lr"] = group["initial_lr"] = rate
+    loop.scheduler.base_lrs = [rate]
+    before = loop.optimizer.param_groups[0]["lr"]
+    loop.run(make_groups(20, 1))
+    [event] = [event for event in loop.events if event["action"] == "rewound"]
+    assert event["values"]["applied"] == "smaller_lr"
+    assert "The learning rate was divided by" in event["message"]
+    assert loop.optimizer.param_groups[0]["lr"] < before / rate
+
+
 def test_bad_steps_that_stay_bad_do_not():
     loop = Loop().guarded(Policy(snapshot_steps=2, max_bad_steps=2, autopsy=False))
     loop.run(make_groups(7, 1, {(3, 0): "loss", (4, 0): "loss"}))
