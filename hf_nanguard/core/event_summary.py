@@ -30,11 +30,12 @@ class EventKind:
         """Returns the kind of one event. A field of another type than the schema says counts as missing."""
         culprit, autopsy = _dict(event.get("culprit")), _dict(_dict(event.get("values")).get("autopsy"))
         places = (_text(culprit.get(name)) for name in ("module", "term", "reward_function", "source", "parameter"))
-        remedies = map(_dict, _list(event.get("remedies")))
+        remedies, action = map(_dict, _list(event.get("remedies"))), str(event.get("action"))
         return cls(
-            str(event.get("signal")), str(event.get("action")), _text(event.get("cause")), next(filter(None, places), None),
+            str(event.get("signal")), action, _text(event.get("cause")), next(filter(None, places), None),
             steps=[step for step in [event.get("step")] if isinstance(step, int)],
-            rows={row for row in _list(culprit.get("rows")) if isinstance(row, int)},
+            # those of a rewind are the rows that the run leaves out, good ones among them
+            rows={row for row in _list(culprit.get("rows")) if isinstance(row, int)} if action != Action.REWOUND else set(),
             clears_data=autopsy.get("scope") == "every_sample",
             remedies={str(remedy.get("name")): None for remedy in remedies if remedy.get("works") is True},
         )  # fmt: skip

@@ -6,6 +6,7 @@ host read.
 
 import random
 import sys
+from copy import deepcopy
 from ctypes import string_at
 from dataclasses import dataclass
 from typing import Any
@@ -52,3 +53,58 @@ class RngState:
         random.setstate(self.python)
         if self.numpy is not None:
             sys.modules["numpy"].random.set_state(self.numpy)
+
+
+Generator = Any  # of torch, of Python or of NumPy: these have no type in common
+
+
+def is_generator(value: object) -> bool:
+    """Returns whether a value is a generator of random numbers whose state can be put back."""
+    if isinstance(value, random.Random):
+        return not isinstance(value, random.SystemRandom)
+    numpy = sys.modules.get("numpy")
+    is_old_numpy = numpy is not None and isinstance(value, numpy.random.RandomState)
+    return isinstance(value, torch.Generator) or is_old_numpy or _is_new_numpy(value)
+
+
+def _is_new_numpy(generator: Generator) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(generator, numpy.random.Generator)
+
+
+class OwnGenerator:
+    """The state of a generator that code has for itself."""
+
+    def __init__(self, generator: Generator):
+        self.generator = generator
+        self.state = self._read()
+
+    def _read(self) -> Any:
+        if _is_new_numpy(self.generator):
+            return deepcopy(self.generator.bit_generator.state)
+        return self.generator.getstate() if isinstance(self.generator, random.Random) else self.generator.get_state()
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether it was used since."""
+        return _flat(self._read()) != _flat(self.state)
+
+    def restore(self) -> None:
+        """Puts the state back."""
+        if _is_new_numpy(self.generator):
+            self.generator.bit_generator.state = deepcopy(self.state)
+        elif isinstance(self.generator, random.Random):
+            self.generator.setstate(self.state)
+        else:
+            self.generator.set_state(self.state)
+
+
+def _flat(state: Any) -> Any:
+    """Returns a state without tensors and arrays, whose `==` is no single answer."""
+    if isinstance(state, Tensor):
+        return string_at(state.data_ptr(), state.nbytes)
+    if isinstance(state, dict):
+        return {key: _flat(value) for key, value in state.items()}
+    if isinstance(state, tuple):
+        return tuple(map(_flat, state))
+    return state.tobytes() if hasattr(state, "tobytes") else state

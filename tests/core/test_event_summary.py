@@ -101,3 +101,8 @@ def test_an_event_of_another_shape_is_counted_by_what_it_has(field, value):
     summary = EventSummary()
     summary.add({**overflow(5).as_dict(), field: value})
     assert field == "step" or summary.format()[0].startswith("1 x ")
+
+
+def test_rows_that_a_rewind_leaves_out_are_not_named():
+    event = replace(overflow(5, rows=[17]), action=Action.REWOUND)
+    assert "17" not in summary_of(event).format()[0]

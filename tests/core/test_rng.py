@@ -3,9 +3,10 @@
 import random
 
 import numpy as np
+import pytest
 import torch
 
-from hf_nanguard.core.rng import RngState
+from hf_nanguard.core.rng import OwnGenerator, RngState, is_generator
 from hf_nanguard.testing import OperationCounter
 
 
@@ -62,3 +63,30 @@ def test_two_states_are_equal_unless_something_was_drawn_between():
         assert (count.num_reads, count.num_ops) == (0, 0)
         drawn()
         assert state != RngState.capture()
+
+
+@pytest.mark.parametrize(
+    ("make", "draw_one"),
+    [
+        (torch.Generator, lambda generator: torch.rand((), generator=generator).item()),
+        (random.Random, lambda generator: generator.random()),
+        (np.random.default_rng, lambda generator: generator.random()),
+        (lambda: np.random.Generator(np.random.MT19937()), lambda generator: generator.random()),
+        (np.random.RandomState, lambda generator: generator.rand()),
+    ],
+)
+def test_a_generator_of_ones_own_goes_on_as_if_nothing_had_been_drawn(make, draw_one):
+    generator = make()
+    assert is_generator(generator)
+    state = OwnGenerator(generator)
+    assert not state.is_changed
+    first = [draw_one(generator) for _ in range(2)]
+    assert state.is_changed
+    for _ in range(2):
+        state.restore()
+        assert not state.is_changed
+        assert [draw_one(generator) for _ in range(2)] == first
+
+
+def test_what_has_no_state_is_no_generator():
+    assert not any(map(is_generator, (random.SystemRandom(), random, iter([1]), None, torch.zeros(1))))

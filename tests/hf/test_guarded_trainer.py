@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from hf_nanguard import (
     GuardedTrainer,
     GuardedTrainerMixin,
     GuardedTrainingArguments,
+    NonFiniteError,
     attach,
     guarded,
 )
@@ -487,3 +489,26 @@ def test_what_is_called_by_hand_is_the_hosts(tmp_path):
         seen.append((sorted(batch), loss.item(), [p.grad.sum().item() for p in trainer.model.parameters()]))
     assert seen[0] == seen[1]
     assert not trainers[1].nanguard.guard.group.micro_batches
+
+
+@pytest.mark.parametrize("num_bad", [1, 99])
+def test_a_schedule_that_returns_nan_costs_its_steps_and_never_the_weights(num_bad, tmp_path):
+    class Broken(Trainer):
+        def create_scheduler(self, num_training_steps, optimizer=None):
+            bad = range(2, 2 + num_bad)
+            rate = lambda step: math.nan if step in bad else 1.0  # noqa: E731
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
+            return self.lr_scheduler
+
+    guard = GuardArguments(nanguard_max_bad_steps=3, nanguard_doctor="off")
+    trainer = build("plain", tmp_path, Broken, extra={"guard": guard}, max_steps=6)
+    if num_bad == 1:
+        trainer.train()
+        assert trainer.lr_scheduler.last_epoch == 6
+    else:
+        with pytest.raises(NonFiniteError, match="the learning rate of the optimizer is nan"):
+            trainer.train()
+    skipped = [event for event in events_of(trainer) if event["signal"] == "optimizer_nonfinite"]
+    assert [(event["step"], event["action"]) for event in skipped][:3] == [(n, "skipped") for n in (2, 3, 4)[:num_bad]]
+    assert not any(event["action"] == "rewound" for event in events_of(trainer))
+    assert all(bool(parameter.isfinite().all()) for parameter in trainer.model.parameters())

@@ -208,6 +208,79 @@ def test_attributes_that_a_forward_writes_leave_no_trace(accumulation, tmp_path)
     assert torch.equal(found.mean, wanted.mean)
 
 
+class Centered(torch.nn.Module):
+    """Outside the model: a center in a buffer, which follows the loss, and a plain counter."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, loss):
+        self.center.mul_(0.9).add_(0.1 * loss.detach())
+        self.calls += 1
+        return loss * (1 + self.center / 10)
+
+
+class Remembering(stock_class("plain")):
+    """Its loss draws from generators of its own, and depends on what it wrote outside the model before."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.criterion, self.baseline, self.history = Centered(), None, []
+        self.generators = [torch.Generator().manual_seed(1), random.Random(2)]
+        self.numbers, self.old_numbers = np.random.default_rng(3), np.random.RandomState(4)
+
+    def compute_loss(self, *args, **kwargs):
+        loss = self.criterion(super().compute_loss(*args, **kwargs))
+        self.baseline = loss.detach() if self.baseline is None else 0.9 * self.baseline + 0.1 * loss.detach()
+        self.history.append(len(self.history))
+        ours, pythons = self.generators
+        drawn = torch.rand((), generator=ours) + pythons.random() + self.numbers.random() + self.old_numbers.rand()
+        return loss * (1 + drawn / 10 + self.baseline / 10 + len(self.history) / 100)
+
+
+@pytest.mark.parametrize(("step", "accumulation"), [(0, 3), (2, 1), (2, 3)])
+def test_what_a_loss_writes_outside_the_model_leaves_no_trace(step, accumulation, tmp_path):
+    settings, place = {"gradient_accumulation_steps": accumulation}, (step, accumulation - 1)
+    reference = build("plain", tmp_path / "reference", without(Remembering, place), guard=False, **settings)
+    expected = _run(reference)
+    ours = build("plain", tmp_path / "ours", Remembering, **settings)
+    plant(ours, Fault("loss", *place))
+    assert_same(_run(ours), expected)
+    assert [event["signal"] for event in events_of(ours)] == ["loss_nonfinite"]
+    assert torch.equal(ours.criterion.center, reference.criterion.center)
+    assert torch.equal(ours.baseline, reference.baseline)
+    assert (ours.criterion.calls, ours.history) == (reference.criterion.calls, reference.history)
+
+
+class MeanLoss:
+    """A loss that is an object with what it has seen; NaN for one row."""
+
+    def __init__(self):
+        self.mean, self.calls = torch.zeros(()), 0
+
+    def __call__(self, outputs, labels, num_items_in_batch=None):
+        loss = torch.nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
+        loss = loss * (NAN if int(labels[0, 0]) == 3 + 4 else 1)
+        self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        self.calls += 1
+        return loss * (1 + self.mean)
+
+
+def test_a_loss_that_is_an_object_forgets_a_bad_batch(tmp_path):
+    theirs, mine = MeanLoss(), MeanLoss()
+    settings = {"gradient_accumulation_steps": 1, "train_sampling_strategy": "sequential"}
+    reference = without(stock_class("plain"), (2, 0))
+    expected = _run(
+        build("plain", tmp_path / "reference", reference, guard=False, extra={"compute_loss_func": theirs}, **settings)
+    )
+    ours = build("plain", tmp_path / "ours", extra={"compute_loss_func": mine}, **settings)
+    assert_same(_run(ours), expected)
+    assert [event["culprit"]["rows"] for event in events_of(ours)] == [[4]]
+    assert (mine.calls, float(mine.mean)) == (theirs.calls, float(theirs.mean))
+
+
 def test_a_loss_of_ones_own_may_ignore_minus_one(tmp_path):
     value = -1
 

@@ -58,7 +58,11 @@ class Budget:
             return suspect.find_origin()
         finally:
             timer.cancel()
-            self.deadline = time.monotonic() + self.seconds
+            self.begin()
+
+    def begin(self) -> None:
+        """Starts the countdown."""
+        self.deadline = time.monotonic() + self.seconds
 
     def enter(self, stage: str) -> None:
         """Names what the next replays are for."""

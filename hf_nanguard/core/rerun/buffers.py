@@ -1,12 +1,13 @@
 """What the passes of a group write, kept so that it can be put back: buffers (BatchNorm statistics), parameters (a momentum
-encoder, weights that are moved uphill), plain attributes of modules, and what an optimizer inside the loop's own step updates.
+encoder, weights that are moved uphill), plain attributes of modules, what an optimizer inside the loop's own step updates, and
+what a loss writes outside the model.
 
 Which ones those are is learned, from torch's write counters and, once, from the values: all buffers and attributes are kept
 for the first group, afterwards only those that a group has written. A model whose passes write nothing costs nothing.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,9 @@ from torch.optim import Optimizer
 
 from ..torch_private import StateSlot, is_norm_layer, list_state_slots, write_count
 from .host_copy import HostCopy, OptimizerState, copy_tensor, count_bytes, find_tensors, restore_tensor, wait_for_copies
-from .kept_attributes import KeptAttributes, keep_module
+from .kept_attributes import KeptAttributes, WatchedAttributes, keep_module
 
-MOST_BYTES = 2**30  # of trained weights, and of optimizers, that are copied each step; a rewind repairs larger ones
+MOST_BYTES = 2**30  # of weights, and of optimizers, that are copied each step; a rewind repairs larger ones
 
 
 class KeptOptimizer:
@@ -41,17 +42,21 @@ class KeptOptimizer:
 
 
 class BufferKeeper:
-    """Keeps and restores what the passes of a group write beside gradients."""
+    """Keeps and restores what the passes of a group write beside gradients.
 
-    def __init__(self, model: nn.Module):
-        self.model = model
-        self.slots = list_state_slots(model)
+    `others` are modules outside the model that a loss uses, `watched` the attributes of other objects that it may write.
+    """
+
+    def __init__(self, model: nn.Module, others: Sequence[nn.Module] = (), watched: Sequence[WatchedAttributes] = ()):
+        self.model, self.others = model, others
+        self.watched = list(watched)
+        self.slots = [slot for root in (model, *others) for slot in list_state_slots(root)]
         # Fused batch norm kernels write their running statistics without counting it.
         self.written = {i for i, slot in enumerate(self.slots) if slot.is_buffer and is_norm_layer(slot.module)}
         self.seen: dict[int, tuple[int, int, int]] = {}  # what identifies the tensor of each slot, and its writes
         self.kept: list[tuple[StateSlot, Tensor, Tensor]] = []  # each with the tensor and a copy
         bare = model.module if isinstance(model, (DistributedDataParallel, nn.DataParallel)) else model
-        self.modules = list(bare.modules())
+        self.modules = list(dict.fromkeys(module for root in (bare, *others) for module in root.modules()))
         self.writers: set[nn.Module] = set()  # whose attributes were put back
         self.attributes: list[KeptAttributes] = []
         self.optimizers: dict[Optimizer, KeptOptimizer] = {}  # that step inside the group
@@ -69,16 +74,26 @@ class BufferKeeper:
         if self.num_groups == 1:
             uncounted = {id(slot) for slot, tensor, value in before if not _is_same(tensor, value)}  # through `.data`
             self.written |= {i for i, slot in enumerate(self.slots) if id(slot) in uncounted}
-            self.modules = [k.owner for k in attributes if k.is_changed or k.owner in self.writers]
+            self.modules = [k.owner for k in attributes if k.changed or k.owner in self.writers]
         self.num_groups += 1
         tensors = {i: tensor for i, slot in enumerate(self.slots) if (tensor := slot.get()) is not None}
         self.seen = {i: _identify(tensor) for i, tensor in tensors.items()}
         chosen = [i for i in tensors if i in self.written or (first and self.slots[i].is_buffer)]
-        trained = {i for i in chosen if tensors[i].requires_grad}
-        if sum(count_bytes(tensors[i]) for i in trained) > MOST_BYTES:
-            chosen = [i for i in chosen if i not in trained]
+        weights = {i for i in chosen if not self.slots[i].is_buffer}
+        if sum(count_bytes(tensors[i]) for i in weights) > MOST_BYTES:
+            chosen = [i for i in chosen if i not in weights]
         self.kept = [(self.slots[i], tensors[i], tensors[i].clone()) for i in chosen]
         self.attributes = [keep_module(module) for module in self.modules]
+        for watched in self.watched:
+            watched.begin_group()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Surrounds a call of the loss, which may write the attributes of the watched objects."""
+        with ExitStack() as stack:
+            for watched in self.watched:
+                stack.enter_context(watched.around())
+            yield
 
     def note_writes(self) -> None:
         """Notes what the group has written, once its passes are done and before its optimizer steps."""
@@ -104,9 +119,10 @@ class BufferKeeper:
 
     def keep_apart(self) -> "BufferKeeper":
         """Returns another keeper of the values of now."""
-        other = BufferKeeper(self.model)
+        other = BufferKeeper(self.model, self.others)
         other.written |= self.written if len(other.slots) == len(self.slots) else set()
         other.keep()
+        other.attributes += [watched.copy() for watched in self.watched]
         for optimizer in self.optimizers:
             other.keep_optimizer(optimizer)
         return other
@@ -117,9 +133,11 @@ class BufferKeeper:
         for optimizer in self.optimizers.values():
             optimizer.restore()
         for attributes in self.attributes:
-            if self.num_groups == 1 and attributes.is_changed:
+            if self.num_groups == 1 and attributes.changed:
                 self.writers.add(attributes.owner)
             attributes.restore()
+        for watched in self.watched:
+            watched.restore()
         for slot, tensor, value in self.kept:
             if slot.get() is not tensor or not _is_same(tensor, value):
                 slot.put(tensor)
@@ -129,12 +147,12 @@ class BufferKeeper:
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Makes `restore` do nothing inside the block, while other tensors stand in for the buffers."""
-        before = self.kept, self.attributes, self.optimizers
-        self.kept, self.attributes, self.optimizers = [], [], {}
+        before = self.kept, self.attributes, self.optimizers, self.watched
+        self.kept, self.attributes, self.optimizers, self.watched = [], [], {}, []
         try:
             yield
         finally:
-            self.kept, self.attributes, self.optimizers = before
+            self.kept, self.attributes, self.optimizers, self.watched = before
 
 
 def _identify(tensor: Tensor) -> tuple[int, int, int]:

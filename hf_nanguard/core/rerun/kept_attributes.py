@@ -2,7 +2,7 @@
 
 TRL's losses append to metric lists, count tokens and replace attributes; modules hold counters, caches and running means of
 their own beside parameters and buffers. Attributes are put back by reference; the contents of small containers, small
-tensors and generators, also those inside containers, by value.
+tensors and generators (of torch, Python and NumPy), also those inside containers, by value.
 """
 
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..rng import Generator, OwnGenerator, is_generator
 from ..torch_private import write_count
 
 DATA = ("train_dataset", "eval_dataset", "callback_handler", "_eval_dataloaders")
@@ -59,29 +60,30 @@ def _is_small_container(value: Any) -> bool:
 class Written:
     """A tensor or generator as it was, put back only if somebody wrote it."""
 
-    def __init__(self, holder: Tensor | torch.Generator):
+    def __init__(self, holder: Tensor | Generator):
         self.holder = holder
-        self.value = holder.detach().clone() if isinstance(holder, Tensor) else holder.get_state()
+        self.generator = None if isinstance(holder, Tensor) else OwnGenerator(holder)
+        self.value = holder.detach().clone() if isinstance(holder, Tensor) else None
         self.version = write_count(holder) if isinstance(holder, Tensor) else None
 
     @property
     def is_changed(self) -> bool:
-        if isinstance(self.holder, torch.Generator):
-            return not torch.equal(self.holder.get_state(), self.value)
-        return write_count(self.holder) != self.version
+        if isinstance(self.holder, Tensor):
+            return write_count(self.holder) != self.version
+        return self.generator is not None and self.generator.is_changed
 
     @torch.no_grad()
     def restore(self) -> object:
         """Puts the value back and returns what holds it."""
-        if isinstance(self.holder, torch.Generator):
-            self.holder.set_state(self.value)
-        elif write_count(self.holder) != self.version:
+        if self.generator is not None:
+            self.generator.restore()
+        elif isinstance(self.holder, Tensor) and self.value is not None and self.is_changed:
             self.holder.copy_(self.value)
         return self.holder
 
 
 def _can_be_written(value: Any) -> bool:
-    if isinstance(value, torch.Generator):
+    if is_generator(value):
         return True
     plain = type(value) is Tensor and value.layout is torch.strided and not value.is_inference()
     return plain and not value.requires_grad and value.numel() < LARGE
@@ -97,34 +99,82 @@ def _keep(value: Any, above: tuple[int, ...] = ()) -> object:
 class KeptAttributes:
     """The attributes of an object as they were: the contents of some, the others by reference, and some not at all."""
 
-    def __init__(self, owner: Any, by_reference: Collection[str] = (), ignored: Collection[str] = ()):
+    def __init__(
+        self,
+        owner: Any,
+        by_reference: Collection[str] = (),
+        ignored: Collection[str] = (),
+        only: Collection[str] | None = None,
+    ):
         self.owner = owner
         self.ignored = {*ignored}
-        self.before = {name: value for name, value in vars(owner).items() if name not in self.ignored}
-        own = [value for name, value in self.before.items() if name not in by_reference]
-        self.contents: list[Kept | Written] = [
-            kept for value in own if isinstance(kept := _keep(value), (Kept, Written))
-        ]
+        self.only = None if only is None else {*only}
+        self.before = {name: value for name, value in vars(owner).items() if self._is_kept(name)}
+        kept = {name: _keep(value) for name, value in self.before.items() if name not in by_reference}
+        self.contents = {name: each for name, each in kept.items() if isinstance(each, (Kept, Written))}
+
+    def _is_kept(self, name: str) -> bool:
+        return name not in self.ignored and (self.only is None or name in self.only)
 
     @property
-    def _added(self) -> set[str]:
-        return vars(self.owner).keys() - self.before.keys() - self.ignored
+    def changed(self) -> set[str]:
+        """The names of attributes that are others now, or have other contents."""
+        now = vars(self.owner)
+        added = {name for name in now if self._is_kept(name)} - self.before.keys()
+        replaced = {name for name, value in self.before.items() if now.get(name, self) is not value}
+        return added | replaced | {name for name, kept in self.contents.items() if kept.is_changed}
 
-    @property
-    def is_changed(self) -> bool:
-        """Whether an attribute, or the contents of one, is another one now."""
-        replaced = any(vars(self.owner).get(name, self) is not value for name, value in self.before.items())
-        return replaced or bool(self._added) or any(kept.is_changed for kept in self.contents)
+    def restore(self, only: Collection[str] | None = None) -> None:
+        """Puts all of them back, or only some."""
+        for name in self.changed if only is None else self.changed & {*only}:
+            if name not in self.before:
+                delattr(self.owner, name)
+                continue
+            if vars(self.owner).get(name, self) is not self.before[name]:
+                setattr(self.owner, name, self.before[name])
+            if name in self.contents:
+                self.contents[name].restore()
+
+
+class WatchedAttributes:
+    """The attributes of an object that one function writes, where others write other attributes of it.
+
+    Which ones the function writes is learned from its calls in the first group; only these are kept and put back.
+    """
+
+    def __init__(self, owner: Any, ignored: Collection[str] = ()):
+        self.owner = owner
+        self.ignored = {*ignored}
+        self.written: set[str] = set()
+        self.kept: KeptAttributes | None = None  # as they were before the first call in this group
+        self.learns = True
+        self.has_called = False
+
+    def begin_group(self) -> None:
+        """Begins another group of calls."""
+        self.learns = self.learns and not self.has_called
+        self.kept = None
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Surrounds a call of the function."""
+        self.has_called = True
+        before = KeptAttributes(self.owner, DATA, self.ignored) if self.learns else None
+        if self.kept is None:
+            self.kept = before or self.copy()
+        try:
+            yield
+        finally:
+            self.written |= set() if before is None else before.changed
+
+    def copy(self) -> KeptAttributes:
+        """Returns the attributes that the function writes, as they are now."""
+        return KeptAttributes(self.owner, only=self.written)
 
     def restore(self) -> None:
-        """Puts all of them back."""
-        for name in self._added:
-            delattr(self.owner, name)
-        for name, value in self.before.items():
-            if vars(self.owner).get(name, self) is not value:
-                setattr(self.owner, name, value)
-        for kept in self.contents:
-            kept.restore()
+        """Puts back what the function has written in this group."""
+        if self.kept is not None:
+            self.kept.restore(self.written)
 
 
 def keep_module(module: nn.Module) -> KeptAttributes:
@@ -145,9 +195,10 @@ def untouched_modules(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def untouched(owner: object, by_reference: Collection[str] = DATA) -> Iterator[None]:
-    """Leaves the attributes of `owner`, and the contents of those not named, as they were before the block."""
-    kept = KeptAttributes(owner, by_reference)
+def untouched(owner: object, by_reference: Collection[str] = DATA, ignored: Collection[str] = ()) -> Iterator[None]:
+    """Leaves the attributes of `owner` that are not ignored, and the contents of those not named, as they were before the
+    block."""
+    kept = KeptAttributes(owner, by_reference, ignored)
     try:
         yield
     finally:

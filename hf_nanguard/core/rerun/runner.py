@@ -33,6 +33,8 @@ from .loss_mark import mark_shard, marked_backward
 from .micro_batch import AccumulationGroup, MicroBatch, Payload, Weight
 from .traceless_skip import clear_gradients, forget_unscale
 
+SETTINGS = ("lr", "weight_decay", "eps", "momentum")  # of a group of parameters
+
 
 def same_on_all_ranks(norm: Tensor) -> Tensor:
     """Returns the norm as a value that every rank has; for a sharded model this takes one small reduction.
@@ -102,6 +104,14 @@ class Runner(ABC, Generic[Payload, Weight]):
         return sum(losses) if losses else math.nan
 
     left_out: frozenset[str] = frozenset()  # the terms left out of the loss of the micro-batch that is being run again
+
+    @property
+    def bad_setting(self) -> tuple[str, float] | None:
+        """Name and value of a number of the optimizer that is not finite, such as a learning rate; one that is a tensor is not
+        looked at."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        values = ((name, group.get(name)) for group in groups for name in SETTINGS)
+        return next(((n, v) for n, v in values if isinstance(v, float) and not math.isfinite(v)), None)
 
     # ---- what an autopsy needs ----
 

@@ -66,7 +66,7 @@ class Weights:
 
 @dataclass(frozen=True)
 class ModuleCopy:
-    """Buffers and frozen parameters, each with its tensor and a copy, and attributes of modules."""
+    """Buffers and frozen parameters, each with its tensor and a copy, and attributes that passes write."""
 
     tensors: list[tuple[StateSlot, Tensor, HostCopy]]
     attributes: list[KeptAttributes]
@@ -88,7 +88,8 @@ class Modules:
             if tensor is not None and not tensor.is_meta
             if (index in keeper.written and not tensor.requires_grad) or (slot.is_buffer and tensor.numel() < SMALL)
         ]
-        return ModuleCopy(chosen, [keep_module(module) for module in keeper.modules])
+        attributes = [keep_module(module) for module in keeper.modules]
+        return ModuleCopy(chosen, attributes + [watched.copy() for watched in keeper.watched])
 
     def restore(self, saved: ModuleCopy, step: int) -> None:
         for attributes in saved.attributes:

@@ -329,6 +329,8 @@ class Guard:
         if not outcome.stepped or outcome.failure is not None:
             if before is not None:
                 before.restore()
+            if self.scheduler is not None and outcome.moves_schedule:
+                self.scheduler.step()
             return outcome
         self._clip(runner, outcome)
         self.begin_update(outcome)

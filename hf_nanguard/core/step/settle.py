@@ -118,6 +118,8 @@ class Settlement:
             return self.containment.contain(reading, runner)
         if finite:
             self.counter.count_norm(reading.norm)
+        if (bad := runner.bad_setting) is not None and self.policy.acts:
+            return self._skip_setting(reading, runner, *bad)
         report = self._examine_spike(reading, runner) if finite else SpikeReport(None)
         outcome = self._act(reading, runner, report, zero_is_news)
         if report.has_news:  # no spike of this step is reported, or not yet
@@ -139,6 +141,23 @@ class Settlement:
         self.norms.add(reading.step, reading.norm)
         self._emit_zero(reading, zero_is_news)
         return StepOutcome(norm=reading.norm_dev)
+
+    def _skip_setting(self, reading: StepReading, runner: Runner, name: str, value: float) -> StepOutcome:
+        """Skips an update with a setting that would make all weights non-finite. The schedule goes on, which may have made it;
+        a rewind would come to the same place again, so if it stays so the run halts."""
+        shown = "learning rate" if name == "lr" else name
+        message = (
+            f"the {shown} of the optimizer is {value} at step {reading.step}, so the update would make the weights non-finite; "
+            "look at the schedule, or at what else sets it"
+        )
+        event = Event(
+            reading.step, Signal.OPTIMIZER_NONFINITE, Action.SKIPPED, message,
+            values={name: value}, culprit=Culprit(phase="optimizer"),
+        )  # fmt: skip
+        self.journal.write_once(event)
+        outcome = self.containment.skip(reading, runner, event.signal, message)
+        halt = None if outcome.failure is None else outcome.failure.reason
+        return replace(outcome, failure=None, halt=halt, moves_schedule=True)
 
     def _examine_spike(self, reading: StepReading, runner: Runner) -> SpikeReport:
         """Examines a step that is out of line, before its event is written."""

@@ -30,6 +30,7 @@ class StepOutcome:
     scaler_skips: bool = False  # the loss scaler is about to skip it, as it does while it searches its scale
     failure: Failure | None = None  # why the run cannot continue from its current state; the caller rewinds or halts it
     rewound: bool = False  # whether the run went back to a snapshot after the step
+    moves_schedule: bool = False  # whether the schedule goes on although the step is skipped, because it is to blame
 
 
 @dataclass(frozen=True)

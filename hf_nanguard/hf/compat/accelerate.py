@@ -178,13 +178,13 @@ class Exchange:
         return self.counted(self.forwards, self.calls)
 
 
-def bypass_optimizer(optimizer: Any) -> None:
-    """Makes the step that is about to come a no-op for the optimizer, the loss scaler and the schedule alike.
+def bypass_optimizer(optimizer: Any, holds_schedule: bool = True) -> None:
+    """Makes the step that is about to come a no-op for the optimizer, the loss scaler and, if it is to be held, the schedule.
 
     Can go when a Trainer can be told not to step.
     """
     GradientState()._set_sync_gradients(False)
-    optimizer._is_overflow = True  # the Trainer asks `step_was_skipped` before it steps the schedule
+    optimizer._is_overflow = holds_schedule  # the Trainer asks `step_was_skipped` before it steps the schedule
 
 
 def is_bypassed(optimizer: object) -> bool:

@@ -1,5 +1,8 @@
 """What the class of a trainer says about its loss, each private host name with the condition under which it can go."""
 
+from functools import partial
+from types import FunctionType, MethodType
+
 from torch import nn
 from transformers import Trainer
 
@@ -36,6 +39,25 @@ def find_own_loss(trainer: HostTrainer) -> list[str]:
     users = [c for c in type(trainer).__mro__ if not c.__module__.startswith((*HOSTS, *OURS))]
     own = {name for name in LOSS_METHODS if name in vars(trainer) or any(name in vars(c) for c in users)}
     return sorted(own | ({"compute_loss_func"} if trainer.compute_loss_func is not None else set()))
+
+
+def find_loss_state(trainer: HostTrainer) -> tuple[list[nn.Module], list[object]]:
+    """Returns what a loss of the user's own may write outside the model: modules that the trainer holds (a criterion with running
+    statistics, a teacher), and objects with attributes, the trainer among them; nothing if the loss is the hosts'.
+
+    Can go together with [`find_own_loss`].
+    """
+    if not find_own_loss(trainer):
+        return [], []
+    function: object = trainer.compute_loss_func
+    while isinstance(function, (partial, MethodType)):
+        function = function.func if isinstance(function, partial) else function.__self__
+    inside = {*trainer.model.modules()}
+    held = [each for each in (*vars(trainer).values(), function) if isinstance(each, nn.Module)]
+    modules = [module for module in dict.fromkeys(held) if inside.isdisjoint(module.modules())]
+    has_attributes = isinstance(function, FunctionType) or "__dict__" in dir(function)
+    is_own = function is not None and function is not trainer and not isinstance(function, nn.Module)
+    return modules, [trainer, *([function] if is_own and has_attributes else [])]
 
 
 def has_own_batches(trainer: HostTrainer) -> bool:

@@ -48,12 +48,15 @@ def clips_in_one_piece(trainer: HostTrainer, model: torch.nn.Module) -> bool:
     return is_hosts and one_norm and not (mixes_meshes is not None and mixes_meshes(model))
 
 
+METRICS = ("_metrics", "_stored_metrics")
+
+
 def metric_lists(trainer: HostTrainer) -> dict[str, list]:
     """Returns the lists of training metrics a TRL trainer collects between two log rows, `{}` for other trainers.
 
     Can go when TRL's trainers have a public metric store.
     """
-    metrics = vars(trainer).get("_metrics", vars(trainer).get("_stored_metrics"))
+    metrics = next((vars(trainer)[name] for name in METRICS if name in vars(trainer)), None)
     return metrics["train"] if isinstance(metrics, dict) and "train" in metrics else {}
 
 

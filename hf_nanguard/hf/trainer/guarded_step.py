@@ -175,7 +175,7 @@ class GuardedStep:
         step = self.trainer.state.global_step
         outcome = self.guard.settle(record.group, runner, step, given, record.is_labelled)
         if not outcome.stepped or outcome.failure is not None:
-            self._skip_optimizer()
+            self._skip_optimizer(not outcome.moves_schedule)
         call("running loss", self._correct_log, outcome, runner)
         call("learning signal", self._observe_signal, record)
         call("held inputs", self._finish_step, record, outcome)
@@ -220,9 +220,9 @@ class GuardedStep:
         compat.set_accumulation_steps(self.trainer, record.group.weight.steps)
         self.recorder.release()
 
-    def _skip_optimizer(self) -> None:
+    def _skip_optimizer(self, holds_schedule: bool = True) -> None:
         self.recorder.skip()
-        compat_accelerate.bypass_optimizer(self.trainer.optimizer)
+        compat_accelerate.bypass_optimizer(self.trainer.optimizer, holds_schedule)
         if compat_accelerate.is_bypassed(self.trainer.optimizer):
             show_zero_gradients(self.trainer.model.parameters())
 

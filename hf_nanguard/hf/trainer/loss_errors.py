@@ -7,8 +7,12 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from torch import nn
 
+from ...boundary import is_of_a_signal
+from ...core.autopsy.evidence.blamed_samples import find_raising
+from ...core.autopsy.evidence.suspect_batch import SuspectBatch
+from ...core.autopsy.examiner import Budget
 from ...core.event import Culprit, Event
-from ...core.rerun.micro_batch import BatchAction, Finding
+from ...core.rerun.micro_batch import BatchAction, Finding, MicroBatch
 from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Signal
 from ...errors import LossMissingError
@@ -17,6 +21,7 @@ from ..compat.accelerate import Exchange, replaced_method
 from ..compat.trainer import lost_loss
 from ..compat.trainer_protocol import HostTrainer
 from .held_inputs import HeldInputs
+from .trainer_runner import TrainerRunner
 
 
 class LossErrors:
@@ -28,8 +33,9 @@ class LossErrors:
 
     def __init__(self, trainer: HostTrainer, guard: Guard):
         self.trainer = trainer
-        self.journal, self.ranks = guard.journal, guard.ranks
-        policy = guard.policy
+        self.guard = guard  # whose group is being recorded
+        self.journal, self.ranks, self.policy = guard.journal, guard.ranks, guard.policy
+        policy = self.policy
         self.drops = policy.acts and policy.on_loss_error == "drop"
         self.needs_replacement = policy.on_loss_error == "drop" and guard.ranks.size > 1
         self.replacement: HeldInputs | None = None  # of a step that went through as it was
@@ -55,31 +61,46 @@ class LossErrors:
         if self.needs_replacement:
             self.replacement = inputs
 
-    def judge(
-        self, error: Exception, index: int, rows: list[int] | None, is_prepared: bool, is_sharded: bool
-    ) -> Finding | None:
+    def judge(self, error: Exception, micro: MicroBatch, runner: TrainerRunner) -> Finding | None:
         """Returns the finding for which a micro-batch is dropped whose loss raised; `None`, after an event, if the error must
-        be raised.
-
-        `is_prepared` says whether its inputs had been prepared, `is_sharded` whether a forward needs every rank.
-        """
+        be raised. The micro-batch has no payload if its inputs had not been prepared."""
         if self.trainer.args.auto_find_batch_size and should_reduce_batch_size(error):
             return None  # the host is about to try a smaller batch
+        is_prepared = micro.payload is not None
+        samples = self.guard.boundary.call("autopsy", self._find_samples, error, micro, runner, otherwise=lambda *_: ())
         missing = isinstance(error, LossMissingError) or lost_loss(error)
         signal = Signal.LOSS_MISSING if missing else Signal.LOSS_ERROR
         message = f"{type(error).__name__} inside the loss: {quote(first_line(error))}"
         drops = self.drops and not isinstance(error, torch.OutOfMemoryError)
         can_drop = is_prepared and (self.ranks.size == 1 or self.replacement is not None)
-        if drops and is_sharded and self._exchange is not None and self._exchange.forwards > 0:
+        if drops and runner.lockstep and self._exchange is not None and self._exchange.forwards > 0:
             can_drop = False  # another forward would gather shards that no other rank gathers now
             message += "; it cannot be dropped because its forward had begun and the parameters are sharded"
         if drops and can_drop:
-            return Finding(signal, message, BatchAction.DROP, None, "loss")
-        step = self.trainer.state.global_step
-        message += f", in micro-batch {index} of step {step}{format_rows(rows)}"
-        culprit = Culprit(phase="loss", rows=rows)
-        self.journal.write(Event(step, signal, Action.REFUSED, message, index, culprit=culprit))
+            return Finding(signal, message, BatchAction.DROP, None, "loss", samples)
+        step, rows = self.trainer.state.global_step, micro.rows
+        rows = [rows[sample] for sample in samples] if rows is not None and samples else rows
+        message += f", in micro-batch {micro.index} of step {step}{format_rows(rows)}"
+        culprit = Culprit(phase="loss", samples=list(samples) or None, rows=rows)
+        self.journal.write(Event(step, signal, Action.REFUSED, message, micro.index, culprit=culprit))
         return None
+
+    def _find_samples(self, error: Exception, micro: MicroBatch, runner: TrainerRunner) -> tuple[int, ...]:
+        """Returns the samples for which the loss raises, while it does not for others; none if that cannot be tried: among
+        ranks that exchange something, without memory, and on a device that is lost."""
+        is_lost = isinstance(error, (torch.AcceleratorError, LossMissingError))
+        if is_lost or should_reduce_batch_size(error) or is_of_a_signal(error):
+            return ()
+        held = micro.payload
+        if not isinstance(held, HeldInputs) or held.written or self.ranks.size > 1 or not self.policy.autopsy:
+            return ()
+        budget = Budget(self.policy.autopsy_seconds)
+        budget.begin()
+        with self.guard.redo.replay(runner), runner.undisturbed():
+            suspect = SuspectBatch(runner, micro, self.guard.group.weight)
+            found = find_raising(suspect, type(error), budget.allowed)
+        rows = micro.rows
+        return tuple(found) if rows is None or len(rows) == suspect.num_samples else ()
 
     @contextmanager
     def replacing(self) -> Iterator[None]:

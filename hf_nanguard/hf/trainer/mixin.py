@@ -179,7 +179,8 @@ class GuardedTrainerMixin(Stealth, _Host):
     @entered_once
     def compute_loss(self, host, model, inputs, *args, **kwargs):
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None  # the host may remove them
-        result = host(model, inputs, *args, **kwargs)
+        with self.nanguard.recorder.watched_loss():
+            result = host(model, inputs, *args, **kwargs)
         with_outputs = bool(args[0]) if args else bool(kwargs.get("return_outputs", False))
         return (
             self.nanguard.check_loss(result, with_outputs, labels, getattr(model, "training", False))

@@ -16,7 +16,7 @@ from ...core.rng import RngState
 from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Signal
 from ...errors import NonFiniteError
-from ..compat.accelerate import surrounded_backwards
+from ..compat.accelerate import replaced_method, surrounded_backwards
 from ..compat.prepared_dataset import PreparedRows, find_prepared_rows
 from ..compat.trainer import running_loss
 from ..compat.trainer_protocol import HostTrainer
@@ -178,12 +178,13 @@ class StepRecorder:
         must_be_dropped = any(finding.action in (BatchAction.DROP, BatchAction.HALT) for finding in findings)
         self._held, self._rng_before, self.phase = None, RngState.capture(self._device_type), Phase.RUNNING
         self._runner, self._thread = runner, get_ident()
-        rows = None
+        rows: list[int] | Tensor | None = None
         try:
             with (
                 runner.poisoned() if must_be_dropped else nullcontext(),
                 self.loss_errors.watched(model),
                 self._watched_backwards(runner),
+                self._watched_shadow(),
             ):
                 loss = training_step(model, inputs, num_items)
         except NonFiniteError:  # a halt that every rank has decided
@@ -192,11 +193,12 @@ class StepRecorder:
             if error is not training_step.error:  # the guard's own
                 raise
             held = self._held
-            finding = self.loss_errors.judge(error, index, self._batch_rows[index], held is not None, runner.lockstep)
+            rows = self._batch_rows[index] if held is None else self._rows_of(held[0], index)
+            payload, rng = held or (None, self._rng_before)
+            finding = self.loss_errors.judge(error, MicroBatch(index, payload, rng, row_numbers=rows), runner)
             if finding is None or held is None:
                 self.abandon()
                 raise
-            rows = self._rows_of(held[0], index)
             findings = (*findings, finding)
             batch = self.loss_errors.replacement or held[0]
             self._held = (batch, held[1])
@@ -229,6 +231,26 @@ class StepRecorder:
         rng = self._rng_before if before == after else after
         self._held = (HeldInputs.of(prepared), rng)
         return prepared
+
+    def _watched_shadow(self) -> AbstractContextManager[None]:
+        """Watches a `compute_loss` that was put on the trainer itself, in place of the guarded one of its class."""
+        if "compute_loss" not in vars(self.trainer):
+            return nullcontext()
+
+        def wrap(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                with self.watched_loss():
+                    return compute_loss(*args, **kwargs)
+
+            return run
+
+        return replaced_method(self.trainer, "compute_loss", wrap)
+
+    def watched_loss(self) -> AbstractContextManager[None]:
+        """Returns a context for `compute_loss`: what it writes outside the model is kept, unless it runs again."""
+        if self._runner is None or self._replayed is not None or self.guard.replaying:
+            return nullcontext()
+        return self._runner.buffers.watching()
 
     @contextmanager
     def replaying(self, held: HeldInputs) -> Iterator[None]:

@@ -9,14 +9,16 @@ from torch import Tensor, nn
 
 from ...boundary import attempt
 from ...core.ranks import Ranks
-from ...core.rerun.kept_attributes import untouched, untouched_modules
+from ...core.rerun.buffers import BufferKeeper
+from ...core.rerun.kept_attributes import WatchedAttributes, untouched, untouched_modules
 from ...core.rerun.micro_batch import AccumulationGroup, MicroBatch
 from ...core.rerun.runner import Runner
 from ..compat.accelerate import bare_optimizer, local_collectives, poisoned_backward, steps_in_backward
-from ..compat.own_loss import LOSS_METHODS, has_own_batches
+from ..compat.own_loss import LOSS_METHODS, find_loss_state, has_own_batches
 from ..compat.prepared_dataset import count_documents, find_ids
 from ..compat.trainer import (
     ITEMS,
+    METRICS,
     completion_mask,
     count_items,
     counts_per_generation,
@@ -46,6 +48,8 @@ class TrainerRunner(Runner):
 
     def __init__(self, trainer: HostTrainer, model: nn.Module, ranks: Ranks, replayer: Replayer):
         super().__init__(model, trainer.accelerator.scaler)
+        modules, owners = find_loss_state(trainer)
+        self.buffers = BufferKeeper(model, modules, [WatchedAttributes(owner, METRICS) for owner in owners])
         self.trainer = trainer
         self.ranks = ranks
         self.replayer = replayer  # hands held inputs to the trainer's `training_step`
@@ -93,7 +97,8 @@ class TrainerRunner(Runner):
     def recorded(self) -> Iterator[None]:
         self.remove_metrics()
         metrics = metric_lists(self.trainer)
-        with untouched(self.trainer):
+        kept = {name for watched in self.buffers.watched for name in watched.written}  # the loss goes on with these
+        with untouched(self.trainer, ignored=kept):
             yield
             added = {name: list(values) for name, values in metrics.items()}
         for name, values in added.items():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.modeling_outputs import CausalLMOutput
 
-from hf_nanguard.core.rerun.kept_attributes import untouched
+from hf_nanguard.core.rerun.kept_attributes import WatchedAttributes, untouched
 
 
 class Owner:
@@ -145,3 +145,40 @@ def test_nested_use():
         assert owner.number == 5
         assert len(owner.rows) == 2
     assert owner.number == 1
+
+
+def test_only_what_the_function_writes_is_put_back():
+    owner = Owner()
+    watched = WatchedAttributes(owner, ignored=["counts"])
+    for number in range(3):
+        watched.begin_group()
+        owner.number += 1  # by others
+        before = snapshot(owner)
+        for _ in range(2):
+            with watched.around():
+                owner.texts.append("c")
+                owner.rows.append([number])
+                owner.tensor = owner.tensor + 1
+                owner.made_by_it = number
+                owner.counts.update("z")
+            owner.ordered["others"] = number
+        assert watched.written == {"texts", "rows", "tensor", "made_by_it"}
+        watched.restore()
+        after = {**before, "ordered": repr(owner.ordered), "counts": repr(owner.counts)}
+        assert snapshot(owner) == after
+
+
+def test_an_error_of_the_function_is_no_obstacle():
+    owner = Owner()
+    watched = WatchedAttributes(owner)
+    watched.begin_group()
+
+    def fail():
+        with watched.around():
+            scribble(owner)
+            raise ValueError("planted")
+
+    with pytest.raises(ValueError, match="planted"):
+        fail()
+    watched.restore()
+    assert snapshot(owner) == snapshot(Owner())

@@ -704,3 +704,33 @@ def test_skipped_steps_leave_the_random_state_until_half_of_those_allowed_have_c
         first.append(draws[0])
     assert first == [expected[0], expected[0], expected[0], expected[1]]
     assert float(torch.rand(())) == expected[0]  # it has come to a halt, with everything as before the first of them
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay"])
+@pytest.mark.parametrize("value", [NAN, INF])
+def test_an_update_with_a_setting_that_is_not_finite_is_skipped(name, value):
+    loop = Loop().guarded()
+    loop.run(make_groups(2, 2))
+    before = {key: torch.as_tensor(entry).clone() for key, entry in loop.everything().items()}
+    good = loop.optimizer.param_groups[0][name]
+    loop.optimizer.param_groups[0][name] = value
+    outcome = loop.step(make_groups(1, 2)[0])
+    assert (outcome.stepped, outcome.halt) == (False, None)
+    loop.optimizer.param_groups[0][name] = good
+    after = loop.everything()
+    changed = {key for key, entry in before.items() if not torch.equal(torch.as_tensor(after[key]), entry)}
+    assert changed == {"schedule"}  # which may have made it, so it goes on
+    assert [(event["signal"], event["action"]) for event in loop.events] == [("optimizer_nonfinite", "skipped")]
+    assert ("learning rate" if name == "lr" else name) in loop.events[0]["message"]
+
+
+def test_a_run_whose_rate_stays_nan_ends_without_a_rewind():
+    loop = Loop().guarded(Policy(max_bad_steps=3, on_halt="stop"))
+    loop.run(make_groups(2, 2))
+    loop.scheduler.lr_lambdas = [lambda step: NAN]
+    loop.scheduler.step()
+    outcomes = [loop.step(group) for group in make_groups(3, 2)]
+    assert [outcome.halt is not None for outcome in outcomes] == [False, False, True]
+    assert "learning rate of the optimizer is nan" in outcomes[-1].halt
+    assert {event["action"] for event in loop.events} == {"skipped"}
+    assert all(bool(parameter.isfinite().all()) for parameter in loop.model.parameters())

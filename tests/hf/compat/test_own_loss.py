@@ -1,11 +1,13 @@
 """Whether code of the user's stands between a batch and its loss."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 from transformers import Trainer
 
-from hf_nanguard.hf.compat.own_loss import has_own_batches, is_library_module
+from hf_nanguard.hf.compat.own_loss import find_loss_state, has_own_batches, is_library_module
 from hf_nanguard.testing import Fault, plant
 from tests.models import tiny_llama
 from tests.trainers import build
@@ -62,3 +64,38 @@ def test_modules_whose_inputs_the_user_changes():
     assert is_library_module(nn.Embedding(4, 2))
     assert is_library_module(Renamed(4, 2))
     assert not any(map(is_library_module, (Own(4, 2), hooked, replaced)))
+
+
+class Center(nn.Module):
+    """A criterion with state."""
+
+    def forward(self, outputs, labels, num_items_in_batch=None):
+        return outputs["logits"].mean()
+
+
+class Counted:
+    """A loss that is an object."""
+
+    def loss(self, outputs, labels, num_items_in_batch=None):
+        return outputs["logits"].mean()
+
+
+class OwnLoss(Trainer):
+    """Has a criterion, and a second name for its model."""
+
+    def __init__(self, model, *args, **kwargs):
+        super().__init__(model, *args, **kwargs)
+        self.criterion, self.student, self.wrapped = Center(), model, nn.ModuleList([model])
+
+    def compute_loss(self, *args, **kwargs):
+        return super().compute_loss(*args, **kwargs)
+
+
+def test_what_a_loss_of_the_users_may_write_is_found(tmp_path):
+    assert find_loss_state(build("plain", tmp_path)) == ([], [])
+    trainer = build("plain", tmp_path, OwnLoss)
+    assert find_loss_state(trainer) == ([trainer.criterion], [trainer])
+    counted, center = Counted(), Center()
+    for function, modules, objects in ((partial(counted.loss), [], [counted]), (center, [center], []), (max, [], [])):
+        trainer = build("plain", tmp_path, extra={"compute_loss_func": function})
+        assert find_loss_state(trainer) == (modules, [trainer, *objects])

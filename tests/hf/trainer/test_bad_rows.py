@@ -129,3 +129,30 @@ def test_no_row_of_a_healthy_run_is_blamed(seed, tmp_path):
         trainer = train(tmp_path / name, model, rows, num_train_epochs=3, seed=seed)
         assert not blamed_rows(tmp_path / name)
         assert not trainer.nanguard.guard.spikes.blamed
+
+
+class Boxes(Trainer):
+    """Refuses a row, as losses of detection models do."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        boxes = inputs.pop("boxes")
+        assert bool((boxes >= 0).all()), "boxes must be positive"
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+@pytest.mark.parametrize("policy", ["drop", "raise"])
+def test_the_row_for_which_a_loss_raises_is_named(policy, tmp_path):
+    rows = [{**row, "boxes": torch.tensor([-1.0 if i == 5 else 1.0])} for i, row in enumerate(regression_rows(32, 1))]
+    torch.manual_seed(0)
+    arguments = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_steps": 4}
+    args = TrainingArguments(**common_arguments(tmp_path, remove_unused_columns=False, **arguments))
+    guard = GuardArguments(nanguard_on_loss_error=policy, nanguard_doctor="off")
+    trainer = guarded(Boxes)(Regression(), args, train_dataset=rows, guard=guard)
+    if policy == "drop":
+        trainer.train()
+    else:
+        with pytest.raises(AssertionError, match="boxes must be positive"):
+            trainer.train()
+    [event] = read_events(tmp_path)
+    assert (event["signal"], event["culprit"]["rows"]) == ("loss_error", [5])
+    assert event["message"].endswith("(dataset row 5)")

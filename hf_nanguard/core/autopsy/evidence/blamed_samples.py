@@ -37,8 +37,13 @@ def find_blame(suspect: SuspectBatch, origin: Origin, allowed: Callable[[], bool
     if number == 1:
         return _blame(suspect, "samples" if proved else "only_sample", [0], tokens)
 
+    def is_bad(samples: Sequence[int]) -> bool:
+        if not allowed():
+            raise TimeoutError
+        return not suspect.run(_arrange(suspect, samples, samples)).healthy
+
     def search() -> tuple[list[int], bool]:
-        found, together = _search(suspect, seen, allowed)
+        found, together = _search(list(range(number)), seen, is_bad)
         if together:
             return found, together
         same = _keep_same(suspect, origin, found, allowed)
@@ -46,7 +51,7 @@ def find_blame(suspect: SuspectBatch, origin: Origin, allowed: Callable[[], bool
 
     outcome = attempt(search, lambda error: None)
     if outcome is None:  # out of time, or the batch cannot be cut: images, packing, a loss that needs this size
-        return _blame(suspect, "untried", seen, tokens)
+        return _blame(suspect, "untried", seen if len(seen) < number else None, tokens)
     found, together = outcome
     if together:
         return _blame(suspect, "batch", found if found and len(found) < number else None, tokens)
@@ -62,14 +67,29 @@ def _blame(suspect: SuspectBatch, scope: str, samples: list[int] | None, tokens:
     return Blame(scope, samples or None, shown[:MAX_TOKENS] or None, rows or None)
 
 
-def _search(suspect: SuspectBatch, seen: list[int], allowed: Callable[[], bool]) -> tuple[list[int], bool]:
-    """Returns the samples to blame, and whether the fault takes several of them together."""
-    together = False
+def find_raising(suspect: SuspectBatch, kind: type[Exception], allowed: Callable[[], bool]) -> list[int]:
+    """Returns the samples for which the forward raises an exception of a kind, while others pass; none if that is not known."""
+    number = suspect.num_samples
+    if number is None or number == 1:
+        return []
 
-    def is_bad(samples: Sequence[int]) -> bool:
+    def raises(samples: Sequence[int]) -> bool:
         if not allowed():
             raise TimeoutError
-        return not suspect.run(_arrange(suspect, samples, samples)).healthy
+        return suspect.raises(_arrange(suspect, samples, samples), kind)
+
+    def search() -> list[int]:
+        if not raises(range(number)):  # it came from the backward pass, or does not come again
+            return []
+        found, together = _search(list(range(number)), [], raises)
+        return [] if together or len(found) == number else found
+
+    return attempt(search, lambda error: [])
+
+
+def _search(everyone: list[int], seen: list[int], is_bad: Callable[[Sequence[int]], bool]) -> tuple[list[int], bool]:
+    """Returns the samples to blame, and whether the fault takes several of them together."""
+    together = False
 
     def search(samples: list[int]) -> list[int]:
         """Finds the culprits among samples that are non-finite together."""
@@ -83,7 +103,6 @@ def _search(suspect: SuspectBatch, seen: list[int], allowed: Callable[[], bool])
             return samples
         return found
 
-    everyone = list(range(suspect.num_samples or 0))
     others = [sample for sample in everyone if sample not in seen]
     if not seen or not others:
         return search(everyone), together

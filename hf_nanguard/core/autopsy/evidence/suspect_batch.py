@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ....boundary import attempt
 from ...finite import find_nonfinite, local, read_host
 from ...rerun.micro_batch import MicroBatch
 from ...rerun.nested_inputs import map_parts, map_tensors, name_tensors
@@ -113,6 +114,20 @@ class SuspectBatch:
         loss = self._probe(self.part(samples), compiled)
         [value] = read_host([loss])
         return Outcome(value, find_nonfinite(self.runner.named_gradients()))
+
+    def raises(self, samples: Sequence[int], kind: type[Exception]) -> bool:
+        """Returns whether the forward of some samples raises an exception of a kind."""
+        micro = self.part(samples)
+        self.reset()
+        micro.rng.restore()
+        self.num_runs += 1
+
+        def forward() -> bool:
+            self.runner.forward(micro)
+            return False
+
+        with self.runner.isolated():
+            return attempt(forward, lambda error: type(error) is kind)
 
     def measure(self, samples: Sequence[int] | None = None) -> tuple[float, float]:
         """Returns loss and gradient norm of all samples or of some, as if they were the whole step."""

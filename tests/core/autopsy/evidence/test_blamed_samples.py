@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from hf_nanguard.core.autopsy.evidence.blamed_samples import find_blame, map_positions
+from hf_nanguard.core.autopsy.evidence.blamed_samples import find_blame, find_raising, map_positions
 from hf_nanguard.core.autopsy.trace.origin import Origin
 from hf_nanguard.core.rng import RngState
 from hf_nanguard.core.vocabulary import Cause
@@ -294,3 +294,41 @@ def test_what_is_not_one_entry_per_sample_cannot_be_replaced():
     assert not pairs.is_replaceable  # until it is known that a sample is a pair
     pairs.num_samples = SIZE // 2
     assert pairs.is_replaceable
+
+
+def _refused(culprits, everywhere=False, backward=False):
+    """A batch whose loss raises if it holds one of some samples."""
+
+    def loss(batch):
+        if everywhere or set(batch["x"][:, 0].tolist()) & {float(c) for c in culprits}:
+            raise IndexError("planted")
+        return nn.functional.mse_loss(model(batch["x"]), batch["x"])
+
+    model = nn.Linear(2, 2)
+    suspect = make_specimen({"x": torch.arange(SIZE).float()[:, None].repeat(1, 2)}, model)
+    suspect.runner.loss_fn = loss
+    return suspect
+
+
+@pytest.mark.parametrize("culprits", [[2], [0, SIZE - 1]])
+def test_the_samples_for_which_a_loss_raises_are_found(culprits):
+    suspect = _refused(culprits)
+    assert find_raising(suspect, IndexError, always) == culprits
+    assert suspect.num_runs <= 2 * SIZE
+
+
+@pytest.mark.parametrize(
+    ("culprits", "everywhere", "kind", "allowed"),
+    [([2], True, IndexError, True), (range(SIZE), False, IndexError, True), ([2], False, KeyError, True),
+     ([], False, IndexError, True), ([2], False, IndexError, False)],
+)  # fmt: skip
+def test_no_sample_is_named_for_an_error_of_all_of_another_kind_or_of_none(culprits, everywhere, kind, allowed):
+    assert find_raising(_refused(culprits, everywhere), kind, lambda: allowed) == []
+
+
+def test_samples_that_are_all_bad_do_not_stand_out_without_a_test():
+    everyone = [(sample, 0) for sample in range(4)]
+    blame = find_blame(Batch(4), _origin(everyone, (4, 5, 7)), lambda: False)
+    assert (blame.scope, blame.samples) == ("untried", None)
+    blame = find_blame(Batch(4), _origin(everyone[:3], (4, 5, 7)), lambda: False)
+    assert (blame.scope, blame.samples) == ("untried", [0, 1, 2])
