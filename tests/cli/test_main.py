@@ -10,6 +10,8 @@ import pytest
 from hf_nanguard import __version__
 from hf_nanguard.cli import main as cli
 from hf_nanguard.cli.main import COMMANDS, main
+from hf_nanguard.cli.shared.command_parser import needs_trl
+from hf_nanguard.errors import ArgumentError
 from tests.test_plain_text import HOSTILE, STEERING
 
 
@@ -97,6 +99,15 @@ def test_bad_arguments(arguments, told, capsys):
     assert output.out == ""
     assert output.err.count("\n") == 1
     assert [part for part in told if part not in output.err] == []
+
+
+@pytest.mark.parametrize(
+    ("missing", "names"), [("trl", "trl datasets"), ("datasets", "trl datasets"), ("mergekit", "mergekit")]
+)
+def test_a_missing_package_comes_with_the_command_that_installs_it(missing, names):
+    with pytest.raises(ArgumentError) as caught, needs_trl("demo"):
+        raise ModuleNotFoundError(name=missing)
+    assert str(caught.value) == f"nanguard demo needs {missing}. Run pip install {names}."
 
 
 def test_an_output_folder_that_cannot_be(tmp_path, capsys):

@@ -371,7 +371,7 @@ def test_a_bad_start_goes_back_as_far_as_it_takes(name, finished_run, tmp_path):
 
 @pytest.mark.parametrize("name", BAD_STARTS)
 def test_a_bad_start_without_an_earlier_good_checkpoint_halts(name, finished_run, tmp_path):
-    with pytest.raises(NonFiniteError, match=r"It was so before the first step of this run"):
+    with pytest.raises(NonFiniteError, match=r"This was the case before the first step of this run"):
         resume_bad(name, "repair", finished_run, tmp_path, bad=(3, 2, 1))
 
 

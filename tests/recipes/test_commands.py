@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from importlib.metadata import metadata
@@ -68,7 +69,9 @@ model_name_or_path: my-model
 dataset_name: my-data
 output_dir: out
 learning_rate: 1.0e-3
-max_steps: 2
+warmup_steps: 0.1
+max_steps: 4
+max_length: 32
 """
 MODEL = """
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -82,11 +85,13 @@ def build(bundle):
 
 
 def find_commands() -> list[str]:
-    """Returns the lines of all shell snippets."""
+    """Returns the lines of all shell snippets, and the whole commands inside sentences and tables."""
     pages = [README, *sorted(README.parent.glob("docs/**/*.md"))]
     texts = [page.read_text(encoding="utf-8") for page in pages]
     lines = [line for text in texts for snippet in find_snippets(text, "sh") for line in snippet.splitlines()]
-    return list(dict.fromkeys(re.sub(r"\s+#.*", "", line) for line in lines))
+    inline = [code for text in texts for code in re.findall(r"`((?:nanguard|source) [^`\n]*)`", text)]
+    whole = [code for code in inline if any(not word.startswith("-") for word in code.split()[2:])]
+    return list(dict.fromkeys(re.sub(r"\s+#.*", "", line) for line in (*lines, *whole)))
 
 
 INSTALLS = re.compile(r"(make|pip|python -m pip) ")  # what runs these tests, and what needs a network
@@ -95,8 +100,8 @@ COMMANDS = [command for command in find_commands() if not INSTALLS.match(command
 
 def test_there_are_commands():
     told = {next(word for word in command.split() if "=" not in word) for command in COMMANDS}
-    assert told == {"nanguard", "torchrun", "accelerate", "python"}
-    assert len(COMMANDS) >= 18
+    assert told == {"nanguard", "torchrun", "accelerate", "python", "source"}
+    assert len(COMMANDS) >= 40
 
 
 def test_what_installs_is_there():
@@ -144,33 +149,48 @@ def workplace(tmp_path_factory) -> Path:
     (folder / "accelerate.yaml").symlink_to(ROOT / "configs" / "accelerate" / "single.yaml")
     (folder / "my_module.py").write_text(TRAINER, encoding="utf-8")
     (folder / "my-data").mkdir()
-    rows = [{"prompt": f"{i % 5}+1=", "completion": str(i % 5 + 1)} for i in range(32)]
+    rows = [{"prompt": f"{i}+1=", "completion": str(i + 1)} for i in range(32)]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / "my-data" / "train.jsonl").write_text(lines, encoding="utf-8")
     build_model().save_pretrained(folder / "my-model")
     build_tokenizer().save_pretrained(folder / "my-model")
+    (folder / "model.safetensors").symlink_to(folder / "my-model" / "model.safetensors")
     return folder
 
 
 @pytest.fixture(scope="module")
-def bundle(workplace) -> Path:
-    """An autopsy of step 42, beside the checkpoint of step 40, and once more with its weights."""
+def examined_run(workplace) -> Path:
+    """A run with an autopsy of step 42 beside the checkpoint of step 40."""
     (workplace / "late.py").write_text(LATE, encoding="utf-8")
     done = run("nanguard run --nanguard_bundle_weights all late.py", workplace)
     assert done.returncode == 0, done.stderr
-    made = workplace / "runs" / "mine" / "nanguard" / "autopsy" / "step-42"
-    (workplace / "step-42").symlink_to(made)
-    return made
+    bundle = workplace / "runs" / "mine" / "nanguard" / "autopsy" / "step-42"
+    shutil.copytree(bundle, workplace / "step-42")
+    return (workplace / "runs" / "mine").rename(workplace / "runs" / "examined")
+
+
+@pytest.fixture
+def fresh(workplace) -> Path:
+    """The workplace without the runs of other commands: a run in the same folder leaves out rows that they have quarantined."""
+    shutil.rmtree(workplace / "runs" / "mine", ignore_errors=True)
+    return workplace
+
+
+@pytest.fixture
+def bundle(fresh, examined_run) -> Path:
+    """The examined run where the commands name it; its bundle."""
+    shutil.copytree(examined_run, fresh / "runs" / "mine")
+    return fresh / "runs" / "mine" / "nanguard" / "autopsy" / "step-42"
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_command_runs_as_it_is_written(command, workplace, request):
+def test_the_command_runs_as_it_is_written(command, fresh, request):
     if "replay" in command or " runs/mine" in command:
         request.getfixturevalue("bundle")
     # TRL's own script refuses its default of bfloat16 where there is no accelerator
-    done = run(f"{command} --use_cpu true" if " trl " in command else command, workplace)
+    done = run(f"{command} --use_cpu true" if " trl " in command else command, fresh)
     if command.endswith("train.py --help"):
         assert "its own affair" in done.stderr
         return
@@ -179,7 +199,7 @@ def test_the_command_runs_as_it_is_written(command, workplace, request):
         assert "event" in done.stderr.splitlines()[-1]
         assert "[loss_nonfinite]" in done.stderr
     if "--json" in command:
-        json.loads((workplace / "result.json").read_text() if "result.json" in command else done.stdout)
+        json.loads((fresh / "result.json").read_text() if "result.json" in command else done.stdout)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from .base import Monitor
 
 SHOWN_TENSORS = 12
 BAD_START = (
-    "It was so before the first step of this run. Load other weights or initialize these entries; "
+    "This was the case before the first step of this run. Load other weights or initialize these entries; "
     "on_bad_start='observe' trains anyway."
 )
 

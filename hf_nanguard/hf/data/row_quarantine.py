@@ -97,7 +97,7 @@ class RowQuarantine:
                 f"{others} of its rows belong{'s' * (others == 1)} to another dataset than this one ({fingerprint})"
             )
         if changed := len(known - {entry.row for entry in fitting}):
-            reasons.append(f"{changed} of its rows {'has' if changed == 1 else 'have'} another content than then")
+            reasons.append(f"{changed} of its rows {'has' if changed == 1 else 'have'} changed since then")
         if spiked := len({entry.row for entry in fitting} - rows):
             reasons.append(
                 f"{spiked} of its rows {'has' if spiked == 1 else 'have'} caused finite spikes only, which "

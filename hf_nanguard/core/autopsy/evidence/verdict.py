@@ -194,7 +194,7 @@ def _format_others(verdict: Verdict) -> str:
     if verdict.cause not in OVERFLOWS or verdict.blame.scope != "samples":
         return ""
     others = "the other samples" if verdict.spares_others else "other micro-batches"
-    return f"; {others} are finite with these weights, but a model that diverges overflows on some rows first"
+    return f"; {others} are finite with these weights, but if the model diverges, some rows overflow before others"
 
 
 def _plural(values: list) -> str:
