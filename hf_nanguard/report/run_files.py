@@ -151,7 +151,7 @@ class FollowedFile:
 
     def read(self) -> list[dict[str, object]]:
         """Returns the objects that were appended; none if the file is not there, or cannot be read now."""
-        items: list[dict[str, Any]] = []
+        items: list[dict[str, object]] = []
         try:
             with open_to_read(self.path) as file:
                 if file.seek(0, os.SEEK_END) < self._position:
@@ -166,7 +166,7 @@ class FollowedFile:
             pass  # what was read before counts
         return items
 
-    def _take(self, items: list[dict[str, Any]]) -> None:
+    def _take(self, items: list[dict[str, object]]) -> None:
         """Adds the object of the line that was read, if it is one."""
         line, self._rest = self._rest, b""
         item = _parse_line(line)

@@ -160,7 +160,7 @@ class Snapshot:
     step: int
     num_updates: int  # of the weights, since the run began
     parts: Sequence[StatePart]
-    copies: list[object]
+    copies: list[Any]
     num_used: int = 0  # how often the run went back to it
     rate_factor: float = 1.0  # what earlier rewinds had multiplied the learning rate by
 

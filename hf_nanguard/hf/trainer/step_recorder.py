@@ -237,8 +237,8 @@ class StepRecorder:
         if "compute_loss" not in vars(self.trainer):
             return nullcontext()
 
-        def wrap(compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-            def run(*args: Any, **kwargs: Any) -> Any:
+        def wrap(compute_loss: Callable[..., object]) -> Callable[..., object]:
+            def run(*args: object, **kwargs: object) -> object:
                 with self.watched_loss():
                     return compute_loss(*args, **kwargs)
 
