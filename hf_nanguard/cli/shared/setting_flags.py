@@ -61,5 +61,7 @@ def _find_setting(name: str, spelling: str, place: str) -> Setting:
     known = {f"{PREFIX}{setting.name}": setting for setting in SETTINGS.values()}
     if name in known:
         return known[name]
-    hint = suggest(spelling, [each.upper() if spelling.isupper() else each for each in known]) or "."
+    is_variable = name != spelling
+    hint = suggest(spelling, map(str.upper, known)) if is_variable else suggest(spelling.lower(), known)
+    hint = hint or "."
     raise ArgumentError(f"{spelling} {place} is not a setting of the guard{hint} `nanguard run --help` lists them.")

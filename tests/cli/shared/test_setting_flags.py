@@ -108,6 +108,7 @@ def test_bad_settings(flags, environment, told):
         ("nanguard_on_spike: jump\n", ["guard.yaml: nanguard_on_spike", "'jump'"]),
         ("nanguard_logits_min_prob: 2\n", ["guard.yaml: nanguard_logits_min_prob", "2.", "at most 1"]),
         ("nanguard_on_spiek: skip\n", ["nanguard_on_spiek in", "Did you mean nanguard_on_spike?"]),
+        ("NANGUARD_MODE: act\n", ["NANGUARD_MODE in", "Did you mean nanguard_mode?"]),
         ("NANGUARD_MODE: act\n", ["NANGUARD_MODE in", "guard.yaml is not a setting of the guard"]),
         ("3: 4\n", ["3 in", "guard.yaml is not a setting of the guard"]),
         ("learning_rate: 1\n", ["learning_rate in", "guard.yaml is not a setting of the guard"]),
