@@ -59,39 +59,27 @@ def repeat_window(
 
     `window` has the steps before this one, whose micro-batches are held in `group`; `blamed` are samples of all ranks."""
     try:
-        return _repeat(window, group, runner, step, loss, blamed, ranks)
+        rest = list(_leave_out(group, runner, [each for each in blamed if each.rank == ranks.rank]))
+        num_left = ranks.gather(len(rest))
+        if not all(num_left):
+            raise CannotRepeatError("a rank has no other sample in this step")
+        sizes = [len(group.micro_batches)] * ranks.size
+        again = _run_step(group, runner, group.micro_batches, sizes, rest, ranks)
+        if ranks.any(not abs(again.loss - loss) <= SAME * abs(loss)):
+            raise CannotRepeatError(f"run again, the step has a loss of {again.loss:.4g}")
+        without = _run_step(group, runner, rest, num_left, rest, ranks)
+        curve = _average(ranks, [*window.losses, loss, again.after, without.loss, without.after])
+        before, (full, after, cut, after_cut) = curve[: len(window.losses)], curve[len(window.losses) :]
+        steps: list[JsonValue] = [*window.steps, step]
+        return {
+            "snapshot_step": window.snapshot_step,
+            "steps": steps,
+            "with_rows": [*before, full],
+            "without_rows": [*before, cut],
+            "others_after": {"with_rows": after, "without_rows": after_cut},
+        }
     except CannotRepeatError as error:
         return {"why_not": str(error)}
-
-
-def _repeat(
-    window: LossWindow,
-    group: AccumulationGroup,
-    runner: Runner,
-    step: int,
-    loss: float,
-    blamed: Sequence[SampleReading],
-    ranks: Ranks,
-) -> dict[str, JsonValue]:
-    rest = list(_leave_out(group, runner, [each for each in blamed if each.rank == ranks.rank]))
-    num_left = ranks.gather(len(rest))
-    if not all(num_left):
-        raise CannotRepeatError("a rank has no other sample in this step")
-    sizes = [len(group.micro_batches)] * ranks.size
-    again = _run_step(group, runner, group.micro_batches, sizes, rest, ranks)
-    if ranks.any(not abs(again.loss - loss) <= SAME * abs(loss)):
-        raise CannotRepeatError(f"run again, the step has a loss of {again.loss:.4g}")
-    without = _run_step(group, runner, rest, num_left, rest, ranks)
-    curve = _average(ranks, [*window.losses, loss, again.after, without.loss, without.after])
-    before, (full, after, cut, after_cut) = curve[: len(window.losses)], curve[len(window.losses) :]
-    steps: list[JsonValue] = [*window.steps, step]
-    return {
-        "snapshot_step": window.snapshot_step,
-        "steps": steps,
-        "with_rows": [*before, full],
-        "without_rows": [*before, cut],
-        "others_after": {"with_rows": after, "without_rows": after_cut},
-    }
 
 
 @dataclass(frozen=True)

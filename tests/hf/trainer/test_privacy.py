@@ -217,6 +217,7 @@ def test_marks_of_quoted_text_appear_nowhere(tmp_path, caplog):
     caplog.set_level("INFO", "hf_nanguard")
     for name in ("keys", "dropped_loss_error", "bad_reward"):
         CASES[name](tmp_path / name, GuardArguments())
+        assert find_secret(tmp_path / name, caplog, SECRET), "nothing was quoted"
         for mark in ("\ufdd0", "\ufdd1"):
             assert find_secret(tmp_path / name, caplog, mark) == []
             assert find_secret(tmp_path / name, caplog, mark.encode("unicode_escape").decode()) == []
