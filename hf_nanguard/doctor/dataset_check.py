@@ -41,9 +41,11 @@ from .data.text_checks import (
     check_classes,
     check_collator_cut,
     check_messages,
+    check_pairs,
     check_start_token,
     has_classes,
     has_messages,
+    has_pairs,
     has_start_token,
 )
 from .rules.finding import DOCS, Examination, Examined, Finding, Severity
@@ -92,6 +94,7 @@ DATA_CHECKS = (
     DataCheck("messages", "messages are in the tokens", check_messages, has_messages),
     DataCheck("start-token", "one start token", check_start_token, has_start_token),
     DataCheck("collator-cut", "the collator keeps all tokens", check_collator_cut, lambda s: _has(s, "input_ids")),
+    DataCheck("pairs", "pairs differ", check_pairs, has_pairs),
     DataCheck("classes", "labels of several classes", check_classes, has_classes),
     DataCheck("ids", "token ids are inside the embedding", check_ids, lambda s: s.limits.num_ids is not None),
     DataCheck("label-values", "labels are in range", check_label_values, lambda s: s.limits.num_labels is not None),

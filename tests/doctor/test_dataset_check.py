@@ -89,6 +89,19 @@ def known(trainer: Trainer) -> Trainer:
     return trainer
 
 
+def pairs(folder, *equal: int):
+    """A DPO trainer of eight pairs, some of which are equal (these and those four rows later)."""
+    texts = [f"w{i} w{i + 1}" for i in range(16)]
+    rows = [
+        {"prompt": f"w{i + 20}", "chosen": f" {texts[i]}", "rejected": f" {texts[i if i % 4 in equal else i + 8]}"}
+        for i in range(8)
+    ]
+    args = trl.DPOConfig(str(folder), use_cpu=True, bf16=False, report_to=[], precompute_ref_log_probs=True)
+    return trl.DPOTrainer(
+        tiny_llama(), args=args, train_dataset=Dataset.from_list(rows), processing_class=tiny_tokenizer()
+    )
+
+
 def prompts(tmp_path, texts: list[str]) -> Trainer:
     data = Dataset.from_list([{"prompt": text} for text in texts])
     trainer = build("grpo", tmp_path, guard=False)
@@ -230,6 +243,7 @@ CASES: dict[str, tuple[Any, list[int], Any]] = {
         lambda folder: plain(start_twice(tokens()), processing_class=tiny_tokenizer()),
     ),
     "collator-cut": (lambda folder: plain(tokens(), data_collator=cut), list(range(16)), lambda folder: plain(tokens())),
+    "pairs": (lambda folder: pairs(folder, 3), [3, 7], lambda folder: pairs(folder)),
     "classes": (lambda folder: classes(1), [], lambda folder: classes(0, 1)),
     "ids": (lambda folder: plain(tokens(set_field("input_ids", 2, 64))), [3, 7], lambda folder: plain(tokens(set_field("input_ids", 2, 63)))),
     "label-values": (lambda folder: plain(tokens(set_field("labels", 2, 64))), [3, 7], lambda folder: plain(tokens())),

@@ -8,12 +8,13 @@ import numpy as np
 
 from ...hf.data.numpy_view import is_viewable, view
 from ..rules.finding import Finding, Severity
-from .label_checks import describe, numbers
+from .label_checks import by_share, describe, numbers
 from .sampled_rows import CONVERSATIONS, Sample, SampledRow
 
 IDS = {"chosen": ("prompt_ids", "chosen_ids"), "rejected": ("prompt_ids", "rejected_ids")}
 HIDDEN = re.compile(r"<think>.*?</think>", re.DOTALL)  # which templates take out of earlier answers
 MOST = 0.5
+PAIRED = ("dpo", "reward")  # kinds of training whose rows are pairs
 
 
 def has_messages(sample: Sample) -> bool:
@@ -157,3 +158,29 @@ def _read_classes(sample: Sample) -> list[int]:
         for each in labels
         if each is not None and each.numel() == 1 and not each.is_floating_point() and is_viewable(each)
     ]
+
+
+def has_pairs(sample: Sample) -> bool:
+    """Returns whether rows are pairs of a chosen and a rejected text, which the collator puts one below the other."""
+    first = next((row.field("input_ids") for row in sample.rows if row.field("input_ids") is not None), None)
+    return sample.facts.task in PAIRED and first is not None and first.ndim == 2 and len(first) == 2
+
+
+def check_pairs(sample: Sample) -> Finding | None:
+    """The two texts of a pair must differ, also after they were cut."""
+    bad = [
+        row
+        for row in sample.rows
+        if (ids := row.field("input_ids")) is not None and len(ids) == 2 and bool((ids[0] == ids[1]).all())
+    ]
+    if not bad:
+        return None
+    length = sample.facts.max_length
+    what = f"Chosen and rejected are the same tokens in {describe(bad, sample)}."
+    why = "The loss of such a pair has no gradient: nothing tells the better answer from the worse one."
+    change = (
+        f"Raise max_length (now {length}), if they differ behind the cut, or remove these rows."
+        if length
+        else "Remove these rows."
+    )
+    return Finding(by_share(len(bad), sample, 0.5), what, why, change, rows=numbers(bad))

@@ -20,7 +20,7 @@ def check_accumulation(bench: TrialBench) -> LawResult:
     bench.need_steady()
     singles = _split_completions(bench) if bench.is_online else [bench.collate([row]) for row in bench.rows]
     whole, parts = bench.usual, _run_singles(bench, singles)
-    if not whole.norm:
+    if bench.is_negligible(whole) and bench.is_negligible(parts):
         raise NotApplicable("the gradient of its batch is zero")
     off, worst, name = compare(whole, parts)
     bound = bench.allow()
@@ -98,18 +98,18 @@ def _average(runs: list[Run]) -> Run:
 
 
 def check_schedule(bench: TrialBench) -> LawResult:
-    """Runs two micro-batches and asks whether the schedule of the learning rate has moved, which is for the end of a group."""
+    """Runs a micro-batch and asks whether the schedule of the learning rate has moved, which is for the end of a group."""
     scheduler = bench.trainer.lr_scheduler
     scheduler = getattr(scheduler, "scheduler", scheduler)  # of accelerate's wrapper
     if not isinstance(scheduler, LRScheduler):
         raise NotApplicable("its learning rate has no schedule")
     with borrowed(bench.trainer):
         before = scheduler.last_epoch
-        bench.run([bench.batch, bench.batch])
+        bench.run()
         moved = scheduler.last_epoch - before
         scheduler.last_epoch = before
     if not moved:
         return held("micro-batches leave the learning rate as it is")
-    times = bench.trainer.args.gradient_accumulation_steps * moved // 2 + 1
-    return broken(ERROR, f"Two micro-batches move the schedule of the learning rate by {moved} steps, before the step of the optimizer does: it ends after "
+    times = bench.trainer.args.gradient_accumulation_steps * moved + 1
+    return broken(ERROR, f"A micro-batch moves the schedule of the learning rate by {moved}, before the step of the optimizer does: it ends after "
                   f"1/{times} of the run. Do not call lr_scheduler.step() in a training step or a loss.", moved=moved)  # fmt: skip

@@ -15,7 +15,7 @@ from ..trial.trial_bench import ADAPTERS, Inputs, TrialBench, find_output, take_
 
 MAX_TRIED = 16
 STEPS = 3  # the first update of a LoRA moves only one of its two matrices
-PARTS = 6  # groups of parameters, one after the other, of which the derivative is taken
+PARTS = 4  # groups of parameters, one after the other, of which the derivative is taken
 SHIFTS = (
     1e-3,
     3e-4,

@@ -14,6 +14,7 @@ from ..trial.trial_bench import TrialBench
 SLIGHT = 0.1  # a difference of log-probabilities that a few forbidden tokens make
 SMALL = 1e-4  # that TRL adds to a standard deviation
 SHARE = 0.9
+LEFT_OUT = "leave-one-out"  # the rule of RLOO
 COUNTED = "dapo"  # the loss that is divided by num_items_in_batch and takes each token once
 
 
@@ -103,7 +104,11 @@ def check_advantages(bench: TrialBench) -> LawResult:
         raise NotApplicable("its rewards are equal in every group, or not finite")
     rule = _read_rule(trainer)
     centred = groups - groups.mean(1, keepdim=True)
+    if rule == LEFT_OUT:  # the mean of the others is the baseline
+        centred = centred * groups.shape[1] / (groups.shape[1] - 1)
     scale = {"group": groups.std(1, keepdim=True), "batch": rewards.std()}.get(rule)
+    if rule == LEFT_OUT and trainer.normalize_advantages:
+        scale = centred.std()
     expected = (centred if scale is None else centred / (scale + SMALL)).flatten()
     off = float((expected - advantages.to(expected)).abs().max())
     sums = float(advantages.view(-1, trainer.num_generations).sum(1).abs().max())
@@ -111,12 +116,16 @@ def check_advantages(bench: TrialBench) -> LawResult:
     if off <= 1e-3 * max(float(expected.abs().max()), 1.0):
         return held(f"advantages are the centred rewards, scaled by {rule}; groups sum to {sums:.1e} at most", **values)
     return broken(
-        ERROR, f"Advantages differ by up to {off:.2g} from what scale_rewards={rule!r} says, and groups sum to up to {sums:.2g} "
+        ERROR, f"Advantages differ by up to {off:.2g} from what the rule {rule!r} says, and groups sum to up to {sums:.2g} "
         "instead of 0.", **values,
     )  # fmt: skip
 
 
-def _read_rule(trainer: object) -> str:
+def _read_rule(trainer: Any) -> str:
+    if hasattr(trainer, "normalize_advantages"):
+        if trainer.beta:
+            raise NotApplicable("its rewards contain a KL term")
+        return LEFT_OUT
     rule = getattr(trainer, "scale_rewards", None)
     if rule not in ("group", "batch", "none"):
         raise NotApplicable("its config does not say how rewards are scaled")

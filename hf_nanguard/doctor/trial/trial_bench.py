@@ -109,13 +109,25 @@ class TrialBench:
     def collate(self, rows: list[Any]) -> Batch:
         """Returns a batch of the trainer's own collator. The token after padding on the left is no label: nothing real comes
         before it, so what it is predicted from means nothing."""
-        batch = repeatable(self.loader.collate_fn)([copy.deepcopy(row) for row in rows])
+        batch = self._collate(rows)
         mask, labels = (
             (batch.get(name) for name in ("attention_mask", "labels")) if isinstance(batch, Mapping) else (None, None)
         )
         if isinstance(mask, Tensor) and isinstance(labels, Tensor) and self.is_causal and mask.shape == labels.shape:
             labels[:, 1:][(mask[:, 1:] != 0) & (mask[:, :-1] == 0)] = MASKED
+            if self.pads_left:  # so that a row has as many labels alone, where some losses count its first one
+                labels[:, 0] = MASKED
         return batch
+
+    def _collate(self, rows: list[Any]) -> Batch:
+        return repeatable(self.loader.collate_fn)([copy.deepcopy(row) for row in rows])
+
+    @cached_property
+    def pads_left(self) -> bool:
+        """Whether the collator puts padding before the tokens of a row."""
+        batch = self._collate(choose_rows(self.short_rows, NUM_ROWS))
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+        return isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[:, 0].all())
 
     @cached_property
     def collator_draws(self) -> bool:
@@ -317,6 +329,10 @@ class TrialBench:
         """Relative difference of gradients or outputs that rounding explains, where sums are taken in another order:
         1e-3 in float32, 1.6e-2 in float16, 0.06 in bfloat16."""
         return min(max(16 * self.eps, 1e-3), 0.06)
+
+    def is_negligible(self, run: Run) -> bool:
+        """Returns whether gradients are zero but for rounding, as those of a pair of two equal answers."""
+        return run.norm <= self.eps * max(abs(run.loss), 1e-3)
 
     def allow(self, factor: float = 1.0) -> float:
         """Returns the tolerance together with ten times the noise that was measured."""

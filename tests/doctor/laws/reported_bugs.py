@@ -5,12 +5,14 @@ from typing import Any
 
 import torch
 import transformers
+from datasets import Dataset
 from torch.nn import functional
 from transformers import DataCollatorWithPadding, Trainer
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from ...models import tiny_tokenizer
+from ...models import text_rows, tiny_tokenizer
 from ...trainers import build as build_trainer
+from ...trainers import common_arguments, reward_length
 from .setups import DECODER, add_adapter, answer_rows, build_model, build_plain, build_sft, token_rows
 
 SAVES = {"save_strategy": "steps", "save_steps": 1}
@@ -306,6 +308,27 @@ def stale_log_probs(folder: Path, buggy: bool) -> Any:
     return _build_grpo(folder, Stale, num_iterations=2, steps_per_generation=6)
 
 
+def baseline_of_its_own(folder: Path, buggy: bool) -> Any:
+    """An RLOO whose baseline contains the completion itself."""
+    import trl
+
+    class Own(trl.RLOOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            batch = super()._generate_and_score_completions(inputs)
+            return {**batch, "advantages": batch["advantages"] * (3 / 4 if buggy else 1)}
+
+    sizes = {"num_generations": 4, "per_device_train_batch_size": 4, "max_completion_length": 4, "beta": 0.0}
+    args = trl.RLOOConfig(**{**common_arguments(folder), **sizes})
+    rows = Dataset.from_list([{"prompt": row["text"]} for row in text_rows(48)])
+    return Own(
+        build_model("llama"),
+        args=args,
+        reward_funcs=reward_length,
+        train_dataset=rows,
+        processing_class=tiny_tokenizer(),
+    )
+
+
 REPORTED = (
     ("head that drops the count", "huggingface/transformers#47688", "accumulation", head_that_drops_the_count),
     ("smoother without the count", "huggingface/transformers#46731", "accumulation", smoother_without_the_count),
@@ -324,5 +347,6 @@ REPORTED = (
     ("tool results are learned", "huggingface/trl#6439", "policy_loss", tool_results_are_learned),
     ("only the KL term is learned", "Goekdeniz-Guelmez/mlx-lm-lora#50", "policy_loss", only_the_kl_term_is_learned),
     ("good completions are unlearned", "", "policy_loss", good_completions_are_unlearned),
+    ("baseline of its own", "", "advantages", baseline_of_its_own),
     ("stale log-probs", "", "sampler", stale_log_probs),
 )  # fmt: skip

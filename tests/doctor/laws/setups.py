@@ -270,3 +270,31 @@ def build_vision_sft(folder: Path, **arguments: Any) -> Any:
     args = trl.SFTConfig(**{**common_arguments(folder), "max_length": None, **arguments})
     model = transformers.LlavaForConditionalGeneration(config)
     return trl.SFTTrainer(model, args=args, train_dataset=Dataset.from_list(rows), processing_class=processor)
+
+
+def build_choice(folder: Path) -> Any:
+    """Returns a BERT that chooses one of two texts, whose rows have a list of tokens for each."""
+    torch.manual_seed(0)
+    config = transformers.BertConfig(**SIZES, vocab_size=VOCAB, max_position_embeddings=64, pad_token_id=0)
+    names = ("input_ids", "attention_mask")
+    rows = [
+        {**{n: [a[n], b[n]] for n in names}, "labels": i % 2}
+        for i, (a, b) in enumerate(zip(token_rows(), token_rows(seed=3), strict=True))
+    ]
+    collator = transformers.DataCollatorForMultipleChoice(tiny_tokenizer())
+    return build_plain(
+        folder, transformers.BertForMultipleChoice(config), rows, collator, gradient_accumulation_steps=1
+    )
+
+
+def build_left_padded(folder: Path) -> Any:
+    """Returns a GPT-2 padded on the left, whose positions are counted from its tokens."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.padding_side = "left"
+    pad = DataCollatorForSeq2Seq(tokenizer, padding=True)
+
+    def collate(rows: list[dict]) -> dict[str, torch.Tensor]:
+        batch = pad(rows)
+        return {**batch, "position_ids": (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)}
+
+    return build_plain(folder, build_model("gpt2"), collator=collate)

@@ -16,9 +16,11 @@ from ...trainers import build
 from .setups import (
     add_adapter,
     answer_rows,
+    build_choice,
     build_classifier,
     build_distillation,
     build_encoder,
+    build_left_padded,
     build_masked,
     build_model,
     build_pictures,
@@ -199,6 +201,9 @@ MORE_SOUND = {
         "grpo", folder, guard=False, importance_sampling_level="sequence", loss_type="grpo", dropout=0.0
     ),
     "distillation": build_distillation,
+    "multiple choice": build_choice,
+    "padded on the left": build_left_padded,
+    "grpo, some tokens": lambda folder: build("grpo", folder, guard=False, top_entropy_quantile=0.2, dropout=0.0),
     "grpo top_p": lambda folder: build("grpo", folder, guard=False, top_p=0.8),
 }  # fmt: skip
 
