@@ -193,14 +193,22 @@ class Recovery:
         return None
 
     def _measure_update(self, snapshot: Snapshot, num_lost: int) -> float:
-        """Returns by how many times their size an update since a snapshot has moved the weights; 1 if that is not many, or
-        there were too many updates to tell."""
+        """Returns by how much too far an update since a snapshot has moved the weights; 1 if that is not much, or there were too
+        many updates to tell."""
         if not 0 < num_lost <= FEW_UPDATES:
             return 1.0
         reports = self.journal.ranks.gather(snapshot.measure_change())
         changed, size = (sum(values) for values in zip(*reports, strict=True))
         moved = math.sqrt(changed / size) / num_lost if size else 0.0
-        return moved if moved > FAR else 1.0
+        return (
+            moved * self._find_rise() / SMALLER if moved > FAR else 1.0
+        )  # a step of a hundredth of their size is usual
+
+    def _find_rise(self) -> float:
+        """Returns how much higher than now the learning rate will be after a warm-up."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        rates = [(float(group["lr"]), float(group.get("initial_lr", 0.0))) for group in groups]
+        return max((max(peak / rate, 1.0) for rate, peak in rates if rate > 0.0), default=1.0)
 
     def _give_up(self, failure: Failure, snapshot: Snapshot | None, step: int) -> str | None:
         """Does what is done without a rewind; returns why the run has to halt, `None` if it goes on."""
@@ -225,7 +233,7 @@ class Recovery:
 
     def _apply(self, remedy: str | None, moved: float) -> float:
         """Changes the settings of the optimizer, beside those that earlier rewinds have changed; returns what the learning rate
-        was divided by. An update has `moved` the weights by that many times their size."""
+        was divided by. An update has `moved` the weights by that much too far."""
         divisor = 1.0
         self.raises_eps |= remedy == "larger_eps"
         if self.raises_eps and self.optimizer is not None:

@@ -298,6 +298,20 @@ def test_a_rate_that_is_absurd_needs_one_rewind(rate):
     assert loop.optimizer.param_groups[0]["lr"] < before / rate
 
 
+def test_a_rate_that_is_absurd_is_lowered_for_the_end_of_its_warm_up():
+    divisors = {}
+    for length in (1, 100):
+        loop = Exploding("adamw").guarded(Policy(max_bad_steps=2, autopsy=False))
+        for group in loop.optimizer.param_groups:
+            group["lr"], group["initial_lr"] = 1e9 / length, 1e9
+        loop.scheduler.base_lrs = [1e9]
+        loop.scheduler.lr_lambdas = [lambda step, length=length: min(1.0, (step + 1) / length)]
+        loop.run(make_groups(4, 1))
+        assert [event["action"] for event in loop.events].count("rewound") == 1
+        divisors[length] = 1e9 / loop.scheduler.base_lrs[0]
+    assert divisors[100] == pytest.approx(divisors[1], rel=0.6)
+
+
 def test_bad_steps_that_stay_bad_do_not():
     loop = Loop().guarded(Policy(snapshot_steps=2, max_bad_steps=2, autopsy=False))
     loop.run(make_groups(7, 1, {(3, 0): "loss", (4, 0): "loss"}))
