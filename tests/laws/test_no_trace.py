@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_nanguard import GuardArguments
 from hf_nanguard.testing import INF, NAN, Fault, plant
 
 from ..reference import assert_same, losses_of, tensors_of, without
@@ -137,6 +138,17 @@ def test_bad_labels_never_reach_the_model(value, tmp_path):
     assert event["signal"] == ("labels_masked" if value is None else "label_out_of_range")
     assert event["action"] == "dropped"
     assert event["culprit"]["rows"] == [10, 11]
+
+
+@pytest.mark.parametrize("kind", ["label", "error"])
+def test_what_is_dropped_raises_nothing_in_the_anomaly_mode_of_torch(kind, tmp_path):
+    expected = _run(build("plain", tmp_path / "reference", without(stock_class("plain"), (1, 1)), guard=False))
+    ours = build("plain", tmp_path / "ours", extra={"guard": GuardArguments(nanguard_on_loss_error="drop")})
+    plant(ours, Fault(kind, step=1, micro_step=1, value=None))
+    with torch.autograd.set_detect_anomaly(True):
+        assert_same(_run(ours), expected)
+        assert torch.is_anomaly_enabled()
+    assert [event["action"] for event in events_of(ours)] == ["dropped"]
 
 
 def test_a_step_of_masked_labels_is_skipped_whole(tmp_path):

@@ -1,7 +1,7 @@
 """How a Trainer's micro-batches are run again: through its own `training_step`, with the inputs it had prepared."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -161,11 +161,13 @@ class TrainerRunner(Runner):
         gradients, and on one rank, whose `training_step` may have a backward of its own."""
         return self.lockstep or self.ranks.size == 1
 
-    def poisoned(self) -> AbstractContextManager[None]:
-        """Returns a context whose backward makes all ranks drop the micro-batch. Shards get theirs by [`Runner.poison`]."""
-        if self.lockstep:
-            return nullcontext()
-        return poisoned_backward(self.trainer.accelerator, self.parameters[0])
+    @contextmanager
+    def poisoned(self) -> Iterator[None]:
+        """A block whose backward makes all ranks drop the micro-batch, and raises nothing because of that in torch's anomaly mode.
+        Shards get theirs by [`Runner.poison`]."""
+        marked = nullcontext() if self.lockstep else poisoned_backward(self.trainer.accelerator, self.parameters[0])
+        with torch.autograd.set_detect_anomaly(False), marked:
+            yield
 
     def unscale(self) -> None:
         self.trainer.accelerator.unscale_gradients()
