@@ -157,5 +157,5 @@ def test_rows_that_travel_as_a_tensor_are_read_when_told():
 def test_an_outcome_lets_a_healthy_step_pass_as_it_is():
     assert vars(StepOutcome()) == {
         "stepped": True, "norm": None, "redone": None, "fresh": False, "num_dropped": 0, "clip_to": None, "halt": None,
-        "scaler_skips": False, "failure": None, "rewound": False,
+        "scaler_skips": False, "failure": None, "rewound": False, "moves_schedule": False,
     }  # fmt: skip
