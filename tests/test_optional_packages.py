@@ -16,7 +16,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from hf_nanguard import NanGuardCallback, check_config, check_dataset, guarded, prove, read_events
-from hf_nanguard.takeover.takeover import Takeover
+from hf_nanguard.takeover.built_trainers import Takeover
 
 
 class Net(nn.Module):

@@ -13,12 +13,12 @@ from typing import Any
 from ..core.settings import PREFIX, check_settings
 from ..errors import ArgumentError
 from ..plain_text import printable
+from .built_trainers import Takeover
 from .hidden_frames import hide_in_tracebacks
 from .resumed_training import resume_training
 from .run_progress import Progress
 from .startup.sitecustomize import VARIABLE
 from .startup.sitecustomize import say as write_line
-from .takeover import Takeover
 
 STARTUP = str(Path(__file__).parent / "startup")
 

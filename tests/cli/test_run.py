@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from hf_nanguard import GuardArguments, NonFiniteError
 from hf_nanguard.cli.main import main
 from hf_nanguard.report.run_files import read_jsonl
+from hf_nanguard.takeover.built_trainers import Takeover
 from hf_nanguard.takeover.hidden_frames import hide_frames, hide_in_tracebacks
-from hf_nanguard.takeover.takeover import Takeover
 from hf_nanguard.testing import Fault, plant
 from tests.trainers import build
 

@@ -11,7 +11,7 @@ import transformers.trainer
 from transformers import Trainer
 
 from hf_nanguard import attach
-from hf_nanguard.takeover.takeover import Takeover
+from hf_nanguard.takeover.built_trainers import Takeover
 from hf_nanguard.testing import Fault, plant
 
 from ..reference import assert_same, losses_of, tensors_of, without

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 from hf_nanguard import GuardArguments, NanGuardCallback, attach, guarded
-from hf_nanguard.takeover.takeover import Takeover
+from hf_nanguard.takeover.built_trainers import Takeover
 from tests.models import tiny_llama, token_rows
 from tests.reference import assert_same, tensors_of
 from tests.trainers import common_arguments, events_of

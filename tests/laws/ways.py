@@ -11,7 +11,7 @@ import pytest
 from transformers import TrainerCallback
 
 from hf_nanguard import GuardArguments, NanGuardCallback, attach
-from hf_nanguard.takeover.takeover import Takeover
+from hf_nanguard.takeover.built_trainers import Takeover
 from hf_nanguard.testing import OperationCounter
 from tests.trainers import build
 

@@ -10,9 +10,9 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from hf_nanguard.report.run_files import read_jsonl
+from hf_nanguard.takeover.built_trainers import Takeover
 from hf_nanguard.takeover.resumed_training import resume_training
 from hf_nanguard.takeover.run_progress import Progress
-from hf_nanguard.takeover.takeover import Takeover
 
 from ..trainers import build
 

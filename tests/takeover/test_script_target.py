@@ -33,7 +33,7 @@ def place(tmp_path, monkeypatch):
         (["package"], ["package"]),
         (["-m", "any.module", "a"], ["-m", "any.module", "a"]),
         (["python-command", "a"], ["{place}/bin/python-command", "a"]),
-        (["nanguard", "a"], ["-c", "import sys; from hf_nanguard.cli.main import main; sys.exit(main())", "a"]),
+        (["nanguard", "a"], ["-c", "import sys; from hf_nanguard.__main__ import main; sys.exit(main())", "a"]),
     ],
     ids=str,
 )

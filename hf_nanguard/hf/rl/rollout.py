@@ -30,7 +30,7 @@ from ..compat.trainer import logged_advantages, metric_lists
 from ..data.learning_signal import NoSignal, StepSignal
 from ..generation.guard_generation import guarded_sampling
 from ..generation.sampling_record import GenerationWatch
-from .reward_check import MAX_KEPT, BadReward
+from .bad_rewards import MAX_KEPT, BadReward
 from .reward_values import MAX_ADVANTAGE, holds_bad_reward, mark_unscorable, zero_bad_advantages
 from .wrapped_rewards import checked_rewards
 

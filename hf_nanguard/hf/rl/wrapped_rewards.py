@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...boundary import Boundary
 from ..compat.online_trainer import OnlineTrainer, name_reward_functions, replaced_reward_functions
-from .reward_check import RewardCheck
+from .bad_rewards import RewardCheck
 
 
 @contextmanager

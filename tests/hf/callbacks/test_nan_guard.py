@@ -17,7 +17,7 @@ from transformers.trainer_callback import CallbackHandler
 from hf_nanguard import GuardArguments, NanGuardCallback, NonFiniteError, attach
 from hf_nanguard.hf.trainer.mixin import GuardedTrainerMixin
 from hf_nanguard.report.run_files import events_path, read_jsonl
-from hf_nanguard.takeover.takeover import Takeover
+from hf_nanguard.takeover.built_trainers import Takeover
 from hf_nanguard.testing import Fault, plant
 from tests.reference import assert_same, tensors_of
 from tests.trainers import build, events_of

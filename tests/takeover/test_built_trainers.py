@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_nanguard import GuardArguments, GuardedTrainer, GuardedTrainerMixin, GuardedTrainingArguments, guarded
 from hf_nanguard.hf.compat.unguardable_class import LOOP, find_own_loop, find_own_super
-from hf_nanguard.takeover.takeover import Takeover
+from hf_nanguard.takeover.built_trainers import Takeover
 from hf_nanguard.testing import Fault, plant
 
 from ..models import tiny_llama, token_dataset
@@ -414,19 +414,19 @@ def test_a_takeover_that_fails_leaves_the_script_as_it_is(name, tmp_path, said, 
 
 def test_a_message_that_fails_leaves_the_trainer_guarded(tmp_path, said, monkeypatch):
     """Of an event file that cannot be read, or a path that cannot be printed."""
-    monkeypatch.setattr("hf_nanguard.takeover.takeover._count_lines", _fail)
+    monkeypatch.setattr("hf_nanguard.takeover.built_trainers._count_lines", _fail)
     with take_over(said):
         trainer = build("plain", tmp_path, guard=False)
     assert isinstance(trainer, GuardedTrainerMixin)
-    assert said[0].startswith("message failed at takeover/takeover.py:")
+    assert said[0].startswith("message failed at takeover/built_trainers.py:")
 
 
 def test_a_guard_that_cannot_be_built_leaves_the_trainer_stock(tmp_path, said, monkeypatch):
-    monkeypatch.setattr("hf_nanguard.takeover.takeover.reduce_as", _fail)
+    monkeypatch.setattr("hf_nanguard.takeover.built_trainers.reduce_as", _fail)
     with take_over(said):
         trainer = build("plain", tmp_path / "ours", guard=False)
     assert type(trainer) is Trainer
-    assert "takeover/takeover.py" in said[0]
+    assert "takeover/built_trainers.py" in said[0]
     trainer.train()
     assert trainer.state.global_step == trainer.args.max_steps
 

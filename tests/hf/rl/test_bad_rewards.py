@@ -22,7 +22,7 @@ from torch import nn
 from transformers import LlamaForSequenceClassification
 from trl.trainer.utils import is_async_callable
 
-from hf_nanguard.hf.rl.reward_check import MAX_KEPT, BadReward, flatten
+from hf_nanguard.hf.rl.bad_rewards import MAX_KEPT, BadReward, flatten
 from hf_nanguard.hf.rl.reward_values import BAD_REWARD, UNUSABLE, holds_bad_reward, mark_unscorable, zero_bad_advantages
 from hf_nanguard.hf.rl.wrapped_rewards import checked_rewards
 from hf_nanguard.plain_text import show
@@ -266,7 +266,7 @@ def test_a_failed_call_teaches_nothing_and_the_run_goes_on(kind, fault, tmp_path
     assert bad.text == (completions[AT] if fault == "error" else None)
     assert "no completion of this call has a score" in bad.message
     if fault == "error":
-        assert f"raised ValueError: cannot read {len(completions[AT])} characters (test_reward_check.py:" in show(
+        assert f"raised ValueError: cannot read {len(completions[AT])} characters (test_bad_rewards.py:" in show(
             bad.message
         )
     assert len(functions[1].given) == 2  # it was not called again
@@ -514,7 +514,7 @@ def test_a_generator_that_fails_half_way_is_an_error(trainer):
     with checked_rewards(trainer) as check:
         rewards = score(trainer, ["a", "b"])
     assert rewards[:, 0].tolist() == [BAD_REWARD, BAD_REWARD]
-    assert "raised KeyError: 'answer' (test_reward_check.py:" in show(check.bad[0].message)
+    assert "raised KeyError: 'answer' (test_bad_rewards.py:" in show(check.bad[0].message)
 
 
 @pytest.mark.parametrize("signature", [lambda: [1.0], lambda completions: [1.0]])
