@@ -87,6 +87,11 @@ class BufferKeeper:
         for watched in self.watched:
             watched.begin_group()
 
+    def abandon(self) -> None:
+        """Forgets a group whose passes were not completed: a first one shows nothing about the next."""
+        if self.num_groups == 1:
+            self.num_groups = 0
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Surrounds a call of the loss, which may write the attributes of the watched objects."""

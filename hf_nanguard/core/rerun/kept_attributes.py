@@ -148,22 +148,22 @@ class WatchedAttributes:
         self.written: set[str] = set()
         self.kept: KeptAttributes | None = None  # as they were before the first call in this group
         self.learns = True
-        self.has_called = False
+        self.has_returned = False  # what it writes is known, unless it has always raised
 
     def begin_group(self) -> None:
         """Begins another group of calls."""
-        self.learns = self.learns and not self.has_called
+        self.learns = self.learns and not self.has_returned
         self.kept = None
 
     @contextmanager
     def around(self) -> Iterator[None]:
         """Surrounds a call of the function."""
-        self.has_called = True
         before = KeptAttributes(self.owner, DATA, self.ignored) if self.learns else None
         if self.kept is None:
             self.kept = before or self.copy()
         try:
             yield
+            self.has_returned = True
         finally:
             self.written |= set() if before is None else before.changed
 

@@ -198,6 +198,7 @@ class StepRecorder:
             finding = self.loss_errors.judge(error, MicroBatch(index, payload, rng, row_numbers=rows), runner)
             if finding is None or held is None:
                 self.abandon()
+                runner.buffers.abandon()
                 raise
             findings = (*findings, finding)
             batch = self.loss_errors.replacement or held[0]

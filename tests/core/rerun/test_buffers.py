@@ -303,3 +303,16 @@ def test_attributes_are_put_back_also_large_ones_and_after_a_bad_first_group():
         assert model.queue is before
         assert model.calls == number
         model(torch.ones(1, 2))
+
+
+def test_nothing_is_learned_from_a_first_group_that_was_not_completed():
+    model = Queue()
+    keeper = BufferKeeper(model)
+    keeper.keep()
+    keeper.abandon()
+    for number in range(3):
+        keeper.keep()
+        model(torch.full((1, 2), NAN))
+        keeper.restore()
+        assert model.calls == number
+        model(torch.ones(1, 2))

@@ -168,6 +168,26 @@ def test_only_what_the_function_writes_is_put_back():
         assert snapshot(owner) == after
 
 
+def test_a_function_that_has_only_raised_is_still_learned_from():
+    owner = Owner()
+    watched = WatchedAttributes(owner)
+
+    def call(fails):
+        with watched.around():
+            assert not fails
+            owner.rows.append([0])
+
+    watched.begin_group()
+    with pytest.raises(AssertionError):
+        call(True)
+    for _ in range(2):
+        watched.begin_group()
+        before = snapshot(owner)
+        call(False)
+        watched.restore()
+        assert snapshot(owner) == before
+
+
 def test_an_error_of_the_function_is_no_obstacle():
     owner = Owner()
     watched = WatchedAttributes(owner)
