@@ -18,10 +18,12 @@ from ..hf.callbacks.harmless_callback import harmless
 from ..hf.compat.prepared_dataset import record_files
 from ..hf.compat.trainer import find_trainer
 from ..hf.trainer.arguments import Given, read_guard_arguments
+from ..safe_files import read_file
 
 logger = logging.getLogger("hf_nanguard")
 
 NAME = "nanguard"
+MAX_BYTES = 2**20  # of the arguments that ms-swift has saved
 
 
 @harmless
@@ -44,7 +46,7 @@ def list_sources(folder: Path) -> list[str]:
     """Returns what a run of ms-swift names as its data, by the arguments that it has saved in its output folder before it builds
     its trainer: files, folders, or datasets of the hub. To it, `rows.jsonl#500` are 500 rows."""
     file = folder / "args.json"
-    saved = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {"dataset": []}
+    saved = json.loads(read_file(file, MAX_BYTES)) if file.is_file() else {"dataset": []}
     return [source.partition("#")[0] for source in saved["dataset"]]
 
 
