@@ -22,7 +22,7 @@ from ..safe_files import read_file
 logger = logging.getLogger("hf_nanguard")
 
 NAME = "nanguard"
-MAX_BYTES = 1 << 24  # of args.json
+MAX_BYTES = 2**20  # of the arguments that ms-swift has saved
 
 
 @harmless

@@ -60,17 +60,22 @@ class Takeover:
         self.event_files: dict[Path, tuple[Path, int]] = {}
         self._trainer_class: Any = None
         self._stand_ins: dict[type, type] = {}
+        self._restore_merge: Callable[[], None] = lambda: None
 
     def __enter__(self) -> "Takeover":
         from transformers.trainer import Trainer
 
+        from ..hf.compat.prepared_dataset import keep_merged_files
+
         self._trainer_class = Trainer
         self._set_new(self._stand_in_for)
+        self._restore_merge = keep_merged_files(self.boundary)
         return self
 
     def __exit__(self, *error: object) -> None:
         # Python cannot delete a `__new__` completely: `object.__new__` would then refuse arguments.
         self._set_new(lambda cls: cls)
+        self._restore_merge()
         self.report_events()
 
     def report_events(self) -> None:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 from accelerate.state import GradientState
+from datasets import Dataset, concatenate_datasets, interleave_datasets
 from transformers import Trainer, TrainingArguments
 
 from hf_nanguard import GuardArguments, GuardedTrainer, GuardedTrainerMixin, GuardedTrainingArguments, guarded
+from hf_nanguard.hf.compat.prepared_dataset import find_files
 from hf_nanguard.hf.compat.unguardable_class import LOOP, find_own_loop, find_own_super
 from hf_nanguard.takeover.built_trainers import Takeover
 from hf_nanguard.testing import Fault, plant
@@ -438,3 +440,19 @@ def test_ctrl_c_in_a_takeover_is_ctrl_c(tmp_path, said, monkeypatch):
     monkeypatch.setattr(Takeover, "guard", interrupt)
     with pytest.raises(KeyboardInterrupt), take_over(said):
         build("plain", tmp_path, guard=False)
+
+
+def test_a_dataset_made_of_several_keeps_the_files_of_all():
+    """Without that, a framework that mixes datasets leaves no way back from a text to its file."""
+    parts = []
+    for number in range(3):
+        parts.append(Dataset.from_dict({"text": [f"row {number}"]}))
+        parts[-1].info.download_checksums = {f"file{number}.jsonl": {"num_bytes": number}} if number < 2 else None
+    for mix in (concatenate_datasets, interleave_datasets):
+        stock = mix(parts)
+        with Takeover({}, print):
+            ours = mix(parts)
+        assert find_files(ours) == ["file0.jsonl", "file1.jsonl"]
+        assert find_files(stock) == find_files(mix(parts)) == []
+        assert ours.to_list() == stock.to_list()
+        assert ours._fingerprint == stock._fingerprint, "what was cached must be found again"

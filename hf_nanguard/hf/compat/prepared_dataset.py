@@ -2,13 +2,16 @@
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from glob import escape, glob
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
+from ...boundary import Boundary
 from .trainer_protocol import HostTrainer
 
 
@@ -60,6 +63,27 @@ def record_files(dataset: Any, sources: Iterable[str]) -> None:
         dataset.info.download_checksums = {file: {} for file in sorted(files) if Path(file).is_file()}
 
 
+def keep_merged_files(boundary: Boundary) -> Callable[[], None]:
+    """Lets a dataset that is made of several keep the record of their files, which datasets drops; returns what undoes that.
+
+    Can go together with [`find_files`].
+    """
+    undo, module = ExitStack(), sys.modules.get("datasets.combine")
+    # Only where they are called: elsewhere a fingerprint is made of the function.
+    for name in () if module is None else MERGES:
+        wrapped = boundary.overriding("files of merged datasets", _merge_with_files, vars(module)[name])
+        undo.enter_context(patch.object(module, name, wrapped))
+    return undo.close
+
+
+def _merge_with_files(host: Callable[..., Any], datasets: list[Any], *args: object, **kwargs: object) -> Any:
+    merged = host(datasets, *args, **kwargs)
+    recorded = [each.info.download_checksums for each in datasets if each.info.download_checksums]
+    if recorded and not merged.info.download_checksums:
+        merged.info.download_checksums = {file: size for each in recorded for file, size in each.items()}
+    return merged
+
+
 def _unwrap(dataset: object) -> object:
     """Returns the dataset inside those of a framework. Can go together with [`find_files`]."""
     while not is_hf_dataset(dataset) and (inner := getattr(dataset, "dataset", None)) is not None:
@@ -67,6 +91,7 @@ def _unwrap(dataset: object) -> object:
     return dataset
 
 
+MERGES = ("_concatenate_map_style_datasets", "_interleave_map_style_datasets")
 # The last words of the names of columns that identify a row.
 ID_WORDS = {"id", "uid", "uuid", "guid", "idx", "index", "key", "path", "file", "filename", "url"}
 
