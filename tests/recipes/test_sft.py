@@ -99,7 +99,7 @@ def test_what_is_planted_comes_up(task, words, tmp_path, capsys):
 
 
 def test_a_halt_is_told_and_ends_with_1(tmp_path, capsys):
-    words = ["--json", "--learning_rate", "1e38", "--max_steps", "20", "--nanguard_max_bad_steps", "2"]
+    words = ["--json", "--learning_rate", "1e38", "--max_steps", "20", "--nanguard_max_rewinds", "0"]
     assert main(["sft", *words, "--output_dir", str(tmp_path), *QUIET]) == 1
     out, err = capsys.readouterr()
     told = json.loads(out)

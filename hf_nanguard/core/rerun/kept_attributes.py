@@ -28,15 +28,16 @@ class Kept:
     def __init__(self, container: Any, above: tuple[int, ...] = ()):
         self.holder = container
         above = (*above, id(container))
-        items = container.items() if isinstance(container, dict) else enumerate(container)
+        items = _list_items(container)
         self.items = [(key, item if id(item) in above else _keep(item, above)) for key, item in items]
 
     @property
     def is_changed(self) -> bool:
         """Whether it has other items now."""
-        now = list(self.holder.items() if isinstance(self.holder, dict) else enumerate(self.holder))
+        now = _list_items(self.holder)
         before = [(key, item.holder if isinstance(item, (Kept, Written)) else item) for key, item in self.items]
-        same = len(now) == len(before) and all(a[0] == b[0] and a[1] is b[1] for a, b in zip(now, before, strict=True))
+        # By identity: keys may be tensors.
+        same = len(now) == len(before) and all(a is c and b is d for (a, b), (c, d) in zip(now, before, strict=True))
         return not same or any(item.is_changed for _, item in self.items if isinstance(item, (Kept, Written)))
 
     def restore(self) -> object:
@@ -51,6 +52,11 @@ class Kept:
         else:
             self.holder.extend(item for _, item in items)
         return self.holder
+
+
+def _list_items(container: Any) -> list[tuple[object, Any]]:
+    """Returns keys and values of a dictionary; the entries of another container have no keys."""
+    return list(container.items()) if isinstance(container, dict) else [(None, item) for item in container]
 
 
 def _is_small_container(value: Any) -> bool:

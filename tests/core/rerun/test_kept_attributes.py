@@ -94,6 +94,17 @@ def test_tensors_are_kept_by_reference_not_copied():
     assert owner.list[0] is owner.tensor
 
 
+def test_keys_may_be_tensors():
+    owner, keys = Owner(), [torch.zeros(2), torch.zeros(2)]
+    owner.by_tensor = {keys[0]: 1}
+    with untouched(owner):
+        pass
+    with untouched(owner):
+        owner.by_tensor[keys[1]] = owner.by_tensor.pop(keys[0])
+    [key] = owner.by_tensor
+    assert key is keys[0]
+
+
 def test_tensors_inside_containers_get_their_values_back():
     owner = Owner()
     owner.means = {"a": [torch.zeros(2)], "draws": torch.Generator().manual_seed(1)}

@@ -82,6 +82,7 @@ def test_every_shim_says_when_it_can_go(module):
 
 def test_what_a_model_is_asked_for():
     model, tokenizer = tiny_llama(), tiny_tokenizer()
+    plain = [name for name, _ in model.named_modules()]
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
     assert compat_model.find_config(model) is model.config
     assert compat_model.find_config(nn.Linear(1, 1)) is None
@@ -89,6 +90,9 @@ def test_what_a_model_is_asked_for():
     assert compat_model.find_tokenizer(SimpleNamespace(tokenizer=tokenizer)) is tokenizer
     assert list(compat_model.find_adapters(adapted)) == ["default"]
     assert compat_model.find_adapters(nn.Linear(1, 1)) == {}
+    wrapped = [name for name, _ in model.named_modules()]
+    assert {*plain} <= {compat_model.plain_adapter_name(name) for name in wrapped}
+    assert any(compat_model.plain_adapter_name(name) != name for name in wrapped)
     assert compat_model.without_adapter(adapted) is model
     assert compat_model.without_adapter(model) is model
     assert not compat_model.is_encoder_decoder(adapted)
