@@ -99,6 +99,11 @@ def format_rows(rows: Sequence[int] | None) -> str:
     return f" (dataset {'row' if len(rows) == 1 else 'rows'} {shown})"
 
 
+def format_count(number: int, noun: str) -> str:
+    """Returns a number with its noun."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def format_value(value: object, max_length: int = 200) -> str:
     """Returns a value as it is written in Python, cut to a length that fits into a sentence."""
     if isinstance(value, int) and value.bit_length() > max_length:  # Python refuses to write very long integers

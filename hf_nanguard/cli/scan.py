@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..command_exit import print_error
 from ..errors import ArgumentError
-from ..plain_text import printable
+from ..plain_text import format_count, printable
 from .shared.command_parser import Subparsers
 from .shared.slow_stages import slow_imports
 
@@ -120,8 +120,8 @@ def print_next_step(results: list[ScanResult]) -> None:
 def format_result(result: ScanResult, max_shown: int = MAX_SHOWN) -> Iterator[str]:
     """Yields the lines about one checkpoint, with at most so many findings."""
     state = "good" if not result.findings else "usable, with findings" if result.is_good else "NOT GOOD"
-    tensors, size = f"{result.num_tensors} tensors", f"{result.num_bytes / 1e6:,.1f} MB"
-    yield f"{printable(str(result.path))}: {state} ({tensors} in {result.num_files} files, {size})"
+    counts = f"{format_count(result.num_tensors, 'tensor')} in {format_count(result.num_files, 'file')}"
+    yield f"{printable(str(result.path))}: {state} ({counts}, {result.num_bytes / 1e6:,.1f} MB)"
     yield from (f"  {finding.problem:<18} {finding}" for finding in result.findings[:max_shown])
     if len(result.findings) > max_shown:
         yield f"  ... and {len(result.findings) - max_shown} more (--json has all)"

@@ -5,7 +5,7 @@ import logging
 import os
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ..core.event import parse_strict
@@ -135,18 +135,20 @@ class Tail:
 class FollowedFile:
     """The objects of a file that is being written, each returned once. Reads only what was appended since the last time.
 
-    A file that became shorter, because somebody began it anew, is read from its start.
+    A file that became shorter, because somebody began it anew, is read from its start. Objects without one of `texts` are
+    counted as invalid.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, texts: Sequence[str] = ()):
         self.path = Path(path)
+        self.texts = texts
         self._position = 0
         self._rest = b""  # a line that is not complete yet
         self._num_skipped = 0
 
     @property
     def num_invalid(self) -> int:
-        """The number of lines so far that are no strict JSON objects; the last may still become one."""
+        """The number of lines so far that are no such objects in strict JSON; the last may still become one."""
         return self._num_skipped + bool(self._rest.strip())
 
     def read(self) -> list[dict[str, object]]:
@@ -170,7 +172,7 @@ class FollowedFile:
         """Adds the object of the line that was read, if it is one."""
         line, self._rest = self._rest, b""
         item = _parse_line(line)
-        if item is not None:
+        if item is not None and all(isinstance(item.get(name), str) for name in self.texts):
             items.append(item)
         elif line.strip():
             self._num_skipped += 1
@@ -184,7 +186,7 @@ class RunFiles:
         path = Path(run)
         self.folder = path if path.name == GUARD_FOLDER else path / GUARD_FOLDER
         self._metrics = FollowedFile(self.folder / "metrics.jsonl")
-        self._events = FollowedFile(events_path(self.folder, 0))
+        self._events = FollowedFile(events_path(self.folder, 0), ("signal", "action", "message"))
 
     def read(self) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
         """Returns the rows and the events that were appended since the last call."""
@@ -192,7 +194,7 @@ class RunFiles:
 
     @property
     def num_invalid(self) -> int:
-        """The number of lines of both files that are no strict JSON objects."""
+        """The number of lines of both files that are no rows and events."""
         return self._metrics.num_invalid + self._events.num_invalid
 
 

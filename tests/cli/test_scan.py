@@ -34,13 +34,13 @@ def run(tmp_path):
 
 def test_clean(run, capsys):
     assert main(["scan", str(run / "checkpoint-10")]) == 0
-    assert "checkpoint-10: good (1 tensors in 1 files, 0.0 MB)" in capsys.readouterr().out
+    assert "checkpoint-10: good (1 tensor in 1 file, 0.0 MB)" in capsys.readouterr().out
 
 
 def test_findings(run, capsys):
     assert main(["scan", str(run / "checkpoint-20")]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("checkpoint-20: NOT GOOD (1 tensors in 1 files, 0.0 MB)")
+    assert lines[0].endswith("checkpoint-20: NOT GOOD (1 tensor in 1 file, 0.0 MB)")
     assert [*map(str.split, lines[1:])] == [
         ["nan", "model.safetensors:", "w", "contains", "NaN", "in", "all", "4", "entries"]
     ]

@@ -66,9 +66,10 @@ def test_an_unrelated_run_in_the_same_folder_takes_its_place(write):
 
 def test_bad_lines_and_values_are_left_out(write):
     rows = [row(1, loss=1.0), row("x", loss=1.0), row(True, loss=1.0), row(2, loss=[1]), row(3, loss=None)]
-    curves = read_curves(write(rows, [{"action": "skipped", "message": "\x1b[2J"}], extra='{"step": 4, "lo'))
+    events = [{"signal": "loss_zero", "action": "skipped", "message": "\x1b[2J"}, {"step": 3, "no": "event"}]
+    curves = read_curves(write(rows, events, extra='{"step": 4, "lo'))
     assert curves.series("loss") == ([1], [1.0])
-    assert curves.num_invalid == 2
+    assert curves.num_invalid == 3
     assert curves.marks == []  # an event without a step has no place in a plot
 
 
