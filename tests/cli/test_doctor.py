@@ -156,6 +156,19 @@ def test_a_stream(tmp_path, temporary, capsys):
     assert found["after"] is not None, "rows of the stream were held out"
 
 
+def test_what_was_found_sound_is_listed_once(tmp_path, capsys):
+    """Rules judge the file, then the trainer that was built from it."""
+    rows = [{"prompt": f"{i}+1=", "completion": f"{i + 1}"} for i in range(8)]
+    file = tmp_path / "my.yaml"
+    paths = {"model_name_or_path": save_model(tmp_path / "model"), "dataset_name": save_rows(tmp_path / "data", rows)}
+    file.write_text(yaml.safe_dump({**paths, "use_cpu": True, "max_grad_norm": 0}))
+    main(["doctor", str(file), "--only", "rules,data", "--json"])
+    stages = json.loads(capsys.readouterr().out)["stages"]
+    assert [stage["name"] for stage in stages] == ["rules", "rules", "data"]
+    assert "clipping" in stages[0]["findings"]
+    assert (stages[0]["sound"], "learning-rate" in stages[1]["sound"]) == ([], True)
+
+
 def test_several_processes(monkeypatch, capsys):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["doctor"]) == 2

@@ -58,9 +58,11 @@ class Checkup:
         """Returns the number of findings of a severity."""
         return sum(found.severity is severity for found in self.findings)
 
-    def drop_sound_stages(self) -> None:
-        """Forgets the stages that found nothing, because another one judges the same with more knowledge."""
-        self.stages = [stage for stage in self.stages if stage.examination.findings]
+    def keep_findings(self) -> None:
+        """Keeps nothing but findings of the stages so far, because another one judges the same with more knowledge."""
+        examinations = [Examination(stage.examination.findings) for stage in self.stages]
+        pairs = zip(self.stages, examinations, strict=True)
+        self.stages = [replace(stage, examination=found) for stage, found in pairs if found.findings]
 
     def add_config(self, stage: Stage, report: ConfigReport) -> None:
         """Takes what rules said and no stage did before; the sources of the precision are those of the newest report."""

@@ -121,7 +121,7 @@ def _judge_trainer(
 ) -> None:
     """Judges the built trainer; what the files have already said is not repeated."""
     facts = find_trainer_facts(cast(HostTrainer, trainer))
-    checkup.drop_sound_stages()
+    checkup.keep_findings()
     checkup.add_config(stage, judge_files(files, options.skip, facts, options.memory_limit))
 
 
