@@ -7,9 +7,10 @@
 A rewind restores the snapshot and continues with the data stream, so the batches since the snapshot are not used again. The
 number of the step does not go back; the learning rate schedule does. A remedy that was tried on a copy of the bad update and
 worked is applied. Where only batches were bad, the last of them is run again with the restored weights: if it is finite now,
-the updates since the snapshot were the cause, and the learning rate is divided by 10; if that was not enough, by 100 more, then by
-10,000 more. Where a few updates have moved the weights by many times their size, it is divided by that as well: a rate that is far
-too high would need more rewinds than a run has.
+the updates since the snapshot were the cause, and the learning rate is divided by 10; if the failure returns before the next
+snapshot, by 100 more, then by 10,000 more. Where the first updates of a run have moved the weights by many times their size, it is
+divided by that as well: a rate that is far too high would need more rewinds than a run has. Later in a run one batch may have moved
+them, with a rate that was right until then.
 """
 
 import logging
@@ -36,9 +37,7 @@ logger = logging.getLogger("hf_nanguard")
 
 PERIOD = 100
 EARLY = (10, 20, 40)  # a run that fails early has not lost much, but all it had
-FEW_UPDATES = (
-    3  # of which what they did to the weights shows how far the learning rate is off; more may have grown exponentially
-)
+FEW_UPDATES = 3  # the first of a run, which show how far the learning rate is off; more may have grown exponentially
 FAR = 1e3  # times the size of the weights: by far more than a rate that is 10 or 100 times too high moves them
 NUM_KEPT = 2  # the older one is for a failure that returns
 SHARE = 0.1  # of the free host memory that snapshots may use by default
@@ -78,7 +77,7 @@ class Recovery:
         self.num_updates = self.num_rewinds = 0
         self.num_lost = 0  # updates that were taken back
         self.rate_factor = 1.0  # what rewinds have multiplied the learning rate by
-        self.num_lowered = 0  # rewinds that have shown it to be too high
+        self.num_lowered = 0  # rewinds since the last snapshot that have shown it to be too high
         self.is_slow = False  # whether nanguard_rewind_lr_factor is a part of that now
         self.raises_eps = False
 
@@ -139,6 +138,7 @@ class Recovery:
             replace(Snapshot.take(step, self.num_updates, self.parts, spare), rate_factor=self.rate_factor)
         )
         self.next_due = self._find_next(step)
+        self.num_lowered = 0  # the rate was right since the last rewind
         while self.windows and self.windows[0].step < self.snapshots[0].step:
             self.windows.popleft()
         return None
@@ -193,16 +193,14 @@ class Recovery:
         return None
 
     def _measure_update(self, snapshot: Snapshot, num_lost: int) -> float:
-        """Returns by how much too far an update since a snapshot has moved the weights; 1 if that is not much, or there were too
-        many updates to tell."""
-        if not 0 < num_lost <= FEW_UPDATES:
+        """Returns by how much too far an update since a snapshot has moved the weights; 1 if that is not much, or these were not
+        the first updates of the run."""
+        if not 0 < num_lost <= self.num_updates <= FEW_UPDATES:
             return 1.0
-        reports = self.journal.ranks.gather(snapshot.measure_change())
+        reports = self.ranks.gather(snapshot.measure_change())
         changed, size = (sum(values) for values in zip(*reports, strict=True))
         moved = math.sqrt(changed / size) / num_lost if size else 0.0
-        return (
-            moved * self._find_rise() / SMALLER if moved > FAR else 1.0
-        )  # a step of a hundredth of their size is usual
+        return moved * self._find_rise() / SMALLER if moved > FAR else 1.0  # a hundredth of their size is usual
 
     def _find_rise(self) -> float:
         """Returns how much higher than now the learning rate will be after a warm-up."""

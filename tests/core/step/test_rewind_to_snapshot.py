@@ -269,18 +269,35 @@ def test_bad_steps_that_are_finite_with_earlier_weights_lower_the_rate():
     assert_same(loop.everything(), plain.everything())
 
 
+def explode(loop, groups):
+    with torch.no_grad():
+        loop.model.last.weight.fill_(50.0)
+    loop.run(groups)
+
+
 def test_a_rate_that_is_still_too_high_is_lowered_further():
-    loop = Exploding().guarded(Policy(snapshot_steps=2, max_bad_steps=2, autopsy=False))
-    groups = make_groups(30, 2)
-    loop.run(groups[:7])
-    for begin in (7, 14, 21):
-        with torch.no_grad():
-            loop.model.last.weight.fill_(50.0)
-        loop.run(groups[begin : begin + 2])
-        loop.run(groups[begin + 2 : begin + 7])
+    loop = Exploding().guarded(Policy(snapshot_steps=10, max_bad_steps=2, max_rewinds=4, autopsy=False))
+    groups = make_groups(7, 2)
+    for _ in range(3):
+        loop.run(groups[:5])
+        explode(loop, groups[5:])
+    loop.run(make_groups(12, 2))  # with a snapshot, before which the rate was right
+    explode(loop, groups[5:])
     rewinds = [event for event in loop.events if event["action"] == "rewound"]
-    assert [event["message"].rpartition("divided by ")[2] for event in rewinds] == ["10.", "100.", "10,000."]
-    assert loop.scheduler.base_lrs == pytest.approx([0.05 * 1e-7])
+    assert [event["message"].rpartition("divided by ")[2] for event in rewinds] == ["10.", "100.", "10,000.", "10."]
+    assert loop.scheduler.base_lrs == pytest.approx([0.05 * 1e-8])
+
+
+def test_a_batch_that_threw_the_weights_away_late_in_a_run_says_little_about_the_rate():
+    loop = Exploding().guarded(Policy(snapshot_steps=4, max_bad_steps=2, autopsy=False))
+    groups = make_groups(8, 2)
+    loop.run(groups[:5])
+    with torch.no_grad():
+        loop.model.last.weight.mul_(1e9)
+    loop.run(groups[5:7])
+    [event] = [event for event in loop.events if event["action"] == "rewound"]
+    assert event["values"]["lost_updates"] == 1
+    assert event["message"].endswith("The learning rate was divided by 10.")
 
 
 @pytest.mark.parametrize("rate", [1e6, 1e12, 1e20])
