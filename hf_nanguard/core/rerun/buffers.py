@@ -7,7 +7,7 @@ for the first group, afterwards only those that a group has written. A model who
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -50,9 +50,11 @@ class BufferKeeper:
     def __init__(self, model: nn.Module, others: Sequence[nn.Module] = (), watched: Sequence[WatchedAttributes] = ()):
         self.model, self.others = model, others
         self.watched = list(watched)
-        self.slots = [slot for root in (model, *others) for slot in list_state_slots(root)]
-        # Fused batch norm kernels write their running statistics without counting it.
-        self.written = {i for i, slot in enumerate(self.slots) if slot.is_buffer and is_norm_layer(slot.module)}
+        own = list_state_slots(model)
+        self.slots = [*own, *(slot for root in others for slot in list_state_slots(root))]
+        # Fused batch norm kernels write their running statistics without counting it; those of a teacher do not train.
+        norms = {i for i, slot in enumerate(self.slots) if slot.is_buffer and is_norm_layer(slot.module)}
+        self.written = {i for i in norms if i < len(own) or self.slots[i].module.training}
         self.seen: dict[int, tuple[int, int, int]] = {}  # what identifies the tensor of each slot, and its writes
         self.kept: list[tuple[StateSlot, Tensor, Tensor]] = []  # each with the tensor and a copy
         bare = model.module if isinstance(model, (DistributedDataParallel, nn.DataParallel)) else model
@@ -92,13 +94,15 @@ class BufferKeeper:
         if self.num_groups == 1:
             self.num_groups = 0
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Surrounds a call of the loss, which may write the attributes of the watched objects."""
-        with ExitStack() as stack:
-            for watched in self.watched:
-                stack.enter_context(watched.around())
-            yield
+    def begin_loss(self) -> None:
+        """Keeps what the loss may write outside the model, before each call of it."""
+        for watched in self.watched:
+            watched.begin_call()
+
+    def end_loss(self, has_returned: bool) -> None:
+        """Learns, in the first group, what the loss has written, which may have raised."""
+        for watched in self.watched:
+            watched.end_call(has_returned)
 
     def note_writes(self) -> None:
         """Notes what the group has written, once its passes are done and before its optimizer steps."""
@@ -138,7 +142,7 @@ class BufferKeeper:
         for optimizer in self.optimizers.values():
             optimizer.restore()
         for attributes in self.attributes:
-            if self.num_groups == 1 and attributes.changed:
+            if self.num_groups == 1 and isinstance(attributes.owner, nn.Module) and attributes.changed:
                 self.writers.add(attributes.owner)
             attributes.restore()
         for watched in self.watched:

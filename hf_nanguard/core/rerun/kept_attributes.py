@@ -8,6 +8,7 @@ tensors and generators (of torch, Python and NumPy), also those inside container
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from numbers import Number
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from ..torch_private import write_count
 
 DATA = ("train_dataset", "eval_dataset", "callback_handler", "_eval_dataloaders")
 LARGE = 100_000
+MAX_DEPTH = 8  # of containers inside containers
+MOST_ENTRIES = 1_000  # of a container that a loss writes, with those inside it; larger ones would be copied each step
 MODULE = tuple(vars(nn.Module()))
 KINDS = (dict, defaultdict, OrderedDict, Counter, list, deque, set)
 
@@ -111,9 +114,11 @@ class KeptAttributes:
         by_reference: Collection[str] = (),
         ignored: Collection[str] = (),
         only: Collection[str] | None = None,
+        restored: Collection[str] | None = None,
     ):
         self.owner = owner
         self.ignored = {*ignored}
+        self.restored = restored  # read when something is put back; all if `None`
         self.only = None if only is None else {*only}
         self.before = {name: value for name, value in vars(owner).items() if self._is_kept(name)}
         kept = {name: _keep(value) for name, value in self.before.items() if name not in by_reference}
@@ -132,6 +137,7 @@ class KeptAttributes:
 
     def restore(self, only: Collection[str] | None = None) -> None:
         """Puts all of them back, or only some."""
+        only = self.restored if only is None else only
         for name in self.changed if only is None else self.changed & {*only}:
             if name not in self.before:
                 delattr(self.owner, name)
@@ -145,7 +151,9 @@ class KeptAttributes:
 class WatchedAttributes:
     """The attributes of an object that one function writes, where others write other attributes of it.
 
-    Which ones the function writes is learned from its calls in the first group; only these are kept and put back.
+    Which ones the function writes is learned from its calls in the first group; only these are kept and put back, as long as they
+    are numbers, texts, generators, small tensors or small containers of those. Outputs of the model, objects and long lists are
+    neither held nor copied.
     """
 
     def __init__(self, owner: Any, ignored: Collection[str] = ()):
@@ -155,32 +163,62 @@ class WatchedAttributes:
         self.kept: KeptAttributes | None = None  # as they were before the first call in this group
         self.learns = True
         self.has_returned = False  # what it writes is known, unless it has always raised
+        self._before: KeptAttributes | None = None  # the call of now
 
     def begin_group(self) -> None:
         """Begins another group of calls."""
         self.learns = self.learns and not self.has_returned
         self.kept = None
 
-    @contextmanager
-    def around(self) -> Iterator[None]:
-        """Surrounds a call of the function."""
-        before = KeptAttributes(self.owner, DATA, self.ignored) if self.learns else None
+    def begin_call(self) -> None:
+        """Keeps what the function may write, which is about to be called."""
+        self._before = self.copy() if self.learns else None
         if self.kept is None:
-            self.kept = before or self.copy()
-        try:
-            yield
-            self.has_returned = True
-        finally:
-            self.written |= set() if before is None else before.changed
+            self.kept = self._before or self.copy()
+
+    def end_call(self, has_returned: bool) -> None:
+        """Learns what the function has written, which may have raised."""
+        self.has_returned |= has_returned
+        if self._before is not None:
+            self.written |= self._before.changed
+            self._before = None
 
     def copy(self) -> KeptAttributes:
-        """Returns the attributes that the function writes, as they are now."""
-        return KeptAttributes(self.owner, only=self.written)
+        """Returns the attributes that the function writes, as they are now; what these are may be known only when they are put
+        back."""
+        values = vars(self.owner)
+        names = {*values} if self.learns else self.written & values.keys()
+        large = {name for name in names if not _is_plain_state(values[name])}
+        return KeptAttributes(
+            self.owner,
+            ignored=self.ignored | large,
+            only=None if self.learns else self.written,
+            restored=self.written,
+        )
 
     def restore(self) -> None:
         """Puts back what the function has written in this group."""
         if self.kept is not None:
-            self.kept.restore(self.written)
+            self.kept.restore()
+
+
+def _is_plain_state(value: object) -> bool:
+    return _count_entries(value) <= MOST_ENTRIES
+
+
+def _count_entries(value: Any, depth: int = 0) -> int:
+    """Returns how many entries a value has, with those of containers inside; more than the most if it is anything else than
+    plain state."""
+    if value is None or isinstance(value, (str, bytes, Number)) or _can_be_written(value):
+        return 1
+    if type(value) not in KINDS or len(value) > MOST_ENTRIES or depth > MAX_DEPTH:
+        return MOST_ENTRIES + 1
+    number = 1
+    for _, item in _list_items(value):
+        number += _count_entries(item, depth + 1)
+        if number > MOST_ENTRIES:
+            break
+    return number
 
 
 def keep_module(module: nn.Module) -> KeptAttributes:

@@ -8,7 +8,7 @@ pass: `lockstep` is then true and a micro-batch is dropped on all ranks or on no
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Generic
 
 import torch
@@ -159,14 +159,15 @@ class Runner(ABC, Generic[Payload, Weight]):
         try:
             yield
         finally:
-            forget_used_parameters(self.model)
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            buffers.restore()
-            rng.restore()
-            sync_buffers(self.model, True)
-            if self.scaler is not None:
-                restore_unscaled(self.scaler, unscaled)
+            with ExitStack() as stack:  # the last one first, each of them even if another fails
+                if self.scaler is not None:
+                    stack.callback(restore_unscaled, self.scaler, unscaled)
+                stack.callback(sync_buffers, self.model, True)
+                stack.callback(rng.restore)
+                stack.callback(buffers.restore)
+                forget_used_parameters(self.model)
+                for parameter, gradient in gradients:
+                    parameter.grad = gradient
 
     @property
     def learning_rate(self) -> float | None:

@@ -38,6 +38,7 @@ logger = logging.getLogger("hf_nanguard")
 PERIOD = 100
 EARLY = (10, 20, 40)  # a run that fails early has not lost much, but all it had
 FEW_UPDATES = 3  # the first of a run, which show how far the learning rate is off; more may have grown exponentially
+MOST_LOWERED = 5  # rewinds, of which each divides the rate by the square of what the one before did
 FAR = 1e3  # times the size of the weights: by far more than a rate that is 10 or 100 times too high moves them
 NUM_KEPT = 2  # the older one is for a failure that returns
 SHARE = 0.1  # of the free host memory that snapshots may use by default
@@ -205,7 +206,7 @@ class Recovery:
     def _find_rise(self) -> float:
         """Returns how much higher than now the learning rate will be after a warm-up."""
         groups = [] if self.optimizer is None else self.optimizer.param_groups
-        rates = [(float(group["lr"]), float(group.get("initial_lr", 0.0))) for group in groups]
+        rates = [(float(group["lr"] or 0.0), float(group.get("initial_lr") or 0.0)) for group in groups]
         return max((max(peak / rate, 1.0) for rate, peak in rates if rate > 0.0), default=1.0)
 
     def _give_up(self, failure: Failure, snapshot: Snapshot | None, step: int) -> str | None:
@@ -237,7 +238,7 @@ class Recovery:
         if self.raises_eps and self.optimizer is not None:
             raise_eps(self.optimizer)
         if remedy == "smaller_lr":
-            divisor = moved * SMALLER ** -(2**self.num_lowered)
+            divisor = moved * SMALLER ** -(2 ** min(self.num_lowered, MOST_LOWERED))
             self._scale(1 / divisor)
             self.num_lowered += 1
         if self.policy.rewind_lr_factor < 1.0:

@@ -118,7 +118,10 @@ class Settlement:
             return self.containment.contain(reading, runner)
         if finite:
             self.counter.count_norm(reading.norm)
-        if (bad := runner.bad_setting) is not None and self.policy.acts:
+        alone = (
+            self.ranks.size == 1
+        )  # another rank may have another setting; weights that it ruins are found on all of them
+        if self.policy.acts and alone and (bad := runner.bad_setting) is not None:
             return self._skip_setting(reading, runner, *bad)
         report = self._examine_spike(reading, runner) if finite else SpikeReport(None)
         outcome = self._act(reading, runner, report, zero_is_news)

@@ -1,12 +1,15 @@
 """What the class of a trainer says about its loss, each private host name with the condition under which it can go."""
 
 from functools import partial
-from types import FunctionType, MethodType
+from types import MethodType
 
+import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from transformers import Trainer
 
-from ...core.torch_private import pre_hooks
+from ...boundary import attempt
+from ...core.torch_private import list_state_slots, pre_hooks
 from .model_config import without_adapter
 from .trainer_protocol import HostTrainer
 
@@ -52,12 +55,23 @@ def find_loss_state(trainer: HostTrainer) -> tuple[list[nn.Module], list[object]
     function: object = trainer.compute_loss_func
     while isinstance(function, (partial, MethodType)):
         function = function.func if isinstance(function, partial) else function.__self__
-    inside = {*trainer.model.modules()}
-    held = [each for each in (*vars(trainer).values(), function) if isinstance(each, nn.Module)]
-    modules = [module for module in dict.fromkeys(held) if inside.isdisjoint(module.modules())]
-    has_attributes = isinstance(function, FunctionType) or "__dict__" in dir(function)
+    inside = {id(module) for module in trainer.model.modules()}
+    held = {id(each): each for each in (*vars(trainer).values(), function) if isinstance(each, nn.Module)}
+    kept = [module for module in held.values() if attempt(partial(_can_be_kept, module), lambda error: False)]
+    modules = [module for module in kept if inside.isdisjoint(map(id, module.modules()))]
+    has_attributes = hasattr(function, "__dict__")
     is_own = function is not None and function is not trainer and not isinstance(function, nn.Module)
     return modules, [trainer, *([function] if is_own and has_attributes else [])]
+
+
+def _can_be_kept(module: nn.Module) -> bool:
+    """Returns whether all tensors of a module can be copied and compared; raises for a scripted module, or one without a hash."""
+    tensors = [tensor for slot in list_state_slots(module) if (tensor := slot.get()) is not None]
+    return not any(map(is_lazy, module.parameters())) and all(
+        tensor.layout is torch.strided
+        and not (tensor.is_inference() or tensor.is_meta or tensor.is_quantized or tensor.is_nested)
+        for tensor in tensors
+    )
 
 
 def has_own_batches(trainer: HostTrainer) -> bool:

@@ -247,11 +247,19 @@ class StepRecorder:
 
         return replaced_method(self.trainer, "compute_loss", wrap)
 
-    def watched_loss(self) -> AbstractContextManager[None]:
-        """Returns a context for `compute_loss`: what it writes outside the model is kept, unless it runs again."""
+    @contextmanager
+    def watched_loss(self) -> Iterator[None]:
+        """Surrounds `compute_loss`: what it writes outside the model is kept, unless it runs again."""
         if self._runner is None or self._replayed is not None or self.guard.replaying:
-            return nullcontext()
-        return self._runner.buffers.watching()
+            yield
+            return
+        buffers, has_returned = self._runner.buffers, False
+        self.guard.boundary.call("loss state", buffers.begin_loss)
+        try:
+            yield
+            has_returned = True
+        finally:
+            self.guard.boundary.call("loss state", buffers.end_loss, has_returned)
 
     @contextmanager
     def replaying(self, held: HeldInputs) -> Iterator[None]:

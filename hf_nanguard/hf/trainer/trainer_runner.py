@@ -97,7 +97,8 @@ class TrainerRunner(Runner):
     def recorded(self) -> Iterator[None]:
         self.remove_metrics()
         metrics = metric_lists(self.trainer)
-        kept = {name for watched in self.buffers.watched for name in watched.written}  # the loss goes on with these
+        own = [watched for watched in self.buffers.watched if watched.owner is self.trainer]
+        kept = {name for watched in own for name in watched.written}  # the loss goes on with these
         with untouched(self.trainer, ignored=kept):
             yield
             added = {name: list(values) for name, values in metrics.items()}

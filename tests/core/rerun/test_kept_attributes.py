@@ -1,6 +1,8 @@
 """A replayed loss leaves nothing behind in the trainer's books."""
 
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -158,6 +160,18 @@ def test_nested_use():
     assert owner.number == 1
 
 
+@contextmanager
+def called(watched):
+    """Surrounds what the function does, as the recorder surrounds `compute_loss`."""
+    watched.begin_call()
+    has_returned = False
+    try:
+        yield
+        has_returned = True
+    finally:
+        watched.end_call(has_returned)
+
+
 def test_only_what_the_function_writes_is_put_back():
     owner = Owner()
     watched = WatchedAttributes(owner, ignored=["counts"])
@@ -166,7 +180,7 @@ def test_only_what_the_function_writes_is_put_back():
         owner.number += 1  # by others
         before = snapshot(owner)
         for _ in range(2):
-            with watched.around():
+            with called(watched):
                 owner.texts.append("c")
                 owner.rows.append([number])
                 owner.tensor = owner.tensor + 1
@@ -184,7 +198,7 @@ def test_a_function_that_has_only_raised_is_still_learned_from():
     watched = WatchedAttributes(owner)
 
     def call(fails):
-        with watched.around():
+        with called(watched):
             assert not fails
             owner.rows.append([0])
 
@@ -205,7 +219,7 @@ def test_an_error_of_the_function_is_no_obstacle():
     watched.begin_group()
 
     def fail():
-        with watched.around():
+        with called(watched):
             scribble(owner)
             raise ValueError("planted")
 
@@ -213,3 +227,34 @@ def test_an_error_of_the_function_is_no_obstacle():
         fail()
     watched.restore()
     assert snapshot(owner) == snapshot(Owner())
+
+
+def test_outputs_objects_and_long_lists_are_neither_held_nor_copied():
+    owner = Owner()
+    owner.history, owner.last, owner.steps = [torch.zeros(1) for _ in range(5000)], None, 0
+    watched = WatchedAttributes(owner)
+    outputs = []
+    for number in range(3):
+        watched.begin_group()
+        with called(watched):
+            owner.history.append(torch.zeros(1))
+            owner.last = CausalLMOutput(logits=torch.zeros(2, requires_grad=True))
+            owner.steps += 1
+            outputs.append(weakref.ref(owner.last))
+        watched.restore()
+        assert (len(owner.history), owner.steps) == (5001 + number, 0)
+        assert [reference() for reference in outputs[:-1]] == [None] * number
+        assert "history" not in watched.kept.contents
+
+
+def test_a_copy_from_before_anything_was_learned_puts_back_what_was_learned_since():
+    owner = Owner()
+    watched = WatchedAttributes(owner)
+    first = watched.copy()
+    watched.begin_group()
+    with called(watched):
+        owner.number += 1
+    owner.rows.append("others")
+    first.restore()
+    assert owner.number == 1
+    assert "others" in owner.rows

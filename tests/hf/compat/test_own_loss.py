@@ -1,5 +1,6 @@
 """Whether code of the user's stands between a batch and its loss."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import Trainer
 from hf_nanguard.hf.compat.own_loss import find_loss_state, has_own_batches, is_library_module
 from hf_nanguard.testing import Fault, plant
 from tests.models import tiny_llama
-from tests.trainers import build
+from tests.trainers import build, events_of
 
 
 @pytest.mark.parametrize("guard", [False, True])
@@ -99,3 +100,40 @@ def test_what_a_loss_of_the_users_may_write_is_found(tmp_path):
     for function, modules, objects in ((partial(counted.loss), [], [counted]), (center, [center], []), (max, [], [])):
         trainer = build("plain", tmp_path, extra={"compute_loss_func": function})
         assert find_loss_state(trainer) == (modules, [trainer, *objects])
+
+
+@dataclass(eq=True)
+class WithoutHash(nn.Module):
+    gamma: float = 2.0
+
+    def __post_init__(self):
+        super().__init__()
+
+
+def make_odd(kind):
+    if kind == "inference":
+        with torch.inference_mode():
+            return nn.Linear(2, 2)
+    made = {
+        "without a hash": WithoutHash, "scripted": lambda: torch.jit.script(nn.Linear(2, 2)), "lazy": lambda: nn.LazyLinear(2),
+        "meta": lambda: nn.BatchNorm1d(2, device="meta"), "sparse": nn.Module, "nested": nn.Module,
+    }[kind]()  # fmt: skip
+    if kind == "sparse":
+        made.register_buffer("table", torch.eye(2).to_sparse())
+    if kind == "nested":
+        made.register_buffer("table", torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged))
+    return made
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*nested tensors:UserWarning")
+@pytest.mark.parametrize("kind", ["without a hash", "scripted", "inference", "lazy", "meta", "sparse", "nested"])
+def test_a_module_that_cannot_be_kept_costs_nothing_but_itself(kind, tmp_path):
+    """A trainer may hold any module; what happens to it must not turn the guard off."""
+    trainer = build("plain", tmp_path, OwnLoss, max_steps=3)
+    plant(trainer, Fault("loss", step=1, micro_step=1))
+    trainer.odd = make_odd(kind)
+    assert find_loss_state(trainer)[0] == [trainer.criterion]
+    trainer.train()
+    dropped = [event for event in events_of(trainer) if event["signal"] == "loss_nonfinite"]
+    assert [(event["step"], event["action"]) for event in dropped] == [(1, "dropped")]
+    assert all(map(torch.Tensor.all, (parameter.isfinite() for parameter in trainer.model.parameters())))
