@@ -277,17 +277,17 @@ def _differentiate(
     name = next(iter(gradients))
     scale = _norm(list(parameters.values())) / _norm(list(gradients.values()))
     said = sum(float(g.double().square().sum()) for g in gradients.values()) * scale
+    settled: _Derivative | None = None  # on another value than the gradient's, through all smaller shifts
     before: _Derivative | None = None
     for shift in SHIFTS:
         now = _Derivative(name, said, _measure(output, parameters, gradients, scale * shift) * scale)
         if max(said, abs(now.measured)) * shift * WRONG <= noise:
-            return None
+            break
         if now.off <= WRONG:
             return now
-        if before is not None and _Derivative(name, before.measured, now.measured).off <= WRONG / 3:
-            return now  # it has settled on another value than the gradient's
-        before = now
-    return None
+        same = before is not None and _Derivative(name, before.measured, now.measured).off <= WRONG / 3
+        settled, before = (now if same else None), now  # two may agree by chance where a router changes its mind
+    return settled
 
 
 @torch.no_grad()
