@@ -23,4 +23,6 @@ def test_two_large_shifts_that_agree_by_chance_do_not_count(monkeypatch):
 
 def test_another_value_at_all_smaller_shifts_counts(monkeypatch):
     assert differentiate(monkeypatch, [0.4, 0.49, 0.5, 0.5, 0.5]).measured == 0.5
-    assert differentiate(monkeypatch, [0.5, 0.5, 0.3, 0.3, 0.3], noise=4e-6).measured == 0.5  # then rounding is too large
+    assert (
+        differentiate(monkeypatch, [0.5, 0.5, 0.3, 0.3, 0.3], noise=4e-6).measured == 0.5
+    )  # then rounding is too large
