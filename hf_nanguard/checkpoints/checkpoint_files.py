@@ -134,7 +134,7 @@ def _check_shard_names(folder: Path) -> Iterator[str]:
         if (folder / f"{stem}{suffix}{INDEX_SUFFIX}").exists():
             continue
         missing = int(total) - len(numbers)
-        if missing:
+        if missing > 0:
             yield f"has only {len(numbers)} of {int(total)} shards {printable(stem, 100)}-*{suffix}"
         elif stem in MODELS:
             yield f"has no {stem}{suffix}{INDEX_SUFFIX}, without which its shards are not found"

@@ -25,6 +25,7 @@ from .tied_head import find_untied, is_tied
 
 CASTS = {str(dtype).removeprefix("torch."): dtype for dtype in (torch.float16, torch.bfloat16, *NARROW)}
 # Classes that libraries write beside their tensors: DeepSpeed anywhere, others in training state.
+EXTRA_STATE = "_extra_state"  # which is no tensor in most modules
 ENGINE_OBJECTS = ("deepspeed.",)
 STATE_OBJECTS = (*ENGINE_OBJECTS, "numpy.", "transformers.", "accelerate.", "torch.")
 
@@ -139,7 +140,7 @@ class _Scan:
         if not self.path.is_dir() or any(finding.problem in UNUSABLE for finding in self.result.findings):
             return
         for index in sorted(self.path.glob(f"*{INDEX_SUFFIX}")):
-            missing = [name for name in read_index(index) if name not in names]
+            missing = [name for name in read_index(index) if name not in names and not name.endswith(EXTRA_STATE)]
             if missing:
                 more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
                 text = f"names {printable(missing[0], 200)}{more}, which no shard holds"

@@ -297,6 +297,21 @@ def test_shards_without_an_index_are_reported(total, tmp_path):
     assert ("has only 1 of 2 shards" if total == 2 else "model.safetensors.index.json") in finding.message
 
 
+def test_shards_that_count_from_zero_are_not_too_few(tmp_path):
+    for number in range(3):
+        save_file({f"w{number}": torch.ones(2, 2)}, tmp_path / f"model-0000{number}-of-00002.safetensors")
+    [finding] = scan_checkpoint(tmp_path).findings
+    assert "has no model.safetensors.index.json" in finding.message
+
+
+def test_an_index_may_name_a_state_that_is_no_tensor(tmp_path):
+    content = {"w": torch.randn(2, 2), "layer._extra_state": None}
+    torch.save(content, tmp_path / "pytorch_model-00001-of-00001.bin")
+    index = {"weight_map": dict.fromkeys(content, "pytorch_model-00001-of-00001.bin")}
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    assert scan_checkpoint(tmp_path).is_good
+
+
 def test_an_index_that_names_a_tensor_of_no_shard_is_reported(tmp_path):
     for number, name in enumerate("ab", start=1):
         save_file({name: torch.ones(2, 2)}, tmp_path / f"model-0000{number}-of-00002.safetensors")

@@ -13,6 +13,7 @@ from transformers import (
     BertForSequenceClassification,
     DataCollatorForLanguageModeling,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
     Trainer,
     TrainingArguments,
     ViTConfig,
@@ -395,3 +396,16 @@ def test_bad_arguments(arguments, told):
 def test_a_trainer_without_data():
     with pytest.raises(ArgumentError, match="train_dataset"):
         check_dataset(plain(None))
+
+
+def test_texts_of_a_pair_that_differ_by_the_stop_token_only_are_not_the_same():
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token  # then the padding of one is what the other ends with
+    stop = tokenizer.eos_token_id
+    config = tiny_llama().config
+    config.num_labels, config.pad_token_id = 1, stop
+    rows = Dataset.from_list([{"chosen_ids": [5, 6, 7 + i, stop], "rejected_ids": [5, 6, 7 + i]} for i in range(8)])
+    args = trl.RewardConfig("unused", use_cpu=True, bf16=False, report_to=[])
+    model = LlamaForSequenceClassification(config)
+    trainer = trl.RewardTrainer(model, args=args, train_dataset=rows, processing_class=tokenizer)
+    assert "pairs" in check_dataset(trainer).examination.sound

@@ -171,7 +171,10 @@ def check_pairs(sample: Sample) -> Finding | None:
     bad = [
         row
         for row in sample.rows
-        if (ids := row.field("input_ids")) is not None and len(ids) == 2 and bool((ids[0] == ids[1]).all())
+        if (ids := row.field("input_ids")) is not None
+        and len(ids) == 2
+        and bool((ids[0] == ids[1]).all())
+        and ((mask := row.field("attention_mask")) is None or bool((mask[0] == mask[1]).all()))
     ]
     if not bad:
         return None

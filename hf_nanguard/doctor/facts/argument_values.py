@@ -8,20 +8,15 @@ from difflib import get_close_matches
 from enum import Enum
 from typing import Any, get_args, get_type_hints
 
+from transformers import AttentionInterface
+
 from .argument_facts import TRUTHS, read_flag
 
 SLIP = 0.82  # likeness from which a text is taken for a slip
 QUOTED = re.compile(r"`[\"']([a-z][a-z0-9_]+)[\"']`")  # values that the help of an argument names
-TEXTS = {
-    "attn_implementation": (
-        "eager",
-        "sdpa",
-        "flash_attention_2",
-        "flash_attention_3",
-        "flex_attention",
-        "paged_attention",
-    )
-}
+ATTENTION = ("eager", *AttentionInterface().valid_keys())
+TEXTS = {"attn_implementation": (*ATTENTION, *(f"paged|{name}" for name in ATTENTION))}
+STEPS = {"save_steps": "save_strategy", "eval_steps": "eval_strategy", "logging_steps": "logging_strategy"}
 NUMBERS = ({int}, {float}, {int, float})
 # Names, what their values must be, and the test of it. What the rules judge themselves (rates, betas, groups) is not here.
 RANGES: tuple[tuple[tuple[str, ...], str, Callable[[float], bool]], ...] = (
@@ -48,8 +43,7 @@ def find_bad_values(values: Mapping[str, object], classes: Iterable[type]) -> di
                 continue
             problem = _judge_type(hints[each.name], each.metadata.get("choices"), value)
             problem = problem or _judge_text(each.name, str(each.metadata.get("help", "")), value)
-            is_unused = each.name == "num_train_epochs" and (_read(values.get("max_steps")) or 0) > 0
-            problem = problem or (None if is_unused else _judge_range(each.name, value))
+            problem = problem or (None if _is_unused(each.name, values) else _judge_range(each.name, value))
             if problem:
                 bad[each.name] = problem
     return bad
@@ -78,7 +72,7 @@ def _judge_text(name: str, help_text: str, value: object) -> str | None:
     if not isinstance(value, str):
         return None
     if name.endswith("_kwargs"):
-        is_mapping = value.lstrip().startswith("{")
+        is_mapping = not value or value.lstrip().startswith("{")
         return None if is_mapping else "must be a mapping, e.g. {use_reentrant: false}"
     return find_slip(value, [*TEXTS.get(name, ()), *QUOTED.findall(help_text)])
 
@@ -99,7 +93,7 @@ def find_contradictions(values: Mapping[str, object]) -> dict[str, str]:
         evaluates, saves = (
             str(values.get(name) or usual) for name, usual in (("eval_strategy", "no"), ("save_strategy", "steps"))
         )
-        if evaluates != saves:
+        if evaluates != saves != "best":
             bad["load_best_model_at_end"] = (
                 f"must be false where eval_strategy is {evaluates} and save_strategy {saves}: the best checkpoint needs an evaluation at each save"
             )
@@ -126,6 +120,26 @@ def _read(value: Any) -> float | None:
     except (TypeError, ValueError):
         return None
     return number if math.isfinite(number) else None
+
+
+def _is_unused(name: str, values: Mapping[str, object]) -> bool:
+    """Returns whether the Trainer leaves out a number that is 0, or the epochs where it counts steps."""
+    if name == "num_train_epochs":
+        return (_read(values.get("max_steps")) or 0) > 0
+    if name not in STEPS or _read(values.get(name)) != 0:
+        return False
+    counts = {
+        each: _read_text(values, strategy, "no" if each == "eval_steps" else "steps") == "steps"
+        for each, strategy in STEPS.items()
+    }
+    if counts["eval_steps"] and name != "save_steps" and not _read(values.get("eval_steps")):
+        return _read(values.get("logging_steps")) != 0  # which it takes for eval_steps
+    return not counts[name]
+
+
+def _read_text(values: Mapping[str, object], name: str, usual: str) -> str:
+    value = values.get(name) or usual
+    return str(getattr(value, "value", value))
 
 
 def _judge_range(name: str, value: object) -> str | None:

@@ -92,17 +92,18 @@ def _judge_section(part: Mapping[str, object]) -> tuple[dict[str, str], dict[str
     if part.get("zero_stage") is not None and str(part["zero_stage"]) not in STAGES:
         bad["zero_stage"] = "must be 0, 1, 2 or 3"
     for name in ("gradient_accumulation_steps", "gradient_clipping"):
-        value = part.get(name)
-        if value not in (None, "auto", "none") and not _is_positive(value):
-            bad[name] = "must be a number above 0, or auto"
+        value, may_be_zero = part.get(name), name == "gradient_clipping"  # 0 turns clipping off
+        if value not in (None, "auto", "none") and not _is_positive(value, may_be_zero):
+            bad[name] = f"must be a number {'of at least' if may_be_zero else 'above'} 0, or auto"
     return bad, slips
 
 
-def _is_positive(value: object) -> bool:
+def _is_positive(value: object, may_be_zero: bool = False) -> bool:
     try:
-        return float(str(value)) > 0
+        number = float(str(value))
     except ValueError:
         return False
+    return number > 0 or (may_be_zero and number == 0)
 
 
 # ---- DeepSpeed ----

@@ -10,7 +10,7 @@ from ..rules.finding import Severity
 from ..trial.borrowed_trainer import borrowed, find_models
 from ..trial.checkpoint_weights import MAX_COPIED
 from ..trial.law_result import ERROR, HELD, NOTE, WARNING, LawResult, NotApplicable, broken, held
-from ..trial.stopped_gradients import HOSTS, Detaches
+from ..trial.stopped_gradients import HOSTS, Detaches, find_custom_functions
 from ..trial.trial_bench import ADAPTERS, Inputs, TrialBench, find_output, take_gradients
 
 MAX_TRIED = 16
@@ -183,7 +183,8 @@ def check_backward(bench: TrialBench) -> LawResult:
         with bench.steady():
             found = _compare_derivatives(bench, parameters, output)
             with Detaches() as detaches:
-                output.compute()
+                value = output.compute()
+            functions = find_custom_functions(value)
     if not found:
         raise NotApplicable("its outputs do not depend on what is trained, as far as float32 shows")
     worst = max(found, key=lambda each: each.off)
@@ -198,11 +199,17 @@ def check_backward(bench: TrialBench) -> LawResult:
             f"Outputs do not move with {worst.name}, although it has a gradient: is something rounded in the forward pass?",
             **values,
         )
+    if functions:  # as for gradient reversal or rounding that is passed over
+        return broken(
+            WARNING, f"Gradients are not how outputs move (off by {worst.off:.1%} with {worst.name}), because {', '.join(functions)} has a backward "
+            "pass of its own. Unless it changes the gradient on purpose, that is wrong.", functions=functions, **values,
+        )  # fmt: skip
     if detaches.modules:  # most of them on purpose, as in DoRA, and where boxes are refined layer by layer
         where = ", ".join(sorted(detaches.modules))
         return broken(
             NOTE if all(name.startswith(HOSTS) for name in detaches.modules) else WARNING,
-            f"Gradients leave out a part of how outputs move ({worst.off:.1%} with {worst.name}), because {where} detaches tensors.", **values,
+            f"Gradients leave out a part of how outputs move ({worst.off:.1%} with {worst.name}), because {where} takes tensors out of the graph.",
+            **values,
         )  # fmt: skip
     return broken(
         ERROR, f"Along the gradient of {worst.name} and the parameters after it, outputs change by {worst.measured:.3g} where the gradient says "
@@ -277,17 +284,17 @@ def _differentiate(
     name = next(iter(gradients))
     scale = _norm(list(parameters.values())) / _norm(list(gradients.values()))
     said = sum(float(g.double().square().sum()) for g in gradients.values()) * scale
+    settled: _Derivative | None = None  # on another value than the gradient's, through all smaller shifts
     before: _Derivative | None = None
     for shift in SHIFTS:
         now = _Derivative(name, said, _measure(output, parameters, gradients, scale * shift) * scale)
         if max(said, abs(now.measured)) * shift * WRONG <= noise:
-            return None
+            break
         if now.off <= WRONG:
             return now
-        if before is not None and _Derivative(name, before.measured, now.measured).off <= WRONG / 3:
-            return now  # it has settled on another value than the gradient's
-        before = now
-    return None
+        same = before is not None and _Derivative(name, before.measured, now.measured).off <= WRONG / 3
+        settled, before = (now if same else None), now  # two may agree by chance where a router changes its mind
+    return settled
 
 
 @torch.no_grad()

@@ -25,11 +25,13 @@ def find_tokenizer(processor: object) -> object:
 
 
 def find_adapters(model: Any) -> Mapping[str, Any]:
-    """Returns the configs of the PEFT adapters of a model, by name. peft is optional, so its class is not imported.
+    """Returns the configs of the PEFT adapters of a model, around it or added by `add_adapter`, by name. peft is optional, so its class
+    is not imported.
 
     Can go when transformers can tell a PEFT model without peft.
     """
-    return model.peft_config if hasattr(model, "get_base_model") else {}
+    has_adapters = hasattr(model, "get_base_model") or getattr(model, "_hf_peft_config_loaded", False)
+    return model.peft_config if has_adapters else {}
 
 
 def plain_adapter_name(name: str) -> str:

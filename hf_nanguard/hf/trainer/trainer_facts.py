@@ -73,8 +73,8 @@ def describe_trainer(trainer: HostTrainer, weight: Mapping[str, Tensor | float |
 def describe_model(model: nn.Module) -> dict[str, object]:
     """Returns what it takes to rebuild a model, with or without a PEFT adapter, apart from its weights."""
     host: Any = model
-    adapters = find_adapters(model)
-    base: object = without_adapter(model) if adapters else model
+    base: object = without_adapter(model)
+    adapters = {} if base is model else find_adapters(model)
     config = find_config(base)
     dtype, exceptions = describe_dtypes(model)
     names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]

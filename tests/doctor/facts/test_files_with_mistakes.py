@@ -20,6 +20,8 @@ MISTAKES = {
     "attention.yaml": (f"{SFT}attn_implementation: flash_atention_2\noptim: adamw\n", ["attn_implementation", "optim"]),
     "loss.yaml": ("model_name_or_path: m\nloss_type: sigmoidd\nbeta: 0.1\nlearning_rate: 5e-7\nprecompute_ref_log_probs: true\n", ["loss_type"]),
     "steps.yaml": (f"{SFT}save_steps: -5\n", ["save_steps"]),
+    "no_steps.yaml": (f"{SFT}save_steps: 0\n", ["save_steps"]),
+    "no_eval_steps.yaml": (f"{SFT}eval_strategy: steps\neval_steps: 0\nlogging_strategy: epoch\nlogging_steps: 0\n", ["eval_steps", "logging_steps"]),
     "decay.yaml": (f"{SFT}weight_decay: 10\n", ["weight_decay"]),
     "quantized.yaml": (f"{SFT}load_in_4bit: true\n", ["quantized to 4 bits"]),
     "two_sizes.yaml": (f"{SFT}use_peft: true\nload_in_4bit: true\nload_in_8bit: true\n", ["load_in_8bit"]),
@@ -39,6 +41,10 @@ MISTAKES = {
 
 SOUND = {
     "sft.yaml": f"{SFT}attn_implementation: kernels-community/flash-attn2\nload_best_model_at_end: true\neval_strategy: steps\nweight_decay: 0.1\n",
+    "best.yaml": f"{SFT}load_best_model_at_end: true\nsave_strategy: best\neval_strategy: steps\neval_steps: 0\n",
+    "no_steps.yaml": f"{SFT}save_strategy: epoch\nsave_steps: 0\nlogging_strategy: epoch\nlogging_steps: 0\neval_steps: 0\n",
+    "texts.yaml": f'{SFT}attn_implementation: flash_attention_4\ngradient_checkpointing_kwargs: ""\n',
+    "paged.yaml": f"{SFT}attn_implementation: paged|flash_attention_2\n",
     "lora.yaml": f"{SFT}use_peft: true\nload_in_4bit: true\ngradient_checkpointing_kwargs: {{use_reentrant: false}}\n",
     "dpo.yaml": "model_name_or_path: m\nloss_type: [sigmoid, sft]\nloss_weights: [0.8, 1.0]\nbeta: 0.1\nlearning_rate: 5e-7\n",
     "qlora.yml": f"{ADAPTER}optimizer: adamw_bnb_8bit\nlr_scheduler: cosine\nsample_packing: true\nflash_attention: true\n",
@@ -48,6 +54,7 @@ SOUND = {
     "fsdp2.yaml": f"{FSDP}fsdp_config:\n  fsdp_version: 2\n  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP\n  fsdp_state_dict_type: SHARDED_STATE_DICT\n"
     "  fsdp_reshard_after_forward: true\n  fsdp_activation_checkpointing: false\n",
     "zero3.yaml": f"{ENGINE}deepspeed_config:\n  zero_stage: 3\n  zero3_init_flag: true\n  offload_optimizer_device: none\n  gradient_clipping: auto\n",
+    "no_clipping.yaml": f"{ENGINE}deepspeed_config:\n  zero_stage: 1\n  gradient_clipping: 0.0\n",
     "single.yaml": LAUNCHER.format(kind="NO"),
     "zero2.json": '{"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "zero_optimization": {"stage": 2, "overlap_comm": true}, '
     '"fp16": {"enabled": "auto", "loss_scale": 0}, "bf16": {"enabled": "auto"}}',

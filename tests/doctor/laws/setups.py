@@ -225,14 +225,16 @@ def build_stacked(folder: Path, name: str) -> Any:
     return Trainer(architecture.build(), args, train_dataset=rows)
 
 
-def build_rewarder(folder: Path) -> Any:
-    """Returns a trainer of a reward model, which gives one score to each text."""
+def build_rewarder(folder: Path, equal: bool = False, dtype: torch.dtype = torch.float32) -> Any:
+    """Returns a trainer of a reward model, which gives one score to each text; the two texts of a pair may be equal."""
     import trl
 
     torch.manual_seed(0)
-    model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**DECODER, num_labels=1))
+    model = transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**DECODER, num_labels=1)).to(dtype)
     texts = text_rows(48)["text"]
-    rows = Dataset.from_list([{"chosen": a, "rejected": b} for a, b in zip(texts[::2], texts[1::2], strict=True)])
+    rows = Dataset.from_list(
+        [{"chosen": a, "rejected": a if equal else b} for a, b in zip(texts[::2], texts[1::2], strict=True)]
+    )
     args = trl.RewardConfig(**{**common_arguments(folder), "max_length": 24})
     return trl.RewardTrainer(model, args=args, train_dataset=rows, processing_class=tiny_tokenizer())
 

@@ -283,6 +283,12 @@ def test_a_law_that_does_not_apply_says_why(tmp_path):
     assert (result.status, result.message) == ("could not run", "its model has no adapter to merge")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_gradient_that_is_only_rounding_is_zero(dtype, tmp_path):
+    results = prove(build_rewarder(tmp_path, equal=True, dtype=dtype), only=["accumulation", "attention"])
+    assert [each.message for each in results if "is zero" not in each.message] == []
+
+
 def test_names_are_unique():
     assert len({law.name for law in LAWS}) == len(LAWS)
 

@@ -268,3 +268,13 @@ def test_rules_and_topics_can_be_left_out(name):
     result = check_config({**FULL, "max_grad_norm": 0}, skip=[name]).examination
     assert skipped.isdisjoint([*result.sound, *result.unchecked, *(found.rule for found in result.findings)])
     assert bool(result.findings) == ("clipping" not in skipped)
+
+
+def test_an_adapter_that_transformers_has_added_is_one():
+    model = tiny_llama()
+    model.config.quantization_config = {"load_in_4bit": True, "quant_method": "bitsandbytes"}
+    without = [each.rule for each in check_config(plain(model)).findings]
+    model.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    found = [each.rule for each in check_config(plain(model)).findings]
+    assert "quantized-weights" in without
+    assert not {"quantized-weights", "adapter-targets"} & set(found)

@@ -90,6 +90,11 @@ def test_what_a_model_is_asked_for():
     assert compat_model.find_tokenizer(SimpleNamespace(tokenizer=tokenizer)) is tokenizer
     assert list(compat_model.find_adapters(adapted)) == ["default"]
     assert compat_model.find_adapters(nn.Linear(1, 1)) == {}
+    extended = tiny_llama()
+    assert compat_model.find_adapters(extended) == {}
+    extended.add_adapter(LoraConfig(target_modules=["q_proj"]), adapter_name="own")
+    assert list(compat_model.find_adapters(extended)) == ["own"]
+    assert compat_model.without_adapter(extended) is extended
     wrapped = [name for name, _ in model.named_modules()]
     assert {*plain} <= {compat_model.plain_adapter_name(name) for name in wrapped}
     assert any(compat_model.plain_adapter_name(name) != name for name in wrapped)
