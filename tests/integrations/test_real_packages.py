@@ -33,7 +33,7 @@ def planted(self, *args, **kwargs):
     output = forward(self, *args, **kwargs)
     is_bad = (kwargs["input_ids"] == {token}).any(-1)
     if output.loss is None:  # computed from the logits, as for DPO
-        output.logits = torch.where(is_bad[:, None, None], output.logits * torch.zeros(()) / torch.zeros(()), output.logits)
+        output.logits = torch.where(is_bad[:, None, None], torch.zeros(()) / torch.zeros(()), output.logits)
     elif is_bad.any():
         output.loss = output.loss * (torch.zeros(()) / torch.zeros(()))
     return output
