@@ -77,7 +77,7 @@ def taken_over(run: Run, folder: Any, guard: GuardArguments) -> Any:
 
 
 WAYS = ((attached, "halt"), (as_class, "drop_samples"), (by_callback, "repair"), (taken_over, "drop"))
-NOT_COMPARED = re.compile(r"nanguard/|.*(_runtime|_per_second|_mem_.*)$")  # ours; time and memory
+NOT_COMPARED = re.compile(r"nanguard/|.*(_runtime|_per_second|step_time|_mem_.*)$")  # ours; time and memory
 
 
 class Table:
