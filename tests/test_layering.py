@@ -145,6 +145,7 @@ EVERYWHERE = {
     "command_exit",
     "errors",
     "harmless_log",
+    "own_fields",
     "plain_text",
     "safe_files",
     "yaml_file",
@@ -398,6 +399,17 @@ def test_private_modules_are_imported_in_their_place_only(path):
     assert not [
         f"line {i.line}: {i.module}" for i in outside if any(part.startswith("_") for part in i.module.split("."))
     ]
+
+
+# The pages for hosts and torch, the function that all others use, and two that read a namespace of argparse as it documents.
+USE_VARS = {"core/torch_private.py", "own_fields.py", "cli/run.py", "examples/recipe/recipe_parser.py"}
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name != "compat"], ids=name_of)
+def test_dictionaries_of_objects_are_read_in_their_place_only(path):
+    calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    found = [f"line {node.lineno}" for node in calls if isinstance(node.func, ast.Name) and node.func.id == "vars"]
+    assert name_of(path) in USE_VARS or not found
 
 
 # ---- state ----

@@ -6,6 +6,7 @@ from typing import Any
 from transformers import Trainer
 
 from ..errors import ArgumentError
+from ..own_fields import own_fields
 from .guarded_trainer import guarded
 from .trainer.arguments import Given, read_guard_arguments
 from .trainer.guarded_class import MADE_HERE
@@ -19,7 +20,7 @@ def attached_class(original: Any) -> type:
     body = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
-        "__class__": property(lambda trainer: original, vars(object)["__class__"].__set__),
+        "__class__": property(lambda trainer: original, own_fields(object)["__class__"].__set__),
         MADE_HERE: (attached_class, original),
     }
     return type(original.__name__, (guarded(original),), body)

@@ -10,6 +10,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from ...boundary import Boundary, GuardFailure
 from ...core.journal import Journal
 from ...core.ranks import Ranks
+from ...own_fields import own_fields
 from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
 
 C = TypeVar("C", bound="HarmlessCallback")
@@ -54,7 +55,7 @@ class HarmlessCallback(TrainerCallback):
 
 def harmless(cls: type[C]) -> type[C]:
     """Puts the methods of a callback class that a trainer calls behind its boundary."""
-    for name, method in list(vars(cls).items()):
+    for name, method in list(own_fields(cls).items()):
         if name.startswith("on_"):
             setattr(cls, name, _behind_boundary(f"{cls.__name__}.{name}", method))
     return cls

@@ -21,7 +21,7 @@ from ...core.vocabulary import Action, Signal
 from ...errors import NonFiniteError
 from ..compat.accelerate import replaced_method, surrounded_backwards
 from ..compat.prepared_dataset import PreparedRows, find_prepared_rows
-from ..compat.trainer import running_loss
+from ..compat.trainer import has_own_method, running_loss
 from ..compat.trainer_protocol import HostTrainer
 from ..data.checked_collator import BatchNote, name_rows
 from ..data.dataset_rows import ROWS, BatchRecord
@@ -241,7 +241,7 @@ class StepRecorder:
 
     def _watched_shadow(self) -> AbstractContextManager[None]:
         """Watches a `compute_loss` that was put on the trainer itself, in place of the guarded one of its class."""
-        if "compute_loss" not in vars(self.trainer):
+        if not has_own_method(self.trainer, "compute_loss"):
             return nullcontext()
 
         def wrap(compute_loss: Callable[..., object]) -> Callable[..., object]:
