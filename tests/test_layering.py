@@ -337,7 +337,7 @@ def test_recipes_use_public_names_only(path):
 # Files of the machine, of this process alone, of a script that Python is about to read, or of an archive in memory.
 OPENS_FILES = {
     "safe_files.py", "doctor/facts/saved_arguments.py", "harmless_log.py", "cli/main.py", "core/rerun/host_memory.py",
-    "takeover/run_progress.py", "takeover/script_target.py", "takeover/built_trainers.py",
+    "takeover/run_progress.py", "takeover/script_target.py",
 }  # fmt: skip
 
 

@@ -42,9 +42,12 @@ class HarmlessCallback(TrainerCallback):
     a user's subclass are the user's."""
 
     _boundary: CallbackBoundary | None = None
+    _of_one_trainer: tuple[str, ...] = (
+        "_boundary",
+    )  # attributes that a copy does not have: it belongs to another trainer
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_boundary": None}  # a copy belongs to another run
+        return {name: value for name, value in self.__dict__.items() if name not in self._of_one_trainer}
 
     def enter(self, args: TrainingArguments, state: TrainerState, is_new: bool = False) -> CallbackBoundary:
         """Returns the boundary of the run that these arguments and this state are of."""

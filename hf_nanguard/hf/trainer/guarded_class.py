@@ -47,28 +47,16 @@ class HostMethods:
             self._found.update(own_fields(host))
         self.entered: set[str] = set()
 
-    def is_replaced(self, name: str) -> bool:
-        """Returns whether somebody has put something else in place of a method since."""
+    def find_replaced(self, name: str) -> Callable[..., object] | None:
+        """Returns a method of the host if somebody has put something else in its place since, `None` otherwise."""
         now = next(own_fields(host)[name] for host in self._classes if name in own_fields(host))
-        return now is not self._found[name]
+        return None if now is self._found[name] else self._found[name]
 
     def find_hidden(self, trainer: object) -> list[str]:
         """Returns which methods of the mixin are never called, because a subclass or somebody else has put another there."""
-        found = {name: owner for owner in reversed(type(trainer).__mro__) for name in own_fields(owner)}
-        ours = {
-            name
-            for owner in type(trainer).__mro__
-            for name, value in own_fields(owner).items()
-            if isinstance(value, Override)
-        }
-        return sorted(
-            name
-            for name in ours
-            if name in own_fields(trainer) or not isinstance(own_fields(found[name])[name], Override)
-        )
-
-    def call(self, trainer: object, name: str, *args: object, **kwargs: object) -> object:
-        return self._found[name](trainer, *args, **kwargs)
+        fields = [field for owner in type(trainer).__mro__ for field in own_fields(owner).items()]
+        ours = {name for name, value in fields if isinstance(value, Override)}
+        return sorted(name for name in ours if not isinstance(inspect.getattr_static(trainer, name), Override))
 
 
 class Override:
@@ -114,8 +102,8 @@ def entered_once(method: Callable[..., object]) -> Any:
             return below(*args, **kwargs)
         host: HostMethods = guard.host
         is_first = name not in host.entered
-        if not is_first and host.is_replaced(name):
-            return host.call(trainer, name, *args, **kwargs)
+        if not is_first and (replaced := host.find_replaced(name)) is not None:
+            return replaced(trainer, *args, **kwargs)
         host.entered.add(name)
         try:
             return guard.boundary.around(name, partial(method, trainer, guard), below, *args, **kwargs)
