@@ -230,7 +230,8 @@ class StepRecorder:
         if self.phase is not Phase.RUNNING or self._held is not None:
             return host_prepare(inputs)
         before = RngState.capture(self._device_type)
-        prepared = host_prepare(inputs)
+        with nullcontext() if self._runner is None else self._runner.preparing():
+            prepared = host_prepare(inputs)
         self.loss_errors.begin_forward()
         after = RngState.capture(self._device_type)
         # Preparing is not repeated, so a run of held inputs begins after what it has drawn (completions, say); what a
