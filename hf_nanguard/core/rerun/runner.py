@@ -191,7 +191,7 @@ class Runner(ABC, Generic[Payload, Weight]):
         """Returns a context in which running a micro-batch changes no state or metric of the loop."""
         return nullcontext()
 
-    def recorded(self) -> AbstractContextManager:
+    def recorded(self, weight: Weight) -> AbstractContextManager:
         """Returns a context in which the good micro-batches replace what the group has added to the loop's metrics."""
         return nullcontext()
 
@@ -295,7 +295,7 @@ class Runner(ABC, Generic[Payload, Weight]):
     ) -> list[Tensor]:
         """Runs the good micro-batches from the group's first random state, as if the others did not exist."""
         self.undo(group)  # buffers are synced in the first pass, as in the group itself; every rank runs one
-        with self.recorded():
+        with self.recorded(weight):
             if not good:
                 self.left_out = frozenset()
                 self.join(group.micro_batches[0])

@@ -77,7 +77,8 @@ class StepRecorder:
         self.masked = MaskedSamples(guard.journal)
         self.loss_errors = LossErrors(trainer, guard)
         self.num_backwards = 0  # largest number in one training_step, counted where several ranks run it
-        self._buffers: BufferKeeper | None = None  # of the running micro-batch,
+        self._runner: TrainerRunner | None = None  # of the running micro-batch,
+        self._buffers: BufferKeeper | None = None  # what it keeps of modules,
         self._thread = 0  # and the thread it runs in
         self._noted: list[tuple[BatchNote, list[int] | None]] = []  # of the group, with their rows
         self._held: tuple[HeldInputs, RngState] | None = None  # of the running micro-batch
@@ -178,7 +179,7 @@ class StepRecorder:
         findings = self._noted[index][0].findings
         must_be_dropped = any(finding.action in (BatchAction.DROP, BatchAction.HALT) for finding in findings)
         self._held, self._rng_before, self.phase = None, RngState.capture(self._device_type), Phase.RUNNING
-        self._buffers, self._thread = runner.buffers, get_ident()
+        self._runner, self._buffers, self._thread = runner, runner.buffers, get_ident()
         rows: list[int] | Tensor | None = None
         try:
             with (
@@ -210,7 +211,7 @@ class StepRecorder:
                 loss = training_step(model, batch.again(), num_items)
         finally:
             self.phase = Phase.COLLECTING if self.phase is Phase.RUNNING else self.phase
-            self._buffers = None
+            self._runner = self._buffers = None
         payload, rng = self._held or (None, self._rng_before)
         self._held = None
         rows = self._rows_of(payload, index) if rows is None else rows
@@ -227,7 +228,8 @@ class StepRecorder:
         if self.phase is not Phase.RUNNING or self._held is not None:
             return host_prepare(inputs)
         before = RngState.capture(self._device_type)
-        prepared = host_prepare(inputs)
+        with self._runner.preparing() if self._runner else nullcontext():
+            prepared = host_prepare(inputs)
         self.loss_errors.begin_forward()
         after = RngState.capture(self._device_type)
         # Preparing is not repeated, so a run of held inputs begins after what it has drawn (completions, say); what a
