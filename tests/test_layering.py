@@ -582,6 +582,38 @@ def test_few_types_are_any_and_few_errors_are_caught_blindly():
     assert len(re.findall(r"^ *except (?:Base)?Exception\b", text, flags=re.MULTILINE)) <= thousands
 
 
+# ---- tests ----
+
+TESTS = ROOT / "tests"
+ACROSS = {"acceptance", "distributed", "laws", "recipes"}  # tests of the whole, and of what is not in the package
+# Folders whose files are tested through what uses them: where.
+TESTED_BY = {
+    "doctor/command": "cli/test_doctor.py", "doctor/data": "doctor/test_dataset_check.py",
+    "doctor/trial": "doctor/laws/test_prove.py", "examples/demo": "cli/test_demo.py",
+}  # fmt: skip
+
+
+def misplaced_tests(root: Path) -> Iterator[str]:
+    """Yields the tests in a folder that the package does not have, or that have the name of a file of another folder."""
+    folders: dict[str, set[Path]] = {}
+    for path in FILES:
+        folders.setdefault(path.stem, set()).add(path.relative_to(PACKAGE).parent)
+    for path in sorted(root.rglob("test_*.py")):
+        folder = path.relative_to(root).parent
+        if folder.parts[:1] and folder.parts[0] in ACROSS:
+            continue
+        if not (PACKAGE / folder).is_dir() or folder not in folders.get(path.stem[5:], {folder}):
+            yield f"{path.relative_to(root)}"
+
+
+def test_the_tests_mirror_the_source():
+    assert list(misplaced_tests(TESTS)) == []
+    folders = {path.relative_to(PACKAGE).parent for path in FILES if path.name != "__init__.py"}
+    untested = {folder.as_posix() for folder in folders if not list((TESTS / folder).glob("test_*.py"))}
+    assert untested == set(TESTED_BY)
+    assert all((TESTS / file).is_file() for file in TESTED_BY.values())
+
+
 # ---- the checks themselves ----
 
 
@@ -611,5 +643,10 @@ def test_the_checks_see_what_they_should(tmp_path, monkeypatch):
         "class C:\n    z = 0\n"
     )
     assert list(OurObjects([file]).chains()) == ["core/bad.py:3: self.x.y.z"]
+    for name in ("core/test_guard.py", "core/test_bad.py", "elsewhere/test_x.py", "laws/test_guard.py"):
+        (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tests" / name).touch()
+    monkeypatch.setattr(f"{__name__}.FILES", [file, tmp_path / "step" / "guard.py"])
+    assert list(misplaced_tests(tmp_path / "tests")) == ["core/test_guard.py", "elsewhere/test_x.py"]
     assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c", "a"]
     assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
