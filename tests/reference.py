@@ -69,3 +69,8 @@ def assert_same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor],
 def losses_of(trainer: Any) -> list[float]:
     """Returns the logged losses."""
     return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def counted_tokens(trainer: Any) -> dict[int, Any]:
+    """Returns how many tokens each row of the log says the run has trained on, by step."""
+    return {row["step"]: row["num_tokens"] for row in trainer.state.log_history if "num_tokens" in row}

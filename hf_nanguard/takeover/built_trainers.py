@@ -216,7 +216,7 @@ class Takeover:
         values = [(field, getattr(guard.arguments, field.name)) for field in fields(GuardArguments)]
         changed = [f"{field.name}={value}" for field, value in values if value != field.default]
         with_settings = f" with {', '.join(changed)}" if changed else ""
-        path = guard.record.events.path
+        path = guard.record.event_file
         if os.getpid() != self.process:
             self._begin_fork()
         self.event_files.setdefault(path.absolute(), (path, _count_lines(path)))

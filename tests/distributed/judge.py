@@ -8,7 +8,7 @@ from typing import Any
 from hf_nanguard.report.run_files import events_path, read_jsonl
 
 from .launch import Played
-from .scenario import GRPO, Expected, Scenario
+from .scenario import GRPO, SFT, Expected, Scenario
 
 # Once a run: whether the guard could begin on all ranks (a reduction); the quarantined rows of rank 0 (their size by a reduction,
 # then the rows), whether all ranks have them (a reduction);
@@ -62,6 +62,8 @@ def check_stock(scenario: Scenario, ranks: list[dict[str, Any]]) -> None:
         assert not said["apart"], f"rank {rank} differs from the stock run by {said['apart']}"
         assert said["rng"] == stock["rng"], f"rank {rank}: random state differs from the stock run's"
         assert said["schedule"] == stock["schedule"]
+        if scenario.host == SFT:
+            assert said["tokens"] == stock["tokens"]
         if not scenario.faults:
             assert said["losses"] == stock["losses"]
         if scenario.silent:

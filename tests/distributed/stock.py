@@ -20,6 +20,8 @@ def never_had(trainer_class: type, gone: tuple[Place, ...]) -> type:
     """
 
     class NeverHad(trainer_class):
+        num_tokens = 0  # of what is left, on all ranks; what TRL counts itself stays on a rank where ranks have different numbers left
+
         def get_batch_samples(self, epoch_iterator, num_batches, device):
             batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
             step, rank, world = self.state.global_step, self.args.process_index, self.args.world_size
@@ -34,6 +36,9 @@ def never_had(trainer_class: type, gone: tuple[Place, ...]) -> type:
                     self.count_labels(batches, 1) == num_items
                 )  # older hosts also count the first label of a sample
                 self.num_items = self.count_labels([batches[m] for m in self.left], int(shifted))
+            if "attention_mask" in batches[0]:
+                seen = sum((batches[m]["attention_mask"].sum() for m in self.left), torch.tensor(0))
+                self.num_tokens += int(self.accelerator.reduce(seen, reduction="sum"))
             return batches, num_items
 
         def count_labels(self, batches, first):

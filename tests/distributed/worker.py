@@ -121,6 +121,7 @@ def play(scenario: Scenario, folder: Path, guarded: bool) -> tuple[dict[str, Any
         "global_step": trainer.state.global_step,
         "losses": losses_of(trainer),
         "rows": planted.rows,
+        "tokens": getattr(trainer, "num_tokens", vars(trainer).get("_total_train_tokens")),
         "struck": len(planted.triggered),
         "messages": dict(messages),
     }

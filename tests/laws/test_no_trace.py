@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hf_nanguard import GuardArguments
 from hf_nanguard.testing import INF, NAN, Fault, plant
 
-from ..reference import assert_same, losses_of, tensors_of, without
+from ..reference import assert_same, counted_tokens, losses_of, tensors_of, without
 from ..trainers import KINDS, build, events_of, stock_class
 from .ways import params
 
@@ -37,6 +37,7 @@ def _prove(kind: str, tmp_path, faults: list[Fault], **overrides):
     assert_same(found, expected)
     assert ours.lr_scheduler.state_dict()["last_epoch"] == reference.lr_scheduler.state_dict()["last_epoch"]
     assert ours.state.global_step == reference.state.global_step
+    assert counted_tokens(ours).items() <= counted_tokens(reference).items()
     return ours, reference
 
 
@@ -156,6 +157,20 @@ def test_a_step_of_masked_labels_is_skipped_whole(tmp_path):
     ours, _ = _prove("plain", tmp_path, faults)
     assert {event["signal"] for event in events_of(ours)} == {"labels_masked"}
     assert {event["action"] for event in events_of(ours)} == {"skipped"}
+
+
+def test_a_skipped_step_at_the_end_of_a_row_is_not_counted_in_it(tmp_path):
+    settings = {"gradient_accumulation_steps": 1, "logging_steps": 2, "max_steps": 4}
+    ours, _ = _prove("sft", tmp_path, [Fault("loss", step=1)], **settings)
+    assert counted_tokens(ours).keys() == {2, 4}
+
+
+def test_metrics_of_a_generation_stay_when_its_first_micro_batch_is_dropped(tmp_path):
+    ours, reference = _prove("grpo", tmp_path, [Fault("loss", step=1, micro_step=0)])
+    expected = [{name: row[name] for name in row if name.startswith(("reward", "frac", "completions"))}
+                for row in reference.state.log_history]  # fmt: skip
+    assert all(expected[:-1])
+    assert all(row.items() >= values.items() for row, values in zip(ours.state.log_history, expected, strict=True))
 
 
 def test_batch_norm_statistics_are_untouched(tmp_path):

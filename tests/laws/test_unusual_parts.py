@@ -15,6 +15,7 @@ import torch
 from datasets import Dataset as Rows
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import prune
 from torch.optim import lr_scheduler
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, WeightedRandomSampler
 from torch.utils.flop_counter import FlopCounterMode
@@ -413,7 +414,7 @@ def two_loaders(self):
             for pair in zip(*loaders, strict=True):
                 yield from pair
 
-    loaders = [super(type(self), self).get_train_dataloader() for _ in range(2)]
+    loaders = [Trainer.get_train_dataloader(self) for _ in range(2)]
     return Both(self.train_dataset, batch_size=2)
 
 
@@ -470,9 +471,9 @@ class Holder:
 
 def called(make: Callable[[Holder], dict[str, Callable[..., Any]]], **more: Any) -> Callable[[], Run]:
     def build() -> Run:
-        holder = Holder()
-        extra = {"callbacks": [callback_with(**make(holder))], **more.pop("extra", {})}
-        return Run(extra=extra, change=holder.take, **copy.deepcopy(more))
+        holder, given = Holder(), copy.deepcopy(more)
+        extra = {"callbacks": [callback_with(**make(holder))], **given.pop("extra", {})}
+        return Run(extra=extra, change=holder.take, **given)
 
     return build
 
@@ -499,7 +500,7 @@ def other_module(holder: Holder) -> dict:
 def pruned(holder: Holder) -> dict:
     def on_step_begin(state, model, **kwargs):
         if state.global_step == 2:
-            nn.utils.prune.l1_unstructured(model.lm_head, "weight", amount=0.5)
+            prune.l1_unstructured(model.lm_head, "weight", amount=0.5)
 
     return {"on_step_begin": on_step_begin}
 
@@ -533,7 +534,10 @@ def asking(**flags: Callable[[int], bool]) -> Callable[[Holder], dict]:
 
 
 def jumping(holder: Holder) -> dict:
-    return {"on_step_end": lambda state, **kwargs: setattr(state, "global_step", max(state.global_step, 5))}
+    def on_step_end(state, **kwargs):
+        state.global_step = max(state.global_step, 5) if state.global_step > 1 else 1
+
+    return {"on_step_end": on_step_end}
 
 
 def in_double(holder: Holder) -> dict:
@@ -553,7 +557,7 @@ for name, make in {
     "arguments_changed_before_every_step": called(other_arguments, arguments={"max_steps": 5}),
     "callbacks_added_and_removed_by_a_callback": called(other_callbacks),
     "a_callback_that_asks_for_everything": called(
-        asking(log=lambda n: True, save=lambda n: n == 2, evaluate=lambda n: True), **copy.deepcopy(EVALUATED)
+        asking(log=lambda n: True, save=lambda n: n == 2, evaluate=lambda n: True), **EVALUATED
     ),
     "epochs_that_a_callback_cuts_short": called(
         asking(epoch_stop=lambda n: n % 2 == 0), arguments={"max_steps": 6}
@@ -580,6 +584,7 @@ def inside(make: Callable[[], Any]) -> Callable[[Any], None]:
 
 def with_copy(trainer: Any) -> None:
     other = copy.deepcopy(trainer)
+    vars(other).pop("training_step", None)  # of a step that is left out of the first
     other.train()
     trainer.train()
 
@@ -724,7 +729,7 @@ for name, make in {
         "GRPO", PROMPTS, lambda: {"reward_funcs": lengths}, importance_sampling_level="sequence",
         top_entropy_quantile=0.5, **ROLLOUT,
     ),
-    "rloo_of_several_rewards": of_trl("RLOO", PROMPTS, lambda: {"reward_funcs": [lengths, some]}, **ROLLOUT),
+    "rloo_of_several_rewards": of_trl("RLOO", PROMPTS, lambda: {"reward_funcs": [lengths, some]}, beta=0.0, **ROLLOUT),
 }.items():  # fmt: skip
     TABLE.add(name, make)
     if name.startswith(("grpo", "rloo")):

@@ -178,7 +178,7 @@ def leave_out_step(trainer: Any) -> None:
     """Makes a stock trainer pass over one step: neither model nor optimizer nor schedule runs. Its batches are fetched, and the
     first is prepared, because what preparing a batch draws stays drawn. Gradients are zero, for code that clips or reads them."""
     own_step = trainer.training_step
-    held: list[Any] = []  # the `step` of the optimizer, which its schedule has wrapped
+    held: list[Any] = []  # an optimizer and its `step`, which its schedule has wrapped
 
     def no_step(closure: Any = None) -> None:
         """Takes the place of the optimizer's `step`."""
@@ -190,11 +190,12 @@ def leave_out_step(trainer: Any) -> None:
             trainer._prepare_inputs(inputs)
             for parameter in trainer.model.parameters():
                 parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-            held.append(optimizer.step)
+            held.append((optimizer, optimizer.step))
             no_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
             optimizer.step = no_step
         elif held and not leaves_out:
-            optimizer.step = held.pop()
+            skipped, step = held.pop()  # a callback may have put another in its place
+            skipped.step = step
         return torch.zeros(()) if leaves_out else own_step(model, inputs, *args, **kwargs)
 
     trainer.training_step = training_step

@@ -39,19 +39,25 @@ def find_own_loss(trainer: HostTrainer) -> list[str]:
 
     Can go when a Trainer says who defined its loss.
     """
-    users = [c for c in type(trainer).__mro__ if not c.__module__.startswith((*HOSTS, *OURS))]
-    own = {name for name in LOSS_METHODS if name in vars(trainer) or any(name in vars(c) for c in users)}
+    return _find_loss_beside(trainer, (*HOSTS, *OURS))
+
+
+def _find_loss_beside(trainer: HostTrainer, libraries: tuple[str, ...]) -> list[str]:
+    """Returns the names of methods and arguments by which something else than these libraries computes the loss."""
+    others = [c for c in type(trainer).__mro__ if not c.__module__.startswith(libraries)]
+    own = {name for name in LOSS_METHODS if name in vars(trainer) or any(name in vars(c) for c in others)}
     return sorted(own | ({"compute_loss_func"} if trainer.compute_loss_func is not None else set()))
 
 
 def find_loss_state(trainer: HostTrainer) -> tuple[list[nn.Module], list[object]]:
-    """Returns what a loss of the user's own may write outside the model: modules that the trainer holds (a criterion with running
-    statistics, a teacher), and objects with attributes, the trainer among them; nothing if the loss is the hosts'.
+    """Returns what a loss may write outside the model: modules that the trainer holds (a criterion with running statistics, a
+    teacher), and objects with attributes, the trainer among them. TRL's losses write the trainer alone, by counting tokens;
+    those of transformers write nothing.
 
     Can go together with [`find_own_loss`].
     """
     if not find_own_loss(trainer):
-        return [], []
+        return [], [trainer] if _find_loss_beside(trainer, ("transformers.", *OURS)) else []
     function: object = trainer.compute_loss_func
     while isinstance(function, (partial, MethodType)):
         function = function.func if isinstance(function, partial) else function.__self__

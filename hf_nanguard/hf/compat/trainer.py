@@ -60,6 +60,24 @@ def metric_lists(trainer: HostTrainer) -> dict[str, list]:
     return metrics["train"] if isinstance(metrics, dict) and "train" in metrics else {}
 
 
+def num_tokens(trainer: HostTrainer) -> int | None:
+    """Returns how many tokens a TRL trainer's losses have counted on all ranks, `None` if they do not count them.
+
+    Can go together with [`metric_lists`].
+    """
+    return vars(trainer).get("_total_train_tokens")
+
+
+def set_num_tokens(trainer: HostTrainer, number: int) -> None:
+    """Sets that count, also where the next row of the log takes it from.
+
+    Can go together with [`metric_lists`].
+    """
+    trainer._total_train_tokens = number  # type: ignore[attr-defined]
+    if "num_tokens" in metric_lists(trainer):
+        metric_lists(trainer)["num_tokens"] = [number]
+
+
 def logged_advantages(trainer: HostTrainer) -> list[float] | None:
     """Returns the advantages of the newest generation that a TRL trainer has brought to the host for its own log, `None` if
     it keeps no such log.

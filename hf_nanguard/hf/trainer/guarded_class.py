@@ -97,8 +97,8 @@ class Override:
 
 
 def entered_once(method: Callable[..., object]) -> Any:
-    """Makes an [`Override`] of `method(trainer, host, ...)`, which calls the host's method as `host`, behind the boundary. It
-    goes on to the host's own method if the one that replaced it has come back to us."""
+    """Makes an [`Override`] of `method(trainer, guard, host, ...)`, which gets the trainer's guard and calls the host's method as
+    `host`, behind the boundary. It goes on to the host's own method if the one that replaced it has come back to us."""
     name = method.__name__
 
     @wraps(method)
@@ -114,7 +114,7 @@ def entered_once(method: Callable[..., object]) -> Any:
             return host.call(trainer, name, *args, **kwargs)
         host.entered.add(name)
         try:
-            return guard.boundary.around(name, partial(method, trainer), below, *args, **kwargs)
+            return guard.boundary.around(name, partial(method, trainer, guard), below, *args, **kwargs)
         finally:
             if is_first:
                 host.entered.discard(name)

@@ -11,7 +11,7 @@ from ...core.monitors.base import load_whole
 from ...core.settings import Policy
 from ...core.step.guard import Guard
 from ...plain_text import REDACTED, quote_metric, show
-from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
+from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path, new_run_id
 from ...report.state_file import read_state, report_unusable, write_state
 from ...safe_files import remove_drafts
 from ..compat.hub_uploads import uploads_without
@@ -56,8 +56,9 @@ class RunRecord:
         """Follows `output_dir`, which a script may set after it has built the trainer; lines of another `train()` get
         another id."""
         self.directory = Path(str(self.trainer.args.output_dir)) / GUARD_FOLDER
-        self.events = JsonlWriter(events_path(self.directory, self.rank))
-        self.metrics = JsonlWriter(self.directory / "metrics.jsonl", self.events.run, private=False)
+        self.event_file, self.run = events_path(self.directory, self.rank), new_run_id()
+        self.events = JsonlWriter(self.event_file, self.run)
+        self.metrics = JsonlWriter(self.directory / "metrics.jsonl", self.run, private=False)
 
     def remove_drafts(self) -> None:
         """Removes what an earlier run was writing when it was killed."""

@@ -1,5 +1,6 @@
 """What is known of one optimizer step, from the first batch of its accumulation group to the clip."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from ...boundary import HostCall
 from ...core.event import Event
+from ...core.finite import read_host
+from ...core.rerun.buffers import BufferKeeper
 from ...core.rerun.micro_batch import AccumulationGroup, BatchAction, MicroBatch
 from ...core.rng import RngState
 from ...core.step.guard import Guard
@@ -67,6 +70,7 @@ class StepRecorder:
         self.trainer = trainer
         self.guard = guard
         self.journal, self.boundary = guard.journal, guard.boundary
+        self.group = guard.group  # the accumulation group that is being recorded, or was last
         self.on, self.acts, self.num_ranks = guard.policy.mode != "off", guard.policy.acts, guard.ranks.size
         self.phase = Phase.OUTSIDE
         self.batches = BatchRecord(guard.boundary, quarantine)
@@ -74,6 +78,7 @@ class StepRecorder:
         self.loss_errors = LossErrors(trainer, guard)
         self.num_backwards = 0  # largest number in one training_step, counted where several ranks run it
         self._runner: TrainerRunner | None = None  # of the running micro-batch,
+        self._buffers: BufferKeeper | None = None  # what it keeps of modules,
         self._thread = 0  # and the thread it runs in
         self._notes: list[BatchNote] = []
         self._batch_rows: list[list[int] | None] = []
@@ -105,7 +110,7 @@ class StepRecorder:
     @property
     def has_micro_batches(self) -> bool:
         """Whether the first micro-batch of the group has run."""
-        return bool(self.guard.group.micro_batches)
+        return bool(self.group.micro_batches)
 
     # ---- in the order of a step ----
 
@@ -124,7 +129,7 @@ class StepRecorder:
         self.phase = Phase.OUTSIDE
         self._held = None
         self.loss_errors.keep_replacement(None)
-        self.guard.begin_group()
+        self.group = self.guard.begin_group()
         self.masked.report(self.trainer.state.global_step)
 
     def begin_group(self, batches: Sequence[object]) -> Sequence[object]:
@@ -135,7 +140,7 @@ class StepRecorder:
         """
         if not self.is_open:
             self._notes, self._batch_rows, self._loss_before = [], [], None
-            self.guard.begin_group()
+            self.group = self.guard.begin_group()
             self.phase = Phase.OUTSIDE if self.phase is Phase.OUTSIDE else Phase.COLLECTING
         if not isinstance(batches, Sequence):  # of a get_batch_samples of the user's own; it can be read only once
             return batches
@@ -158,7 +163,7 @@ class StepRecorder:
 
     def begin_step(self, weight: LossWeight) -> None:
         """Notes what the first micro-batch of the group is about to change: the running loss."""
-        self.guard.group.weigh(weight)
+        self.group.weigh(weight)
         self._loss_before = running_loss(self.trainer).clone()
 
     def record(
@@ -169,7 +174,7 @@ class StepRecorder:
         num_items: Tensor | int | None,
     ) -> Tensor:
         """Runs one micro-batch of the group through the host's `training_step` and holds it."""
-        group, model = self.guard.group, runner.model
+        group, model = self.group, runner.model
         index = len(group.micro_batches)
         if index == len(self._notes):  # it did not come through get_batch_samples
             self._notes.append(BatchNote())
@@ -177,7 +182,7 @@ class StepRecorder:
         findings = self._notes[index].findings
         must_be_dropped = any(finding.action in (BatchAction.DROP, BatchAction.HALT) for finding in findings)
         self._held, self._rng_before, self.phase = None, RngState.capture(self._device_type), Phase.RUNNING
-        self._runner, self._thread = runner, get_ident()
+        self._runner, self._buffers, self._thread = runner, runner.buffers, get_ident()
         rows: list[int] | Tensor | None = None
         try:
             with (
@@ -195,7 +200,9 @@ class StepRecorder:
             held = self._held
             rows = self._batch_rows[index] if held is None else self._rows_of(held[0], index)
             payload, rng = held or (None, self._rng_before)
-            finding = self.loss_errors.judge(error, MicroBatch(index, payload, rng, row_numbers=rows), runner)
+            finding = self.loss_errors.judge(
+                error, MicroBatch(index, payload, rng, row_numbers=rows), runner, group.weight
+            )
             if finding is None or held is None:
                 self.abandon()
                 runner.buffers.abandon()
@@ -207,7 +214,7 @@ class StepRecorder:
                 loss = training_step(model, batch.again(), num_items)
         finally:
             self.phase = Phase.COLLECTING if self.phase is Phase.RUNNING else self.phase
-            self._runner = None
+            self._runner = self._buffers = None
         payload, rng = self._held or (None, self._rng_before)
         self._held = None
         rows = self._rows_of(payload, index) if rows is None else rows
@@ -224,7 +231,8 @@ class StepRecorder:
         if self.phase is not Phase.RUNNING or self._held is not None:
             return host_prepare(inputs)
         before = RngState.capture(self._device_type)
-        prepared = host_prepare(inputs)
+        with self._runner.preparing() if self._runner else nullcontext():
+            prepared = host_prepare(inputs)
         self.loss_errors.begin_forward()
         after = RngState.capture(self._device_type)
         # Preparing is not repeated, so a run of held inputs begins after what it has drawn (completions, say); what a
@@ -250,16 +258,16 @@ class StepRecorder:
     @contextmanager
     def watched_loss(self) -> Iterator[None]:
         """Surrounds `compute_loss`: what it writes outside the model is kept, unless it runs again."""
-        if self._runner is None or self._replayed is not None or self.guard.replaying:
+        buffers, has_returned = self._buffers, False
+        if buffers is None or self._replayed is not None or self.guard.replaying:
             yield
             return
-        buffers, has_returned = self._runner.buffers, False
-        self.guard.boundary.call("loss state", buffers.begin_loss)
+        self.boundary.call("loss state", buffers.begin_loss)
         try:
             yield
             has_returned = True
         finally:
-            self.guard.boundary.call("loss state", buffers.end_loss, has_returned)
+            self.boundary.call("loss state", buffers.end_loss, has_returned)
 
     @contextmanager
     def replaying(self, held: HeldInputs) -> Iterator[None]:
@@ -273,18 +281,19 @@ class StepRecorder:
     def finish(self) -> StepRecord:
         """Closes the group and returns what was recorded of it."""
         self.phase = Phase.DECIDED
-        group = self.guard.group
-        held = [micro.payload for micro in group.micro_batches if isinstance(micro.payload, HeldInputs)]
+        held = [micro.payload for micro in self.group.micro_batches if isinstance(micro.payload, HeldInputs)]
         is_labelled = bool(held) and held[-1].has_labels and self.batches.are_judged
-        return StepRecord(group, [note.no_signal for note in self._notes], is_labelled)
+        return StepRecord(self.group, [note.no_signal for note in self._notes], is_labelled)
 
     def skip(self) -> None:
         """Marks the step as skipped: the optimizer must not step."""
         self.phase = Phase.SKIPPED
 
-    def release(self) -> None:
-        """Lets go of the held inputs once the step is settled."""
-        self.guard.begin_group()
+    def release(self, is_replacement: bool = False) -> None:
+        """Lets go of the held inputs once the step is settled, unless its first micro-batch may replace a later one."""
+        if is_replacement and self.group.micro_batches:
+            self.loss_errors.keep_replacement(self.group.micro_batches[0].payload)
+        self.group = self.guard.begin_group()
 
     def end_step(self) -> None:
         """Ends a settled step, once the optimizer and the schedule have had their turn."""
@@ -294,13 +303,13 @@ class StepRecorder:
 
     def current_rows(self) -> list[int] | None:
         """Returns the dataset rows of the batch that is being prepared."""
-        return self._batch_rows[len(self.guard.group.micro_batches)] if self.phase is Phase.RUNNING else None
+        return self._batch_rows[len(self.group.micro_batches)] if self.phase is Phase.RUNNING else None
 
     def keep_optimizer(self, optimizer: torch.optim.Optimizer, is_own: bool) -> None:
         """Keeps an optimizer that is about to step inside a `training_step`: one of the model, from whatever thread, or of another
         model, if it is not another trainer's in a thread of its own."""
-        if self._runner is not None and (is_own or self._thread == get_ident()):
-            self._runner.buffers.keep_optimizer(optimizer)
+        if self._buffers is not None and (is_own or self._thread == get_ident()):
+            self._buffers.keep_optimizer(optimizer)
 
     def restore_running_loss(self, losses: list[Tensor], extra: float = 0.0) -> None:
         """Sets the running loss of the log to what it was before the group, plus the losses that count, plus `extra` for the
@@ -313,15 +322,21 @@ class StepRecorder:
             total += loss.to(total.device)
         total += extra
 
+    def end_epoch(self) -> None:
+        """Keeps a non-finite loss out of the log when an epoch ends inside a group, which no step decides."""
+        losses = self.group.losses
+        if self.acts and losses and not all(map(math.isfinite, read_host(losses))):
+            self.restore_running_loss([torch.where(torch.isfinite(loss), loss, 0.0) for loss in losses])
+
     def begin_row(self) -> None:
         """Takes the losses so far out of the running loss of an open group, once the host has logged them."""
         if self.phase is Phase.COLLECTING and self.has_micro_batches:
-            logged = sum(torch.where(torch.isfinite(loss), loss, 0.0) for loss in self.guard.group.losses)
+            logged = sum(torch.where(torch.isfinite(loss), loss, 0.0) for loss in self.group.losses)
             self._loss_before = running_loss(self.trainer) - logged
 
     def abandon(self) -> None:
         """Forgets a group that will not be settled."""
-        self.guard.begin_group()
+        self.group = self.guard.begin_group()
         self.phase = Phase.IDLE
 
     def _watched_backwards(self, runner: TrainerRunner) -> AbstractContextManager[None]:

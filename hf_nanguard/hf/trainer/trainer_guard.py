@@ -51,11 +51,11 @@ class TrainerGuard:
         if self.deepspeed and self.policy.mode != "off":
             self.policy = replace(self.policy, mode="observe", skip_grad_norm=None)
         self.acts = self.policy.acts
-        ranks = Ranks(trainer.args.device)
-        self.record = RunRecord(trainer, ranks.rank, self.policy)
-        self.guard = Guard(policy=self.policy, ranks=ranks, on_event=self._write_event)
+        self.ranks = Ranks(trainer.args.device)
+        self.record = RunRecord(trainer, self.ranks.rank, self.policy)
+        self.guard = Guard(policy=self.policy, ranks=self.ranks, on_event=self._write_event)
         self.guard.number_steps(lambda: trainer.state.global_step)
-        self.boundary, self.journal = self.guard.boundary, self.guard.journal
+        self.boundary, self.journal, self.counter = self.guard.boundary, self.guard.journal, self.guard.counter
         self.quarantine = RowQuarantine(self.policy, self.journal, lambda: trainer.state.global_step)
         self.monitor_set = self.guard.monitor_set
         self.recorder = StepRecorder(trainer, self.guard, self.quarantine)
@@ -65,6 +65,7 @@ class TrainerGuard:
         self.halting = Halting(trainer, self.guard, self.custody)
         self.unguarded = UnguardedUpdates(trainer, self.journal, self.boundary, self.recorder, host)
         self.step = GuardedStep(trainer, self.guard, self.recorder, self.unguarded, self.halting)
+        self.online: OnlineData | None = None
         self._joined = ExitStack()  # of a train() that is not ours
         self._run_end = ExitStack()  # of a guard that took the place of this one
         self._is_guarding_generation = False
@@ -72,10 +73,10 @@ class TrainerGuard:
 
     def use_online(self, online: OnlineData) -> None:
         """Takes the data of an online trainer, which guards its own generation."""
+        self.online = online
         self.step.use_online(online)
         self.quarantine.expect_completions()
-        self.guard.loss_watch.expect_sign_changes()
-        self.guard.norms.raise_floor(ONLINE_NORM)
+        self.guard.expect_online_losses(ONLINE_NORM)
 
     def _write_event(self, event: JsonObject) -> None:
         self.record.write_event(event)
@@ -117,13 +118,13 @@ class TrainerGuard:
         self.boundary.call("drafts", self.record.remove_drafts)
         self._creates_optimizer = self.trainer.optimizer is None
         prepared = self.batches.prepared
-        if self.on and self.guard.ranks.rank == 0:
+        if self.on and self.ranks.rank == 0:
             self.boundary.call("limits", log_limits, self.trainer, self.guard)
             self.boundary.call("removed rows", report_removed_rows, self.trainer, self.guard, prepared)
         if self.on:
             self.boundary.together("quarantine", self.quarantine.honor, lambda why: None)
             self.boundary.call(
-                "doctor", report_start, self.trainer, self.policy.doctor, self.guard.ranks, self.policy.bundle_text
+                "doctor", report_start, self.trainer, self.policy.doctor, self.ranks, self.policy.bundle_text
             )
 
     def _begin_parts(self) -> None:
@@ -132,7 +133,7 @@ class TrainerGuard:
         self.recorder.begin_run()
         given = (
             self.record.directory,
-            self.record.events.run,
+            self.record.run,
             self.trainer.train_dataset,
             self.batches.prepared,
         )
@@ -214,7 +215,7 @@ class TrainerGuard:
         compat.end_mean(self.trainer)
         with self._joined, self.guarded_generation():
             yield
-        self.boundary.call("custody", self.custody.saved.end_run)
+        self.boundary.call("custody", self.custody.end_run)
 
     def _guarded_own_step(self) -> AbstractContextManager[None]:
         """Guards a `training_step` that was put on the trainer itself, where it hides that of its class."""
@@ -236,9 +237,7 @@ class TrainerGuard:
         """Guards whatever generates inside the block: an evaluation, a callback that shows completions. An online trainer
         guards its own generation, completion by completion."""
         policy, model = self.policy, self.trainer.model
-        idle = (
-            self.step.online is not None or not self.acts or policy.logits_mode == "off" or self._is_guarding_generation
-        )
+        idle = self.online is not None or not self.acts or policy.logits_mode == "off" or self._is_guarding_generation
         if idle or not can_generate(model):
             yield
             return
@@ -268,8 +267,8 @@ class TrainerGuard:
 
     def log_metrics(self) -> dict[str, float]:
         """Returns what the guard adds to a row of training losses; what is not news goes to `metrics.jsonl` only."""
-        online = {} if self.step.online is None else self.step.online.take_metrics()
-        counted = {**self.guard.counter.as_metrics(), **online}
+        online = {} if self.online is None else self.online.take_metrics()
+        counted = {**self.counter.as_metrics(), **online}
         metrics = {**counted, **self.monitor_set.metrics()}
         self.record.keep_metrics(metrics)
         return metrics if self.policy.full_metrics else find_news(counted)

@@ -24,7 +24,9 @@ from ..compat.trainer import (
     counts_per_generation,
     loss_shifts_labels,
     metric_lists,
+    num_tokens,
     set_accumulation_steps,
+    set_num_tokens,
 )
 from ..compat.trainer_protocol import HostTrainer
 from ..data.batch_limits import find_limits
@@ -53,7 +55,10 @@ class TrainerRunner(Runner):
         self.trainer = trainer
         self.ranks = ranks
         self.replayer = replayer  # hands held inputs to the trainer's `training_step`
-        self.metric_lengths: dict[str, int] = {}
+        self.metrics_before: dict[str, tuple[list, int]] = {}  # the trainer's metric lists, with their lengths
+        self.metrics_prepared: list[
+            tuple[str, bool, list]
+        ] = []  # name, whether the list is another one, and what was added
 
     def why_not(self, group: AccumulationGroup) -> str | None:
         trainer = self.trainer
@@ -74,15 +79,35 @@ class TrainerRunner(Runner):
     def begin_group(self) -> None:
         """Notes what the group is about to change: module buffers, and where the trainer's metric lists end."""
         self.buffers.keep()
-        self.metric_lengths = {name: len(values) for name, values in metric_lists(self.trainer).items()}
+        self.metrics_before, self.metrics_prepared = self._measure_metrics(), []
+
+    def _measure_metrics(self) -> dict[str, tuple[list, int]]:
+        return {name: (values, len(values)) for name, values in metric_lists(self.trainer).items()}
+
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Surrounds what prepares a batch: its metrics (of completions and their rewards) stay, because it is not repeated."""
+        before = self._measure_metrics()
+        yield
+        for name, values in metric_lists(self.trainer).items():
+            known, length = before.get(name, (values, 0))
+            if values is not known:
+                self.metrics_prepared.append((name, True, [*values]))
+            elif len(values) > length:
+                self.metrics_prepared.append((name, False, values[length:]))
 
     def remove_metrics(self) -> None:
-        """Removes what the group added to the trainer's metric lists."""
-        metrics = metric_lists(self.trainer)
-        for name, values in list(metrics.items()):
-            del values[self.metric_lengths.get(name, 0) :]
-            if not values:  # TRL divides by the length of every list there is
-                del metrics[name]
+        """Removes what the losses of the group added to the trainer's metric lists, and puts back the lists that they replaced."""
+        metrics, before = metric_lists(self.trainer), self.metrics_before
+        is_logged = not any(metrics.get(name) is values for name, (values, _) in before.items())  # inside the group
+        metrics.clear()  # TRL divides by the length of every list there is
+        if before and is_logged:
+            return
+        for name, (values, length) in before.items():
+            del values[length:]
+            metrics.update({name: values} if values else {})
+        for name, replaces, values in self.metrics_prepared:
+            metrics[name] = [*([] if replaces else metrics.get(name, [])), *values]
 
     def loss_functions(self) -> list[object]:
         own = [vars(cls).get(name) for cls in type(self.trainer).__mro__ for name in LOSS_METHODS]
@@ -94,8 +119,9 @@ class TrainerRunner(Runner):
             yield
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
+    def recorded(self, weight: LossWeight) -> Iterator[None]:
         self.remove_metrics()
+        num_before = num_tokens(self.trainer)
         metrics = metric_lists(self.trainer)
         own = [watched for watched in self.buffers.watched if watched.owner is self.trainer]
         kept = {name for watched in own for name in watched.written}  # the loss goes on with these
@@ -104,6 +130,9 @@ class TrainerRunner(Runner):
             added = {name: list(values) for name, values in metrics.items()}
         for name, values in added.items():
             metrics[name] = values
+        if num_before is not None and self._runs_alone(weight):  # each has counted its own
+            counted = self.ranks.gather((num_tokens(self.trainer) or 0) - num_before)
+            set_num_tokens(self.trainer, num_before + sum(counted))
 
     def run(self, micro: MicroBatch, weight: LossWeight) -> Tensor:
         trainer = self.trainer
@@ -111,9 +140,12 @@ class TrainerRunner(Runner):
         inputs = micro.payload.again()
         if weight.completion_items is not None:
             inputs[ITEMS] = weight.completion_items
-        alone = trainer.args.world_size > 1 and not (self.lockstep or weight.even)
-        with local_collectives(alone), self.replayer.replaying(HeldInputs.of(inputs)):
+        with local_collectives(self._runs_alone(weight)), self.replayer.replaying(HeldInputs.of(inputs)):
             return trainer.training_step(self.model, inputs, weight.num_items)
+
+    def _runs_alone(self, weight: LossWeight) -> bool:
+        """Whether ranks run different numbers of micro-batches again, each without the others."""
+        return self.trainer.args.world_size > 1 and not (self.lockstep or weight.even)
 
     def probe(self, micro: MicroBatch, weight: LossWeight) -> Tensor:
         return super().probe(micro, LossWeight(weight.steps, weight.num_items, even=False))

@@ -94,6 +94,8 @@ class OwnLoss(Trainer):
 
 def test_what_a_loss_of_the_users_may_write_is_found(tmp_path):
     assert find_loss_state(build("plain", tmp_path)) == ([], [])
+    counting = build("sft", tmp_path)  # TRL counts tokens in its loss
+    assert find_loss_state(counting) == ([], [counting])
     trainer = build("plain", tmp_path, OwnLoss)
     assert find_loss_state(trainer) == ([trainer.criterion], [trainer])
     counted, center = Counted(), Center()
