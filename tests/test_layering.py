@@ -145,6 +145,7 @@ EVERYWHERE = {
     "command_exit",
     "errors",
     "harmless_log",
+    "own_fields",
     "plain_text",
     "safe_files",
     "yaml_file",
@@ -336,7 +337,7 @@ def test_recipes_use_public_names_only(path):
 # Files of the machine, of this process alone, of a script that Python is about to read, or of an archive in memory.
 OPENS_FILES = {
     "safe_files.py", "doctor/facts/saved_arguments.py", "harmless_log.py", "cli/main.py", "core/rerun/host_memory.py",
-    "takeover/run_progress.py", "takeover/script_target.py", "takeover/built_trainers.py",
+    "takeover/run_progress.py", "takeover/script_target.py",
 }  # fmt: skip
 
 
@@ -398,6 +399,17 @@ def test_private_modules_are_imported_in_their_place_only(path):
     assert not [
         f"line {i.line}: {i.module}" for i in outside if any(part.startswith("_") for part in i.module.split("."))
     ]
+
+
+# The pages for hosts and torch, the function that all others use, and two that read a namespace of argparse as it documents.
+USE_VARS = {"core/torch_private.py", "own_fields.py", "cli/run.py", "examples/recipe/recipe_parser.py"}
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name != "compat"], ids=name_of)
+def test_dictionaries_of_objects_are_read_in_their_place_only(path):
+    calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    found = [f"line {node.lineno}" for node in calls if isinstance(node.func, ast.Name) and node.func.id == "vars"]
+    assert name_of(path) in USE_VARS or not found
 
 
 # ---- state ----
@@ -570,6 +582,38 @@ def test_few_types_are_any_and_few_errors_are_caught_blindly():
     assert len(re.findall(r"^ *except (?:Base)?Exception\b", text, flags=re.MULTILINE)) <= thousands
 
 
+# ---- tests ----
+
+TESTS = ROOT / "tests"
+ACROSS = {"acceptance", "distributed", "laws", "recipes"}  # tests of the whole, and of what is not in the package
+# Folders whose files are tested through what uses them: where.
+TESTED_BY = {
+    "doctor/command": "cli/test_doctor.py", "doctor/data": "doctor/test_dataset_check.py",
+    "doctor/trial": "doctor/laws/test_prove.py", "examples/demo": "cli/test_demo.py",
+}  # fmt: skip
+
+
+def misplaced_tests(root: Path) -> Iterator[str]:
+    """Yields the tests in a folder that the package does not have, or that have the name of a file of another folder."""
+    folders: dict[str, set[Path]] = {}
+    for path in FILES:
+        folders.setdefault(path.stem, set()).add(path.relative_to(PACKAGE).parent)
+    for path in sorted(root.rglob("test_*.py")):
+        folder = path.relative_to(root).parent
+        if folder.parts[:1] and folder.parts[0] in ACROSS:
+            continue
+        if not (PACKAGE / folder).is_dir() or folder not in folders.get(path.stem[5:], {folder}):
+            yield f"{path.relative_to(root)}"
+
+
+def test_the_tests_mirror_the_source():
+    assert list(misplaced_tests(TESTS)) == []
+    folders = {path.relative_to(PACKAGE).parent for path in FILES if path.name != "__init__.py"}
+    untested = {folder.as_posix() for folder in folders if not list((TESTS / folder).glob("test_*.py"))}
+    assert untested == set(TESTED_BY)
+    assert all((TESTS / file).is_file() for file in TESTED_BY.values())
+
+
 # ---- the checks themselves ----
 
 
@@ -599,5 +643,10 @@ def test_the_checks_see_what_they_should(tmp_path, monkeypatch):
         "class C:\n    z = 0\n"
     )
     assert list(OurObjects([file]).chains()) == ["core/bad.py:3: self.x.y.z"]
+    for name in ("core/test_guard.py", "core/test_bad.py", "elsewhere/test_x.py", "laws/test_guard.py"):
+        (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tests" / name).touch()
+    monkeypatch.setattr(f"{__name__}.FILES", [file, tmp_path / "step" / "guard.py"])
+    assert list(misplaced_tests(tmp_path / "tests")) == ["core/test_guard.py", "elsewhere/test_x.py"]
     assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c", "a"]
     assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []

@@ -78,11 +78,15 @@ class GuardedStep:
         return self.recorder.begin_group(batches)
 
     def guard_step(
-        self, training_step: HostCall, model: nn.Module, inputs: object, num_items: Tensor | int | None
+        self,
+        training_step: HostCall,
+        model: nn.Module,
+        inputs: object,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """Runs a `training_step` as one micro-batch of `train()`; as it is if it was called by hand, again, or by another."""
         if not self.recorder.watches or self.guard.replaying or self.recorder.phase is Phase.RUNNING:
-            return training_step(model, inputs, num_items)
+            return training_step(model, inputs, num_items_in_batch)
         self.show_filter()
         runner = self._runner_for(model)
         if not self.recorder.is_open:  # the trainer has a get_batch_samples, or a loop, of its own
@@ -90,9 +94,9 @@ class GuardedStep:
         if not self.recorder.has_micro_batches:
             self.boundary.call("snapshot", self._begin_snapshot, runner)
             runner.begin_group()
-            self.recorder.begin_step(LossWeight(self.trainer.current_gradient_accumulation_steps, num_items))
+            self.recorder.begin_step(LossWeight(self.trainer.current_gradient_accumulation_steps, num_items_in_batch))
             self.monitor_set.begin_step(self.trainer.state.global_step)
-        loss = self.recorder.record(training_step, runner, inputs, num_items)
+        loss = self.recorder.record(training_step, runner, inputs, num_items_in_batch)
         if self.acts:
             self._hidden_filter.enter_context(compat.log_filter(self.trainer, False))
         return loss

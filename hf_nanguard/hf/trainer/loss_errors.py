@@ -1,7 +1,7 @@
 """Exceptions inside a loss: an event each, and, with `nanguard_on_loss_error="drop"`, a dropped micro-batch."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
@@ -41,15 +41,10 @@ class LossErrors:
         self.replacement: HeldInputs | None = None  # of a step that went through as it was
         self._exchange: Exchange | None = None
 
-    @contextmanager
-    def watched(self, model: nn.Module) -> Iterator[None]:
+    def watched(self, model: nn.Module) -> AbstractContextManager[None]:
         """Surrounds a `training_step`; where a failing loss is dropped among ranks, what they exchange is counted."""
         self._exchange = Exchange(self.trainer.accelerator, model) if self.needs_replacement else None
-        if self._exchange is None:
-            yield
-            return
-        with self._exchange.counted():
-            yield
+        return nullcontext() if self._exchange is None else self._exchange.counted()
 
     def begin_forward(self) -> None:
         """Resets the counts once the inputs are prepared: generation is not repeated."""

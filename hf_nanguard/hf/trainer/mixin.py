@@ -39,6 +39,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from ...boundary import Boundary, HostCall
+from ...own_fields import own_fields
 from ..compat.own_loss import is_library_code
 from ..compat.trainer import checkpoint_folder
 from ..compat.trainer_protocol import HostTrainer
@@ -106,7 +107,7 @@ class GuardedTrainerMixin(Stealth, _Host):
     def begin_guarding(self, guard: GuardArguments | None) -> None:
         """Sets up the guard on a trainer that is already built."""
         self.given_guard = guard
-        before: TrainerGuard | None = vars(self).get("nanguard")
+        before: TrainerGuard | None = own_fields(self).get("nanguard")
         self.nanguard = Boundary().call("the guard", self._build_guard, guard, max_failures=1)
         if before is not None and self.nanguard is not None:
             before.hand_over(self.nanguard)

@@ -7,7 +7,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...core.autopsy.examiner import FOLDER as BUNDLES
 from ...core.event import JsonObject, strict
-from ...core.monitors.base import load_whole
+from ...core.monitors.base import Stateful, load_whole
+from ...core.ranks import Ranks
 from ...core.settings import Policy
 from ...core.step.guard import Guard
 from ...plain_text import REDACTED, quote_metric, show
@@ -26,17 +27,20 @@ def save_guard(guard: Guard, folder: Path) -> None:
 
 
 def load_guard(guard: Guard, folder: Path) -> bool:
-    """Restores the guard's state from a checkpoint, on all ranks or on none, because they decide by it together.
+    """Restores the guard's state from a checkpoint, on all ranks or on none, because they decide by it together; returns
+    whether it was restored. Every rank must call it."""
+    return load_part(guard, folder / STATE_FILE, guard.ranks)
 
-    Returns whether it was restored. One that cannot be used is logged, and nothing of it is loaded. Every rank must call it.
-    """
-    state = read_state(folder / STATE_FILE)
-    if guard.ranks.any(state is None) or state is None:
+
+def load_part(part: Stateful, file: Path, ranks: Ranks | None = None) -> bool:
+    """Restores what [`write_state`] wrote; returns whether it did. What cannot be used is logged, and nothing of it is loaded."""
+    state = read_state(file)
+    if (ranks is not None and ranks.any(state is None)) or state is None:
         return False
     try:
-        load_whole(guard, state)
+        load_whole(part, state)
     except ValueError as error:  # written by another version
-        report_unusable(folder / STATE_FILE, error)
+        report_unusable(file, error)
         return False
     return True
 

@@ -19,9 +19,9 @@ from ...core.rng import RngState
 from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Signal
 from ...errors import NonFiniteError
-from ..compat.accelerate import replaced_method, surrounded_backwards
+from ..compat.accelerate import surrounded_backwards
 from ..compat.prepared_dataset import PreparedRows, find_prepared_rows
-from ..compat.trainer import running_loss
+from ..compat.trainer import running_loss, surrounded_own_method
 from ..compat.trainer_protocol import HostTrainer
 from ..data.checked_collator import BatchNote, name_rows
 from ..data.dataset_rows import ROWS, BatchRecord
@@ -80,8 +80,7 @@ class StepRecorder:
         self._runner: TrainerRunner | None = None  # of the running micro-batch,
         self._buffers: BufferKeeper | None = None  # what it keeps of modules,
         self._thread = 0  # and the thread it runs in
-        self._notes: list[BatchNote] = []
-        self._batch_rows: list[list[int] | None] = []
+        self._noted: list[tuple[BatchNote, list[int] | None]] = []  # of the group, with their rows
         self._held: tuple[HeldInputs, RngState] | None = None  # of the running micro-batch
         self._device_type = trainer.args.device.type
         self._rng_before = RngState.capture(self._device_type)  # before its training_step
@@ -139,7 +138,7 @@ class StepRecorder:
         next pass, so they belong to that group.
         """
         if not self.is_open:
-            self._notes, self._batch_rows, self._loss_before = [], [], None
+            self._noted, self._loss_before = [], None
             self.group = self.guard.begin_group()
             self.phase = Phase.OUTSIDE if self.phase is Phase.OUTSIDE else Phase.COLLECTING
         if not isinstance(batches, Sequence):  # of a get_batch_samples of the user's own; it can be read only once
@@ -153,8 +152,7 @@ class StepRecorder:
         if all(finding.signal is not Signal.LABELS_MASKED for finding in note.findings):  # else it has its own event
             self.masked.count(self.trainer.state.global_step, note.masked, rows)
         note, rows = name_rows(note, rows)
-        self._notes.append(note)
-        self._batch_rows.append(rows)
+        self._noted.append((note, rows))
         if note.failure is not None and Signal.GUARD_FAILED not in self.journal.written:
             message = f"batches are not checked because {note.failure}"
             event = Event(self.trainer.state.global_step, Signal.GUARD_FAILED, Action.OBSERVED, message)
@@ -176,10 +174,9 @@ class StepRecorder:
         """Runs one micro-batch of the group through the host's `training_step` and holds it."""
         group, model = self.group, runner.model
         index = len(group.micro_batches)
-        if index == len(self._notes):  # it did not come through get_batch_samples
-            self._notes.append(BatchNote())
-            self._batch_rows.append(None)
-        findings = self._notes[index].findings
+        if index == len(self._noted):  # it did not come through get_batch_samples
+            self._noted.append((BatchNote(), None))
+        findings = self._noted[index][0].findings
         must_be_dropped = any(finding.action in (BatchAction.DROP, BatchAction.HALT) for finding in findings)
         self._held, self._rng_before, self.phase = None, RngState.capture(self._device_type), Phase.RUNNING
         self._runner, self._buffers, self._thread = runner, runner.buffers, get_ident()
@@ -189,7 +186,7 @@ class StepRecorder:
                 runner.poisoned() if must_be_dropped else nullcontext(),
                 self.loss_errors.watched(model),
                 self._watched_backwards(runner),
-                self._watched_shadow(),
+                surrounded_own_method(self.trainer, "compute_loss", self.watched_loss()),
             ):
                 loss = training_step(model, inputs, num_items)
         except NonFiniteError:  # a halt that every rank has decided
@@ -198,7 +195,7 @@ class StepRecorder:
             if error is not training_step.error:  # the guard's own
                 raise
             held = self._held
-            rows = self._batch_rows[index] if held is None else self._rows_of(held[0], index)
+            rows = self._noted[index][1] if held is None else self._rows_of(held[0], index)
             payload, rng = held or (None, self._rng_before)
             finding = self.loss_errors.judge(
                 error, MicroBatch(index, payload, rng, row_numbers=rows), runner, group.weight
@@ -241,23 +238,9 @@ class StepRecorder:
         self._held = (HeldInputs.of(prepared), rng)
         return prepared
 
-    def _watched_shadow(self) -> AbstractContextManager[None]:
-        """Watches a `compute_loss` that was put on the trainer itself, in place of the guarded one of its class."""
-        if "compute_loss" not in vars(self.trainer):
-            return nullcontext()
-
-        def wrap(compute_loss: Callable[..., object]) -> Callable[..., object]:
-            def run(*args: object, **kwargs: object) -> object:
-                with self.watched_loss():
-                    return compute_loss(*args, **kwargs)
-
-            return run
-
-        return replaced_method(self.trainer, "compute_loss", wrap)
-
     @contextmanager
     def watched_loss(self) -> Iterator[None]:
-        """Surrounds `compute_loss`: what it writes outside the model is kept, unless it runs again."""
+        """Surrounds `compute_loss`, also as its decorator: what it writes outside the model is kept, unless it runs again."""
         buffers, has_returned = self._buffers, False
         if buffers is None or self._replayed is not None or self.guard.replaying:
             yield
@@ -283,7 +266,7 @@ class StepRecorder:
         self.phase = Phase.DECIDED
         held = [micro.payload for micro in self.group.micro_batches if isinstance(micro.payload, HeldInputs)]
         is_labelled = bool(held) and held[-1].has_labels and self.batches.are_judged
-        return StepRecord(self.group, [note.no_signal for note in self._notes], is_labelled)
+        return StepRecord(self.group, [note.no_signal for note, _ in self._noted], is_labelled)
 
     def skip(self) -> None:
         """Marks the step as skipped: the optimizer must not step."""
@@ -303,7 +286,7 @@ class StepRecorder:
 
     def current_rows(self) -> list[int] | None:
         """Returns the dataset rows of the batch that is being prepared."""
-        return self._batch_rows[len(self.group.micro_batches)] if self.phase is Phase.RUNNING else None
+        return self._noted[len(self.group.micro_batches)][1] if self.phase is Phase.RUNNING else None
 
     def keep_optimizer(self, optimizer: torch.optim.Optimizer, is_own: bool) -> None:
         """Keeps an optimizer that is about to step inside a `training_step`: one of the model, from whatever thread, or of another
@@ -356,4 +339,4 @@ class StepRecorder:
     def _rows_of(self, held: HeldInputs | None, index: int) -> list[int] | Tensor | None:
         if held is not None and isinstance(held.inputs, Mapping) and ROWS in held.inputs:
             return held.inputs[ROWS]
-        return self._batch_rows[index]
+        return self._noted[index][1]

@@ -1,13 +1,11 @@
 """The guard of one trainer: owns what lasts a whole run, and surrounds the run and its epochs."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
-
-from torch import Tensor, nn
 
 from ...core.event import Culprit, Event, JsonObject
 from ...core.ranks import Ranks
@@ -17,8 +15,8 @@ from ...core.vocabulary import Action, Signal
 from ...doctor.start_check import report_start
 from ...errors import LossMissingError
 from ..compat import accelerate as compat_accelerate
-from ..compat import trainer as compat
 from ..compat.own_loss import has_own_batches
+from ..compat.trainer import end_mean, loss_shifts_labels, surrounded_own_method
 from ..compat.trainer_protocol import HostTrainer
 from ..custody.checkpoint_custody import CheckpointCustody
 from ..custody.halting import Halting
@@ -180,11 +178,12 @@ class TrainerGuard:
         self.join_run()  # if the train() that is running is not ours: it began before the guard, or was replaced
         if resumed is not None:
             self.boundary.call("resume", self._resume, Path(resumed))
+        guard_step = partial(self.boundary.overriding, "training_step", self.step.guard_step)
         try:
             with ExitStack() as stack:
                 parts: dict[str, Callable[[], AbstractContextManager[None]]] = {
                     "update check": self.unguarded.checked_updates,
-                    "own training_step": self._guarded_own_step,
+                    "own training_step": partial(surrounded_own_method, self.trainer, "training_step", guard_step),
                     "batches": lambda: self._recorded_batches(dataloader, position),
                     "generation": self.guarded_generation,
                 }
@@ -212,25 +211,10 @@ class TrainerGuard:
     @contextmanager
     def finalizing(self) -> Iterator[None]:
         """Surrounds what comes after the last epoch."""
-        compat.end_mean(self.trainer)
+        end_mean(self.trainer)
         with self._joined, self.guarded_generation():
             yield
         self.boundary.call("custody", self.custody.end_run)
-
-    def _guarded_own_step(self) -> AbstractContextManager[None]:
-        """Guards a `training_step` that was put on the trainer itself, where it hides that of its class."""
-
-        def wrap(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            def training_step(model: nn.Module, inputs: object, num_items_in_batch: object = None) -> Tensor:
-                return self.boundary.around(
-                    "training_step", self.step.guard_step, own, model, inputs, num_items_in_batch
-                )
-
-            return training_step
-
-        if not compat.has_own_method(self.trainer, "training_step"):
-            return nullcontext()
-        return compat_accelerate.replaced_method(self.trainer, "training_step", wrap)
 
     @contextmanager
     def guarded_generation(self) -> Iterator[None]:
@@ -259,7 +243,7 @@ class TrainerGuard:
     def _batch_check(self) -> BatchCheck:
         """Returns how the batches of this trainer are checked."""
         trainer = self.trainer
-        limits = find_limits(trainer.model, compat.loss_shifts_labels(trainer), has_own_batches(trainer))
+        limits = find_limits(trainer.model, loss_shifts_labels(trainer), has_own_batches(trainer))
         verdict = self.policy.on_bad_input if self.acts else "repair" if self.deepspeed else "observe"
         return BatchCheck(limits, verdict, can_drop=self.acts)
 
