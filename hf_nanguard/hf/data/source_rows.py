@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
-from ..compat.prepared_dataset import find_files, pick_ids
+from ..compat.prepared_dataset import find_files, format_ids, pick_ids
 
 MAX_BYTES = 256 * 2**20
 MAX_NAMED = 3  # rows; more that have the text equally well say nothing
@@ -66,8 +66,7 @@ def _format(found: list[tuple[int, tuple[int, int], str, int, dict[str, str | in
     if others or len(named) > MAX_NAMED:
         return None
     return "; ".join(
-        ", ".join([f"{name} row {number}", *(f"{column}: {value}" for column, value in ids.items())])
-        for _, _, name, number, ids in named
+        ", ".join(filter(None, [f"{name} row {number}", format_ids(ids)])) for _, _, name, number, ids in named
     )
 
 
