@@ -91,7 +91,7 @@ rows_quarantined guard_failed""")
 
 ACTIONS = words("observed repaired dropped skipped clipped rewound halted refused")
 
-CAUSES = words("""all_labels_masked label_out_of_range input_nonfinite fp16_overflow bf16_overflow exp_overflow log_of_zero
+CAUSES = words("""all_labels_masked label_out_of_range input_nonfinite fp16_overflow bf16_overflow fp32_overflow exp_overflow log_of_zero
 div_by_zero sqrt_at_zero norm_at_zero where_unselected_branch masked_row_softmax ctc_target_too_long norm_overflow
 param_nonfinite uninitialised_weight optimizer_state adam_eps_underflow lr_too_high reward_nonfinite ratio_overflow kl_overflow
 rounding_stall transient unknown""")

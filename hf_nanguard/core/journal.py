@@ -37,11 +37,17 @@ class Journal:
         self.on_event = on_event
         self.text = text
         self.written: set[Signal] = set()  # the first event of each signal is logged as a warning
-        self.summary = EventSummary()
+        self.begin_run()
 
     def begin_run(self) -> None:
         """Begins the summary of another run."""
         self.summary = EventSummary()
+        self.describe_rows(None)
+
+    def describe_rows(self, rows_of: str | None) -> None:
+        """Takes which dataset the rows of events are of, if it is not the one that the user has."""
+        self.rows_of = rows_of
+        self._has_said_rows = rows_of is None
 
     def write(self, event: Event, error: BaseException | None = None) -> None:
         """Writes an event of this rank, and logs it with the traceback of an error, whose text may contain data."""
@@ -73,6 +79,8 @@ class Journal:
         log_block(show(block, self.text))
 
     def _of_rank(self, event: Event) -> Event:
+        if self.rows_of is not None and event.culprit is not None and event.culprit.rows:
+            event = replace(event, values={**event.values, "rows_of": self.rows_of})
         return replace(event, rank=self.ranks.rank) if event.rank is None else event
 
     def _write(self, event: JsonObject, error: BaseException | None = None) -> None:
@@ -86,3 +94,6 @@ class Journal:
         self.written.add(signal)
         level, message = logging.WARNING if loud else logging.INFO, event["message"]
         logger.log(level, "[%s] %s: %s", signal, event["action"], message, exc_info=error)
+        if not self._has_said_rows and (rows_of := event["values"].get("rows_of")):
+            self._has_said_rows = True
+            logger.warning("hf_nanguard: dataset rows are those of %s.", rows_of)

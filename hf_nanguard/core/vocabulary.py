@@ -64,6 +64,7 @@ class Cause(StrEnum):
     INPUT_NONFINITE = "input_nonfinite"
     FP16_OVERFLOW = "fp16_overflow"
     BF16_OVERFLOW = "bf16_overflow"
+    FP32_OVERFLOW = "fp32_overflow"
     EXP_OVERFLOW = "exp_overflow"
     LOG_OF_ZERO = "log_of_zero"
     DIV_BY_ZERO = "div_by_zero"

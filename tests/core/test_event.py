@@ -59,6 +59,7 @@ CAUSES = [
     "input_nonfinite",
     "fp16_overflow",
     "bf16_overflow",
+    "fp32_overflow",
     "exp_overflow",
     "log_of_zero",
     "div_by_zero",

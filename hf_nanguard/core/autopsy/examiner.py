@@ -116,11 +116,12 @@ def read_texts(suspect: SuspectBatch, blame: Blame) -> dict[int, str]:
     """Returns the text of the samples to blame, as far as the loop can decode it, behind what identifies their dataset rows."""
     if blame.scope == "every_sample":
         return {}
-    rows = suspect.rows or []
+    rows, ids = suspect.rows or [], suspect.micro.ids
 
     def read(sample: int) -> str:
         text = suspect.decode(sample)
         name = suspect.runner.name_row(rows[sample] if sample < len(rows) else None, text)
+        name = name or (ids[sample] if suspect.num_samples == len(ids) else None)
         return " ".join(cut(part, MAX_TEXT) for part in (name and f"({name})", text) if part)
 
     # A tokenizer may not know the ids, e.g. the placeholders of images.

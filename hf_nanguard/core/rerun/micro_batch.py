@@ -56,6 +56,7 @@ class MicroBatch(Generic[Payload]):
     # its dataset rows, if known; a tensor is read only when an event needs it
     row_numbers: list[int] | Tensor | None = None
     loss: Tensor | None = None  # detached, once it has run
+    ids: tuple[str, ...] = ()  # what the loop knows of each sample that identifies it for the user
     terms: list[Term] = field(default_factory=list)  # of its loss, once they have been read
     left_out: frozenset[str] = frozenset()  # the terms that its loss leaves out when it is run again
 

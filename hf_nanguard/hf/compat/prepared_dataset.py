@@ -162,6 +162,11 @@ def pick_ids(row: Mapping[str, object]) -> dict[str, str | int]:
     return {name: value for name, value in row.items() if is_id(name) and isinstance(value, (str, int))}
 
 
+def format_ids(ids: Mapping[str, str | int]) -> str:
+    """Returns what identifies a row as text."""
+    return ", ".join(f"{name}: {value}" for name, value in ids.items())
+
+
 def count_documents(trainer: HostTrainer, rows: list[int]) -> list[tuple[int, int]]:
     """Returns for rows of a packed dataset how many documents each consists of, nothing if it is not packed.
 

@@ -4,7 +4,7 @@ Labels outside the vocabulary would otherwise end the process in a device assert
 views of the CPU tensors, so they add no torch operation and no device read.
 """
 
-from collections.abc import Callable, MutableMapping, Sized
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sized
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -13,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...boundary import Boundary, GuardFailure
+from ...boundary import Boundary, GuardFailure, attempt
 from ...core.rerun.micro_batch import BatchAction, Finding
 from ...core.rerun.nested_inputs import quote_name
 from ...core.vocabulary import Cause, Signal
+from ..compat.prepared_dataset import format_ids, pick_ids
 from .batch_limits import IGNORED_LABEL, Limits
 from .learning_signal import NoSignal, find_no_signal
 from .numpy_view import is_viewable, view
@@ -38,6 +39,7 @@ class BatchNote:
     kept: tuple[int, ...] | None = None  # and which are left
     masked: tuple[int, ...] = ()  # samples without an unmasked label, before any was removed
     failure: str | None = None  # why the batch could not be checked
+    ids: tuple[str, ...] = ()  # what columns such as `doc_id` say of each sample, if the check reads them
 
 
 class NotedBatch(NamedTuple):
@@ -52,12 +54,14 @@ class BatchCheck:
     """Checks a batch.
 
     `verdict` says what to do with a bad batch: `"drop"`, `"drop_samples"`, `"repair"`, `"halt"` or `"observe"`. Unless
-    the loop `can_drop` a batch, one that cannot be filled is only observed.
+    the loop `can_drop` a batch, one that cannot be filled is only observed. `reads_ids` of a stream, whose rows cannot be looked
+    up later.
     """
 
     limits: Limits
     verdict: str
     can_drop: bool = True
+    reads_ids: bool = False
 
     def __call__(self, batch: object, examples: Sized | None = None) -> tuple[object, BatchNote]:
         """Returns the batch, or a copy that is safe to run, and what was found. Samples are removed only from a batch whose
@@ -90,8 +94,16 @@ class CheckedCollator:
     check: BatchCheck
 
     def __call__(self, examples: list) -> object:
+        ids = attempt(lambda: read_ids(examples), lambda error: ()) if self.check.reads_ids else ()
         batch, note = self.check(self.collator(examples), examples)
+        note = replace(note, ids=ids) if ids else note
         return batch if note == BatchNote() else NotedBatch(batch, note)
+
+
+def read_ids(examples: Iterable[object]) -> tuple[str, ...]:
+    """Returns what identifies each example, nothing if no example has a column for that."""
+    ids = tuple(format_ids(pick_ids(each)) if isinstance(each, Mapping) else "" for each in examples)
+    return ids if any(ids) else ()
 
 
 def take_apart(batch: Batch, findings: list[Finding], num_samples: int, limits: Limits) -> BatchNote:
@@ -111,6 +123,8 @@ def take_apart(batch: Batch, findings: list[Finding], num_samples: int, limits: 
 
 def name_rows(note: BatchNote, rows: list[int] | None) -> tuple[BatchNote, list[int] | None]:
     """Returns the note with the rows of the samples that were removed, and the rows of those that are left."""
+    if note.kept is not None and len(note.ids) == note.num_samples:
+        note = replace(note, ids=tuple(note.ids[sample] for sample in note.kept))
     if note.kept is None or rows is None or len(rows) != note.num_samples:
         return note, rows if note.kept is None else None
     findings = tuple(

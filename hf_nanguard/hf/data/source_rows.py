@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-from ..compat.prepared_dataset import find_files, pick_ids
+from ..compat.prepared_dataset import find_files, format_ids, pick_ids
 
 MAX_BYTES = 256 * 2**20
 MAX_EQUAL = 3  # rows; more that have the same text equally well say nothing
@@ -69,7 +69,7 @@ def _match(row: Mapping[str, object], text: str, name: str) -> list[Match]:
     if not inside or (len(longest) < max(map(len, parts)) and 2 * score < len(text)):
         return []
     begin = text.find(longest[:HEAD])
-    named = ", ".join([name, *(f"{column}: {value}" for column, value in ids.items())])
+    named = ", ".join(filter(None, [name, format_ids(ids)]))
     return [Match(score, (begin, begin + len(longest)), named)]
 
 

@@ -10,7 +10,7 @@ from ...core.vocabulary import Action, Signal
 from ...plain_text import format_rows
 from ..compat import trainer as compat
 from ..compat.accelerate import dispatches_batches, steps_in_backward
-from ..compat.prepared_dataset import PreparedRows, count_loaded_rows
+from ..compat.prepared_dataset import PreparedRows, count_loaded_rows, is_hf_stream
 from ..compat.trainer_protocol import HostTrainer
 from ..data.masked_samples import MAX_ROWS
 from .arguments import GuardArguments
@@ -77,19 +77,24 @@ def log_unknown_copy(guard: Guard, name: str) -> None:
         )  # fmt: skip
 
 
-def log_summary(trainer: HostTrainer, guard: Guard, record: RunRecord, prepared: PreparedRows) -> None:
+def log_summary(guard: Guard, record: RunRecord) -> None:
     """Ends a run that had events with what they were, which dataset its rows are of, and where to read more."""
-    notes = [note for note in (guard.recovery.format_end(), _describe_rows(trainer, prepared)) if note is not None]
+    rows_of = guard.journal.rows_of
+    about_rows = None if rows_of is None else f"dataset rows are those of {rows_of}"
+    notes = [note for note in (guard.recovery.format_end(), about_rows) if note is not None]
     text = guard.journal.summary.format_end(record.directory.parent, *notes)
     if text is not None and guard.ranks.rank == 0:
         log_block(text)
 
 
-def _describe_rows(trainer: HostTrainer, prepared: PreparedRows) -> str | None:
+def describe_rows(trainer: HostTrainer, prepared: PreparedRows) -> str | None:
     """Returns which dataset the rows of events are of, unless it is the one that the user has."""
     loaded = count_loaded_rows(trainer.train_dataset)
-    size = None if loaded is None else len(trainer.train_dataset)
+    size = None
+    if loaded is not None:
+        size = len(trainer.train_dataset) if prepared.user_rows is None else prepared.num_given
     if loaded == size and not prepared.is_rebuilt:
         return None
     sizes = "" if loaded == size else f": it has {size} rows, its files had {loaded}"
-    return f"dataset rows are those of the prepared dataset that {type(trainer).__name__} trains on{sizes}"
+    kind = "stream" if is_hf_stream(trainer.train_dataset) else "dataset"
+    return f"the prepared {kind} that {type(trainer).__name__} trains on{sizes}"

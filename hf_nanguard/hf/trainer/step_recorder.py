@@ -213,9 +213,9 @@ class StepRecorder:
             self.phase = Phase.COLLECTING if self.phase is Phase.RUNNING else self.phase
             self._runner = self._buffers = None
         payload, rng = self._held or (None, self._rng_before)
-        self._held = None
+        self._held, ids = None, self._noted[index][0].ids
         rows = self._rows_of(payload, index) if rows is None else rows
-        group.micro_batches.append(MicroBatch(index, payload, rng, findings, rows, loss.detach()))
+        group.micro_batches.append(MicroBatch(index, payload, rng, findings, rows, loss.detach(), ids))
         return loss
 
     def prepare(self, inputs: object, host_prepare: Callable[[object], object]) -> object:

@@ -16,6 +16,7 @@ from ...doctor.start_check import report_start
 from ...errors import LossMissingError
 from ..compat import accelerate as compat_accelerate
 from ..compat.own_loss import has_own_batches
+from ..compat.prepared_dataset import is_hf_stream
 from ..compat.trainer import end_mean, loss_shifts_labels, surrounded_own_method
 from ..compat.trainer_protocol import HostTrainer
 from ..custody.checkpoint_custody import CheckpointCustody
@@ -29,7 +30,7 @@ from ..monitors.evaluation import Evaluation
 from .arguments import GuardArguments
 from .guarded_class import HostMethods
 from .guarded_step import GuardedStep
-from .run_notices import check_resumed_rate, log_limits, log_summary, report_removed_rows
+from .run_notices import check_resumed_rate, describe_rows, log_limits, log_summary, report_removed_rows
 from .run_record import RunRecord, load_guard
 from .step_recorder import Phase, StepRecorder
 from .unguarded_updates import UnguardedUpdates
@@ -129,6 +130,8 @@ class TrainerGuard:
         self.record.begin_run()
         self.guard.begin_run(self.record.directory)
         self.recorder.begin_run()
+        rows_of = self.boundary.call("rows", describe_rows, self.trainer, self.batches.prepared)
+        self.guard.journal.describe_rows(rows_of)
         given = (
             self.record.directory,
             self.record.run,
@@ -143,7 +146,7 @@ class TrainerGuard:
     def _end_run(self) -> None:
         """Puts everything back, each piece even if another fails or is interrupted."""
         parts: dict[str, Callable[[], object]] = {
-            "summary": partial(log_summary, self.trainer, self.guard, self.record, self.batches.prepared),
+            "summary": partial(log_summary, self.guard, self.record),
             "monitors": self.monitor_set.close,
             "recorder": self.recorder.end_run,
             "skipped step": self.step.end_step,  # an error may have come between a skipped step and its end
@@ -245,7 +248,7 @@ class TrainerGuard:
         trainer = self.trainer
         limits = find_limits(trainer.model, loss_shifts_labels(trainer), has_own_batches(trainer))
         verdict = self.policy.on_bad_input if self.acts else "repair" if self.deepspeed else "observe"
-        return BatchCheck(limits, verdict, can_drop=self.acts)
+        return BatchCheck(limits, verdict, self.acts, reads_ids=is_hf_stream(trainer.train_dataset))
 
     # ---- losses and log ----
 

@@ -16,7 +16,7 @@ from ...core.rerun.runner import Runner
 from ...own_fields import own_fields
 from ..compat.accelerate import bare_optimizer, local_collectives, poisoned_backward, steps_in_backward
 from ..compat.own_loss import LOSS_METHODS, find_loss_state, has_own_batches
-from ..compat.prepared_dataset import count_documents, find_ids
+from ..compat.prepared_dataset import count_documents, find_ids, format_ids
 from ..compat.trainer import (
     ITEMS,
     METRICS,
@@ -234,7 +234,7 @@ class TrainerRunner(Runner):
         """The ids of the row if the trainer still has them, else file, row and ids of the row that its text was made from."""
         ids = {} if row is None else find_ids(self.trainer, row)
         if ids:
-            return ", ".join(f"{name}: {value}" for name, value in ids.items())
+            return format_ids(ids)
         return attempt(lambda: find_source(self.trainer.train_dataset, text), lambda error: None) if text else None
 
     def rows_of(self, micro: MicroBatch, number: int) -> list[int] | None:

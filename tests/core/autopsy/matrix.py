@@ -156,12 +156,12 @@ def scale_bf16(h):
     return loud(h.clamp(-1, 1)) * 3e38  # culprit
 
 
-@fault("aten.pow.Tensor_Scalar", Cause.UNKNOWN)
+@fault("aten.pow.Tensor_Scalar", Cause.FP32_OVERFLOW)
 def square_fp32(h):
     return loud(h, 1e30) ** 2  # culprit
 
 
-@fault("aten.cumprod.default", Cause.UNKNOWN)
+@fault("aten.cumprod.default", Cause.FP32_OVERFLOW)
 def cumprod_fp32(h):
     return loud(h, 1e10).cumprod(-1)  # culprit
 

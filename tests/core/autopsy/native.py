@@ -75,7 +75,7 @@ def linear_bf16(architecture):
 
 @native
 def linear_fp32(architecture):
-    return _overloaded(architecture, SINGLE, 3e38, Cause.UNKNOWN)
+    return _overloaded(architecture, SINGLE, 3e38, Cause.FP32_OVERFLOW)
 
 
 @native

@@ -139,10 +139,42 @@ def test_the_document_of_a_flat_batch_is_named(settings, tmp_path, caplog):
     assert [remedy["name"] for remedy in event["remedies"] if remedy["works"]] == ["drop_rows"]
 
 
-def test_rows_of_a_stream_are_those_of_the_prepared_one(tmp_path):
-    stream = dataset(()).to_iterable_dataset()
-    trainer = build("sft", tmp_path, extra={"train_dataset": stream}, max_length=8, guard=False, max_steps=1)
-    assert find_prepared_rows(trainer).is_rebuilt
+@pytest.mark.parametrize("settings", [{}, {"dataloader_num_workers": 2}, {"shuffle": True}], ids=str)
+def test_a_row_of_a_filtered_stream_is_named_by_its_ids_and_its_dataset(settings, tmp_path, caplog):
+    """TRL has left out rows before it, so its number is one of the prepared stream."""
+    given = dataset().add_column("doc_id", [f"d{i}" for i in range(40)])
+    stream = given.to_iterable_dataset(num_shards=2)
+    stream = stream.shuffle(seed=1, buffer_size=8) if settings.pop("shuffle", False) else stream
+    arguments = {"max_length": 8, "gradient_accumulation_steps": 1, "per_device_train_batch_size": 4, "max_steps": 9}
+    trainer = attach(build("sft", tmp_path, guard=False, extra={"train_dataset": stream}, **arguments, **settings))
+    bad = FIRST_WORD + 13
+    trainer.model.get_input_embeddings().register_forward_hook(
+        lambda module, ids, output: output.masked_fill((ids[0] == bad)[..., None], float("nan"))
+    )
+    trainer.train()
+    [event] = events_of(trainer)
+    culprit, rows_of = event["culprit"], "the prepared stream that SFTTrainer trains on"
+    prepared = list(trainer.train_dataset)
+    assert "dataloader_num_workers" in settings or [bad in prepared[row]["input_ids"] for row in culprit["rows"]] == [
+        True
+    ]
+    assert [text[:13] for text in event["values"]["autopsy"]["texts"].values()] == ["(doc_id: d13)"]
+    assert event["values"].get("rows_of") == (rows_of if culprit["rows"] else None)
+    assert caplog.text.count(f"dataset rows are those of {rows_of}") == (
+        2 if culprit["rows"] else 1
+    )  # at once and in the end
+
+
+def test_filtered_rows_of_a_file_are_those_of_the_file(tmp_path, caplog):
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(dataset().to_list()))
+    given = load_dataset("json", data_files=str(file), split="train", cache_dir=str(tmp_path))
+    trainer = attach(build("sft", tmp_path / "run", guard=False, extra={"train_dataset": given}, max_length=8))
+    plant(trainer, Fault("loss", step=1, micro_step=1))
+    trainer.train()
+    assert len(trainer.train_dataset) == 35
+    assert "events of this run" in caplog.text
+    assert "rows are those of" not in caplog.text
 
 
 @pytest.mark.parametrize("groups", [False, True])

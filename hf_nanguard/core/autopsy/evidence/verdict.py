@@ -11,7 +11,7 @@ from ..trace.origin import Origin
 
 MAX_TEXT = 160
 MAX_SHOWN = 6
-OVERFLOWS = (Cause.FP16_OVERFLOW, Cause.BF16_OVERFLOW, Cause.EXP_OVERFLOW)
+OVERFLOWS = (Cause.FP16_OVERFLOW, Cause.BF16_OVERFLOW, Cause.FP32_OVERFLOW, Cause.EXP_OVERFLOW)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Rules are tried in order; what no rule explains is `unknown`.
 import math
 import re
 
+import torch
 from torch import Tensor
 
 from ...vocabulary import Cause
@@ -27,6 +28,9 @@ NODES: tuple[tuple[str, Cause], ...] = (
 )
 NORMALISATION = re.compile(r"(layer|group|batch|instance|rms)_?norm", re.IGNORECASE)
 LOW_PRECISION = {"torch.float16": Cause.FP16_OVERFLOW, "torch.bfloat16": Cause.BF16_OVERFLOW}
+# In float32 an operator without a rule of its own may also have a pole at a small argument (`erfinv`, a divisor of 1e-40), so its inputs
+# must be so large that a product of four of them overflows.
+LARGE_IN_FLOAT32 = torch.finfo(torch.float32).max ** 0.25
 
 
 def infer_cause(record: Record, text: str, unselected: bool) -> Cause:
@@ -122,11 +126,14 @@ def _infer_backward(record: Record, forward_name: str) -> Cause:
 
 
 def _name_overflow(record: Record) -> Cause:
-    """An infinity from finite operands is an overflow in 16 bits; in float32 the reason for such large values is unknown."""
+    """An infinity from finite operands is an overflow: in 16 bits of values of any size, in float32 of very large ones."""
     if not all(map(math.isfinite, record.scalars)) or not all(operand.is_mask for operand in record.bad_operands):
         return Cause.UNKNOWN
     if record.extent.kind == "nan" and (record.is_pointwise or record.bad_operands):  # sqrt(-1), 0 * -inf
         return Cause.UNKNOWN
+    finite = [operand.extent.largest for operand in record.operands if operand.extent.kind == "finite"]
+    if record.dtype == torch.float32 and max([*finite, *map(abs, record.scalars)], default=0.0) >= LARGE_IN_FLOAT32:
+        return Cause.FP32_OVERFLOW
     return LOW_PRECISION.get(str(record.dtype), Cause.UNKNOWN)
 
 

@@ -35,9 +35,24 @@ def division_that_overflows_beside_a_zero_dividend(h):
     return zero_elsewhere(h) * 6e4 / 0.1
 
 
-@case(Cause.UNKNOWN)
+@case(Cause.FP32_OVERFLOW)
 def division_that_overflows_in_float32(h):
     return (h + 1e38) / 1e-10
+
+
+@case(Cause.FP32_OVERFLOW)
+def activations_that_are_too_large_for_a_norm(h):
+    return h * (h * 1e25).pow(2).mean(-1, keepdim=True)
+
+
+@case(Cause.FP32_OVERFLOW)
+def scores_of_activations_that_have_grown(h):
+    return ((h + 1e20) @ (h + 1e20).T).softmax(-1) @ h
+
+
+@case(Cause.UNKNOWN)
+def a_pole_at_one_in_float32(h):
+    return torch.erfinv(h * 0 + 1)
 
 
 @case(Cause.DIV_BY_ZERO)
@@ -114,7 +129,7 @@ def zero_times_a_masked_log_probability(h):
     return h + h.masked_fill(masked, -INF).log_softmax(-1) * (h * 0).detach()
 
 
-@case(Cause.UNKNOWN)
+@case(Cause.FP32_OVERFLOW)
 def infinity_of_the_model_behind_a_softmax(h):
     return h + (h * 1e38 * 1e38).log_softmax(-1)
 
