@@ -67,8 +67,8 @@ class ReinforcementMixin(GuardedTrainerMixin):
 
     def begin_guarding(self, guard: GuardArguments | None) -> None:
         super().begin_guarding(guard)
-        if self.nanguard is not None:
-            self.nanguard.boundary.call("online data", self._begin_online, self.nanguard)
+        if (trainer_guard := self.nanguard) is not None:
+            trainer_guard.boundary.call("online data", self._begin_online, trainer_guard)
 
     def _begin_online(self, trainer_guard: TrainerGuard) -> None:
         trainer_guard.use_online(OnlineGuard(cast(OnlineTrainer, self), trainer_guard.guard))

@@ -131,7 +131,7 @@ class TrainerGuard:
         self.guard.begin_run(self.record.directory)
         self.recorder.begin_run()
         rows_of = self.boundary.call("rows", describe_rows, self.trainer, self.batches.prepared)
-        self.guard.journal.describe_rows(rows_of)
+        self.journal.describe_rows(rows_of)
         given = (
             self.record.directory,
             self.record.run,
