@@ -5,8 +5,9 @@ All is measured in logarithms and by quantiles, because a diverged loss is far n
 - At once: a learning rate that is far too high ruins the model with the first update or two, so that only one or two losses are
   those of the healthy model. Among the first `NUM_EARLY` losses nearly all must be above them, by a factor and by a multiple of
   the noise. A single loss may be low by chance. So the multiple is smaller only if the gradient norm has grown as well.
-- Above the start: most recent losses are above most of the first `NUM_FIRST` for some time.
-- Never better: the run has never been better than its start and is worse for a long time, by less.
+- Above the start: most recent losses are above most of the first `NUM_FIRST` for some time, and are not falling.
+- Never better: the run has never been better than its start and is worse for a long time, by less, from early on: later a small rise comes
+  with other data as well.
 - Above the best: new data (a curriculum, another task) and a learning rate that restarts raise a loss above its best as well, but
   then it falls again. So it must also have lost half of what was gained, and not be falling.
 
@@ -41,6 +42,11 @@ ABOVE_START, MOST_ABOVE_START, NUM_ABOVE_START = (
     1.25,
     10,
 )  # factors of medians and of quantiles, and steps it lasts
+ABOVE_START_ALONE, STAYS_ABOVE = (
+    2.0,
+    0.9,
+)  # the factor if the norm has not grown as well; what ten losses keep of the ten before
+EARLY = 0.75  # of a rise: a loss that has risen less at first rises with its data
 NEVER_BETTER, NUM_WORSE, WORSE, MOST_WORSE, STAYS = 0.9, 60, 1.25, 1.02, 0.93
 ABOVE_BEST, NUM_ABOVE_BEST, SIGMAS_BEST = 2.5, 50, 2.5
 FALLS = 0.8  # a level below that share of what it was NUM_ABOVE_BEST steps before is falling
@@ -109,6 +115,7 @@ class DivergenceDetector:
         self.wander = Wander()
         self.first: list[float] = []
         self.first_norms: list[float] = []
+        self.early: float | None = None  # the level soon after the start; a later rise may come with other data
         self.best: float | None = None
         self.best_norm = 0.0  # the level of the norm at that time
         self.best_at = 0  # number of losses until then
@@ -146,6 +153,7 @@ class DivergenceDetector:
         if self.best is None or level <= self.best:
             self.best, self.best_norm, self.best_at = level, norm_level, num_seen
         best = self.best
+        self.early = level if num_seen == NUM_EARLY + NUM_LEVEL else self.early
         sound_norm = min(median(self.first_norms), max(self.first_norms[: max(NUM_SOUND)]))
         has_grown = _has_grown(norm_level - sound_norm, level - start)
         from_start = 0.0 if has_grown else self._usual_distance(logs, num_seen, FAR_ABOVE_START)
@@ -153,16 +161,23 @@ class DivergenceDetector:
         from_best = 0.0 if _has_grown(norm_level - self.best_norm, level - best) else from_best
         at_once = self._is_above_at_once(logs)
         is_far = level > start + from_start
-        above_start = is_far and self._is_above_start(logs, start)
-        above_start_long = is_far and best > start + math.log(NEVER_BETTER) and self._is_worse(logs, start)
+        above_start = is_far and self._is_above_start(logs, start, ABOVE_START if has_grown else ABOVE_START_ALONE)
+        is_worse = is_far and best > start + math.log(NEVER_BETTER) and self._is_worse(logs, start)
+        above_start_long = is_worse and (
+            has_grown or (self.early is not None and self.early - start > EARLY * (median(logs[-NUM_WORSE:]) - start))
+        )
         lost = max(best + max(math.log(ABOVE_BEST) + SIGMAS_BEST * _noise(logs), from_best), _mean(start, best))
         is_above = at_once or above_start or above_start_long
         reference = self.first[0] if at_once else start if is_above else best
         if not self._lasts(level, is_above or level > lost, reference) or self.is_reported:
             return None
-        is_certain = has_grown or level > start + math.log(FAR_ABOVE_START)
+        is_far_above = level > start + math.log(FAR_ABOVE_START)
+        is_certain = has_grown or is_far_above
         must_last = NUM_ABOVE_START if is_certain else NUM_ABOVE_BEST
-        if at_once or above_start_long or (above_start and len(self.above) >= must_last):
+        falls = not is_far_above and median(logs[-NUM_FIRST:]) < median(logs[-2 * NUM_FIRST : -NUM_FIRST]) + math.log(
+            STAYS_ABOVE
+        )
+        if at_once or above_start_long or (above_start and len(self.above) >= must_last and not falls):
             name, usual = "start", min(self.first[0], start)
         elif level > lost and len(self.above) == NUM_ABOVE_BEST and level >= self.above[0] + math.log(FALLS):
             name, usual = "best", best
@@ -193,13 +208,13 @@ class DivergenceDetector:
                 return True
         return False
 
-    def _is_above_start(self, logs: list[float], start: float) -> bool:
-        """Returns whether most recent losses are above most of the first."""
+    def _is_above_start(self, logs: list[float], start: float, factor: float) -> bool:
+        """Returns whether most recent losses are above most of the first, and their median by a factor."""
         if len(logs) < NUM_FIRST + NUM_LEVEL:
             return False
         recent = logs[-NUM_LEVEL:]
         is_most = _quantile(recent, MOST) > _quantile(self.first, 1 - MOST) + math.log(MOST_ABOVE_START)
-        return is_most and median(recent) > start + math.log(ABOVE_START)
+        return is_most and median(recent) > start + math.log(factor)
 
     def _is_worse(self, logs: list[float], start: float) -> bool:
         """Returns whether the losses are above the start for long, and are not falling."""

@@ -211,6 +211,37 @@ def test_a_loss_that_wanders_is_rarely_reported_unless_its_gradient_grows(kind):
     assert with_norm >= 2 * alone + 5
 
 
+def harder_source(rng):
+    """A model that has hardly anything left to learn, whose data come from one source after another."""
+    begin, factor = rng.integers(60, 250), rng.uniform(1.3, 1.8)
+    return np.where(np.arange(300) < begin, 1.3, 1.3 * factor) * np.exp(rng.normal(0, 0.12, 300))
+
+
+def sorted_rows(rng):
+    """Rows from the easiest to the hardest, in epochs of 200 steps."""
+    return 1.2 * np.exp(0.7 * (np.arange(300) % 200) / 200 + rng.normal(0, 0.1, 300))
+
+
+@pytest.mark.parametrize("kind", [harder_source, sorted_rows])
+def test_data_that_become_harder_are_rarely_reported(kind):
+    """The norm of a healthy model follows the root of its loss. Every second series was reported when a rise by a quarter was enough
+    whenever it began."""
+    told = 0
+    for seed in range(20):
+        rng = np.random.default_rng([11, seed])
+        losses = kind(rng)
+        told += reported(losses, losses**0.5 * np.exp(rng.normal(0, 0.3, 300)))
+    assert told <= 2
+
+
+def test_a_small_rise_that_begins_with_the_run_is_reported():
+    """A rate that is too high ruins the model before it has learned anything; its norm does not grow."""
+    for seed in range(10):
+        rng = np.random.default_rng([13, seed])
+        losses = [2.0] * 12 + [3.4 * math.exp(x) for x in rng.normal(0, 0.06, 288)]
+        assert reported(losses, np.exp(rng.normal(0, 0.3, 300))), seed
+
+
 @pytest.mark.parametrize("rise", [1, 30])
 def test_a_moderate_divergence_in_a_noisy_loss_is_found_by_its_gradient(rise):
     for seed in range(5):
