@@ -38,6 +38,8 @@ def without(trainer_class: type, *dropped: tuple[int, int], generates: bool = Tr
                 if hasattr(self, "_buffered_inputs"):  # RL
                     if generates:
                         self._prepare_inputs(inputs)
+                    else:  # nor are completions of an earlier policy used in their place
+                        self._buffered_inputs = None
                     self._step += 1
                 return torch.zeros((), device=self.args.device)
             self.current_gradient_accumulation_steps = self.num_good

@@ -95,7 +95,7 @@ class PlantedFaults:
         self.trainer = trainer
         self.faults = [fault for fault in faults if fault.rank in (None, trainer.args.process_index)]
         self.triggered: list[Fault] = []
-        self._places: dict[int, tuple[Tensor, int, int]] = {}
+        self._places: dict[tuple[int, int], tuple[Tensor, int, int]] = {}
         self._compute_loss: Callable = trainer.compute_loss
         self._num_collated = 0
         self._collator = trainer.data_collator
@@ -128,13 +128,14 @@ class PlantedFaults:
         """Returns step and micro-step of a batch, also when it runs again; (-1, -1) for a part of a batch."""
         main = next(inputs[key] for key in ID_FIELDS if key in inputs)
         guard = getattr(self.trainer, "nanguard", None)
-        if id(main) not in self._places and guard is not None and guard.replaying:
+        step = self.trainer.state.global_step
+        key = (id(main), step)  # a policy is trained on a generation for several steps
+        if key not in self._places and guard is not None and guard.replaying:
             return -1, -1  # an autopsy runs parts of a batch to find the samples to blame
-        if id(main) not in self._places:
-            step = self.trainer.state.global_step
+        if key not in self._places:
             micro_step = sum(1 for _, when, _ in self._places.values() if when == step)
-            self._places[id(main)] = (main, step, micro_step)
-        return self._places[id(main)][1:]
+            self._places[key] = (main, step, micro_step)
+        return self._places[key][1:]
 
     def compute_loss(self, model: nn.Module, inputs: dict, *args: object, **kwargs: object) -> Tensor | None:
         """The trainer's `compute_loss`, with the faults of this batch."""

@@ -1,6 +1,7 @@
 """A rewound run is bit-identical to one that continued from the snapshot without the batches since then."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ from torch.optim.swa_utils import AveragedModel
 from transformers import TrainerCallback
 
 from hf_nanguard import GuardArguments
+from hf_nanguard.hf.trainer.mixin import GuardedTrainerMixin
 from hf_nanguard.testing import Fault, plant
 
+from ..models import token_dataset
 from ..reference import assert_same, losses_of, tensors_of, without
 from ..trainers import build, events_of, stock_class
 from .ways import params
@@ -103,6 +106,47 @@ def test_trainers_of_trl(kind, tmp_path):
         mine, theirs = rows["ours"][step], rows["reference"][step]
         shared = [key for key in theirs if not key.endswith(("num_tokens", "time", "per_second", "epoch", "runtime"))]
         assert {key: mine[key] for key in shared} == {key: theirs[key] for key in shared}
+
+
+@pytest.mark.parametrize(("step", "gone"), [(5, (4, 5)), (4, (4,))])
+def test_completions_that_are_used_for_several_steps(step, gone, tmp_path):
+    """Of a generation whose first use is gone, the second one samples anew, from the restored policy."""
+    options = {"num_iterations": 2, "max_steps": 8}
+    ours, _ = prove("grpo", tmp_path, [Fault("weight", step, 1, parameter=LAYER)], gone, **options)
+    event = events_of(ours)[-1]
+    assert (event["action"], event["step"], event["values"]["snapshot_step"]) == ("rewound", step, gone[0])
+
+
+class SkippedEvaluation(TrainerCallback):
+    """An evaluation between steps that never came does not come either."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_evaluate &= state.global_step != 3
+
+
+def test_a_schedule_that_follows_the_evaluation_goes_back(tmp_path, monkeypatch):
+    """The evaluation after step 2, of weights that are gone, must not count as one without progress."""
+    plain_build, rates = build, {}
+
+    def build_with_evaluation(kind, folder, *args, extra=None, **overrides):
+        trainer = plain_build(
+            kind, folder, *args, extra={**(extra or {}), "eval_dataset": token_dataset(4)}, **overrides
+        )
+        if not isinstance(trainer, GuardedTrainerMixin):
+            trainer.add_callback(SkippedEvaluation())
+        return trainer
+
+    monkeypatch.setattr(sys.modules[__name__], "build", build_with_evaluation)
+    options = {
+        "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5, "threshold": 10.0},
+        "eval_strategy": "steps", "eval_steps": 1,
+    }  # fmt: skip
+    ours, reference = prove("plain", tmp_path, [Fault("weight", 3, 1, parameter=LAYER)], (2, 3), **options)
+    for trainer in (ours, reference):
+        rates[trainer] = trainer.optimizer.param_groups[0]["lr"], trainer.lr_scheduler.state_dict()
+    assert rates[ours] == rates[reference]
+    assert rates[ours][0] < 1e-2
+    assert events_of(ours)[-1]["action"] == "rewound"
 
 
 def test_a_moment_that_became_non_finite(tmp_path):

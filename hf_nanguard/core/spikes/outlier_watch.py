@@ -3,8 +3,8 @@
 Losses of micro-batches and the norm are on the host already, so a healthy step costs a comparison. A bad row in a batch of
 good ones raises the mean too little for a spike to be reported, so the bound here is lower. What a healthy run pays for that is
 bounded: an examination that names no row makes the next one wait `FIRST_WAIT` steps, then twice as many, so n steps have at most
-log2(n / `FIRST_WAIT`) of them. Spikes do not wait; at most `nanguard_max_autopsies` of them are examined without a result. Steps
-whose rows are blamed already are not examined again.
+log2(n / `FIRST_WAIT`) of them. Spikes do not wait, nor does a loss that is apart from all usual ones of a model that has learned; at most
+`nanguard_max_autopsies` of them are examined without a result. Steps whose rows are blamed already are not examined again.
 """
 
 import math
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from ..event import JsonObject
 from ..monitors.spike_detector import SpikeDetector
 from ..vocabulary import Signal
+from .confident_errors import LearnedLosses
 
 SIGMAS = 5.0
 RATIO = 1.2
@@ -31,6 +32,7 @@ class Suspicion:
     micro_batches: list[int]  # those whose loss is out of line, the worst first; all if only the norm is
     usual: float
     threshold: float
+    is_apart: bool = False  # whether the loss is apart from all usual ones, of a model that has learned
 
     @property
     def midpoint(self) -> float:
@@ -77,6 +79,7 @@ class OutlierWatch:
     def begin_run(self) -> None:
         """Begins another run."""
         self.losses, self.norms = Series(), Series()
+        self.learned = LearnedLosses()
         self.num_fruitless = self.num_in_a_row = 0
         self.next_step = 0
 
@@ -87,18 +90,20 @@ class OutlierWatch:
         outliers = []
         before, threshold = self.losses.usual, self.losses.threshold()
         for index, loss in enumerate(losses):
-            if self.losses.take(step, loss):
+            self.learned.add(loss, before, self.losses.start)
+            if self.losses.take(step, loss) or self.learned.stands_apart(loss, before):
                 outliers.append((loss, index))
         if outliers and uses_losses and before is not None and threshold is not None:
             order = [index for _, index in sorted(outliers, reverse=True)]
-            found = Suspicion(Signal.LOSS_SPIKE, order, before, threshold)
+            is_apart = self.learned.stands_apart(max(outliers)[0], before)
+            found = Suspicion(Signal.LOSS_SPIKE, order, before, threshold, is_apart)
         before, threshold = self.norms.usual, self.norms.threshold()
         if self.norms.take(step, norm) and found is None and before is not None and threshold is not None:
             found = Suspicion(Signal.GRAD_SPIKE, list(range(len(losses))), before, threshold)
         return found
 
     def is_due(self, step: int, is_spike: bool) -> bool:
-        """Returns whether a step that is out of line is examined; a spike need not wait."""
+        """Returns whether a step that is out of line is examined; a spike, or what is apart, need not wait."""
         if is_spike:
             return self.num_fruitless < self.max_fruitless
         return step >= self.next_step and len(self.norms.logs) >= MIN_SEEN
@@ -111,8 +116,13 @@ class OutlierWatch:
 
     def state_dict(self) -> JsonObject:
         """Returns what a checkpoint needs: the values. What was examined counts for one run."""
-        return {"losses": self.losses.state_dict(), "norms": self.norms.state_dict()}
+        return {
+            "losses": self.losses.state_dict(),
+            "norms": self.norms.state_dict(),
+            "learned": self.learned.state_dict(),
+        }
 
     def load_state_dict(self, state: JsonObject) -> None:
         self.losses.load_state_dict(state["losses"])
         self.norms.load_state_dict(state["norms"])
+        self.learned.load_state_dict(state.get("learned", {"values": []}))

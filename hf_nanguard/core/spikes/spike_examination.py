@@ -57,6 +57,7 @@ class SpikeExamination:
     why: str  # one clause for the message
     blamed: list[SampleReading] = field(default_factory=list)
     readings: list[SampleReading] = field(default_factory=list)  # of all samples that were run
+    noticed: list[int] = field(default_factory=list)  # rows to blame if they are as far out when they come again
     without: tuple[float, float] | None = None  # loss and norm of the micro-batch without those to blame
     usual: tuple[float | None, float | None] = (None, None)  # loss and norm of the run
     update: float | None = None  # what the last update was, relative to the weights

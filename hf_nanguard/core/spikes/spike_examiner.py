@@ -14,7 +14,8 @@ RL, where the size of a sample's loss says nothing about its row.
 
 A row is blamed only if its loss is also above that at the start of the run and above that of a uniform guess, as the mean over wrong
 labels is: a hard row is learned late, but is seldom worse than guessing. One hard target may be, so where samples have few targets the
-loss must be a multiple of that at the start. A norm must be a multiple of that at the start as well, and the loss above that.
+loss must be a multiple of that at the start, or be one that a model which has learned almost excludes (confident_errors.py). A norm must
+be a multiple of that at the start as well, and the loss above that.
 """
 
 import math
@@ -29,6 +30,7 @@ from ..rerun.micro_batch import AccumulationGroup
 from ..rerun.runner import Runner
 from ..settings import Policy
 from ..vocabulary import Signal
+from .confident_errors import ONCE, TWICE, is_denied
 from .last_update import measure_last_update
 from .measured_batch import MeasuredBatch, measure_group
 from .outlier_watch import OutlierWatch, Suspicion
@@ -64,6 +66,7 @@ class SpikeExaminer:
         """Begins another run, with all the examinations that it may have."""
         self.watch.begin_run()
         self.blamed: set[int] = set()
+        self.noticed: set[int] = set()  # rows to blame if they are as far out when they come again
         self.losses, self.norms = UsualSamples(), UsualSamples()
         self.seconds = 0.0
 
@@ -81,7 +84,10 @@ class SpikeExaminer:
         alone = [runner.mean_loss([loss] * len(losses)) for loss in losses]
         can_compare = bool(alone) and all(0.0 < loss < math.inf for loss in alone)
         suspicion = self.watch.suspect(step, alone if can_compare else [], norm, self.ranks.size == 1)
-        if suspicion is None or runner.lockstep or not self.watch.is_due(step, is_spike):
+        if suspicion is None or runner.lockstep:
+            return None
+        is_spike = is_spike or suspicion.is_apart
+        if not self.watch.is_due(step, is_spike):
             return None
         return self.boundary.together(
             "spike examination",
@@ -117,7 +123,7 @@ class SpikeExaminer:
             num_wanted = ENOUGH - len(self.losses.values)
             mine = measure_group(runner, suspects, others, num_wanted, begin + limit, ranks.rank)
             found = self._judge(mine, suspicion, len(group.micro_batches))
-            if found.verdict is None and is_spike:
+            if found.verdict is None and not found.noticed and is_spike:
                 found = self._judge_rest(suspicion, found, runner, len(group.micro_batches))
             found = share_examination(found, ranks)
             window = self.find_window() if found.verdict is SpikeVerdict.ROWS else None
@@ -128,7 +134,9 @@ class SpikeExaminer:
         seconds = time.monotonic() - begin
         self.seconds += seconds
         self.blamed.update(found.rows)
-        self.watch.conclude(step, is_spike, found.verdict is SpikeVerdict.ROWS, found.verdict is not None)
+        self.noticed.update(found.noticed)
+        has_result = found.verdict is not None or bool(found.noticed)
+        self.watch.conclude(step, is_spike, found.verdict is SpikeVerdict.ROWS, has_result)
         return replace(found, seconds=round(seconds, 3))
 
     # ---- judge ----
@@ -156,8 +164,16 @@ class SpikeExaminer:
         seen_norms = (
             [log - math.log(usual[1]) for log in norms.logs] if single and len(measured) == 1 else self.norms.values
         )
+        again = [index for index, each in enumerate(readings) if self._is_denied(each, measured, TWICE)]
+        if len(again) > max(1, (len(readings) - 1) // 2):  # not a minority
+            again = []
         chosen = sorted(
             {
+                index
+                for index in again
+                if readings[index].row in self.noticed or self._is_denied(readings[index], measured, ONCE)
+            }
+            | {
                 index
                 for index in find_outliers(by_loss, seen_losses, self.losses.extremes)
                 if self._exceeds_start(readings[index], measured)
@@ -168,18 +184,29 @@ class SpikeExaminer:
                 if self._exceeds_first_norm(readings[index], measured)
             }
         )
+        first = [row for index in again if index not in chosen and (row := readings[index].row) is not None]
+        found = replace(found, noticed=first)
         if not chosen:  # a row above the start is no usual one, although it is not blamed yet
             self.losses.add(
-                [log for log, each in zip(by_loss, readings, strict=True) if not self._exceeds_start(each, measured)]
+                [
+                    log
+                    for index, (log, each) in enumerate(zip(by_loss, readings, strict=True))
+                    if index not in again and not self._exceeds_start(each, measured)
+                ]
             )
             self.norms.add(
                 [
                     log
-                    for log, each in zip(by_norm, readings, strict=True)
-                    if not self._exceeds_first_norm(each, measured)
+                    for index, (log, each) in enumerate(zip(by_norm, readings, strict=True))
+                    if index not in again and not self._exceeds_first_norm(each, measured)
                 ]
             )
-            return replace(found, why="no sample is out of line with the others")
+            if not first:
+                return replace(found, why="no sample is out of line with the others")
+            why = (
+                f"dataset row {first[0]} alone is out of line, which is blamed only if it still is when it comes again"
+            )
+            return replace(found, why=why)
         blamed = [readings[index] for index in chosen]
         without = self._leave_out(measured, blamed)
         found = replace(found, without=without, num_runs=sum(each.suspect.num_runs for each in measured))
@@ -207,10 +234,24 @@ class SpikeExaminer:
             return reading.loss > max(MANY_TARGETS * start, batch.guess)
         return reading.loss > few * max(start, batch.guess)
 
+    def _is_denied(self, reading: SampleReading, measured: list[MeasuredBatch], odds: float) -> bool:
+        """Returns whether a model that has learned gives almost no chance to the class of a sample, unlike to usual ones."""
+        batch = next(each for each in measured if each.index == reading.micro_step)
+        if batch.classes is None or batch.has_many_targets(reading.sample):
+            return False
+        guess = max(self.watch.losses.start or math.inf, batch.guess)
+        return is_denied(reading.loss, guess, odds) and self.watch.learned.stands_apart(
+            batch.whole[0], self.watch.losses.usual
+        )
+
     def _exceeds_first_norm(self, reading: SampleReading, measured: list[MeasuredBatch]) -> bool:
-        """Returns whether the norm is above that at the start, of a sample that the model cannot predict better than then."""
+        """Returns whether the norm is above that at the start, of a sample that the model cannot predict better than then; a hard one
+        of few classes is seldom a hundred times less likely than by a guess."""
         start = self.watch.norms.start
         is_large = start is None or reading.norm > START_NORM * start
+        batch = next(each for each in measured if each.index == reading.micro_step)
+        if batch.classes is not None and not batch.has_many_targets(reading.sample):
+            return is_large and is_denied(reading.loss, max(self.watch.losses.start or 0.0, batch.guess), ONCE)
         return is_large and self._exceeds_start(reading, measured, few=MANY_TARGETS)
 
     def _leave_out(self, measured: list[MeasuredBatch], blamed: list[SampleReading]) -> tuple[float, float] | None:
@@ -253,7 +294,7 @@ class SpikeExaminer:
     def state_dict(self) -> JsonObject:
         return {
             "watch": self.watch.state_dict(), "losses": self.losses.state_dict(),
-            "norms": self.norms.state_dict(), "blamed": sorted(self.blamed),
+            "norms": self.norms.state_dict(), "blamed": sorted(self.blamed), "noticed": sorted(self.noticed),
         }  # fmt: skip
 
     def load_state_dict(self, state: JsonObject) -> None:
@@ -261,3 +302,4 @@ class SpikeExaminer:
         self.losses.load_state_dict(state["losses"])
         self.norms.load_state_dict(state["norms"])
         self.blamed.update(map(int, state["blamed"]))  # a rewind does not make them good
+        self.noticed.update(map(int, state.get("noticed", [])))

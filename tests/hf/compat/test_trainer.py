@@ -338,6 +338,22 @@ def test_metric_lists_are_those_the_trainer_logs(tmp_path):
     assert trainer.state.log_history[0]["entropy"] == 42.0
 
 
+def test_the_number_of_tokens_is_what_is_logged_next(tmp_path):
+    assert compat.num_tokens(build("plain", tmp_path / "plain", guard=False)) is None
+    counted = []
+
+    class Hooked(stock_class("sft")):
+        def _clip_grad_norm(self, model):
+            counted.append(compat.num_tokens(self))
+            compat.set_num_tokens(self, 1000)
+            return super()._clip_grad_norm(model)
+
+    trainer = build("sft", tmp_path / "sft", Hooked, guard=False, max_steps=1)
+    trainer.train()
+    assert counted[0] > 0
+    assert trainer.state.log_history[0]["num_tokens"] == 1000
+
+
 def test_the_running_loss_is_what_is_logged_next(tmp_path):
     def change(trainer):
         compat.running_loss(trainer).fill_(4.5)
