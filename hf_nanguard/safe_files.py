@@ -6,11 +6,15 @@ file system without modes.
 """
 
 import errno
+import hashlib
 import os
+import platform
 import shutil
 import stat
 import sys
+import time
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,6 +24,7 @@ else:
     NO_BLOCK = os.O_NONBLOCK | os.O_CLOEXEC
     NO_FOLLOW = os.O_NOFOLLOW | NO_BLOCK
 DRAFT = ".partial"  # ends the name of what is being written; readers ignore it
+DAY = 24 * 3600.0
 
 
 def make_folder(path: Path, private: bool = False) -> None:
@@ -81,24 +86,44 @@ def read_file(path: Path, max_bytes: int) -> bytes:
 
 def draft_of(path: Path) -> Path:
     """Returns where this process writes what will become `path`."""
-    return path.with_name(f".{path.name}.{os.getpid()}{DRAFT}")
+    return path.with_name(f".{path.name}.{find_machine()}-{os.getpid()}{DRAFT}")
+
+
+@cache
+def find_machine() -> str:
+    """Returns what tells apart the places in which a process id means something: hosts, containers, and boots of one."""
+    known = [platform.node()]
+    with suppress(OSError):
+        known.append(os.readlink("/proc/self/ns/pid"))
+    with suppress(OSError):
+        known.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"))
+    return hashlib.sha256("\0".join(known).encode("utf-8", "replace")).hexdigest()[:12]
 
 
 def remove_drafts(folder: Path, names: str = "*") -> None:
-    """Removes drafts of processes that have ended: those of a pattern of file names in a folder, if that can be read."""
+    """Removes drafts of processes that have ended: those of a pattern of file names in a folder, if that can be read. Of a process
+    of another machine or container it is not known whether it has ended; its draft is removed after a day."""
     try:
         drafts = list(folder.glob(f".{names}{DRAFT}"))
     except OSError:
         return
     for draft in drafts:
-        owner = draft.name.split(".")[-2]
-        if not owner.isdecimal() or (int(owner) != os.getpid() and _is_running(int(owner))):
+        machine, _, owner = draft.name.split(".")[-2].rpartition("-")
+        is_ours = machine == find_machine() and owner.isdecimal()
+        if (int(owner) != os.getpid() and _is_running(int(owner))) if is_ours else not _is_old(draft):
             continue
         if draft.is_dir() and not draft.is_symlink():
             shutil.rmtree(draft, ignore_errors=True)
         else:
             with suppress(OSError):
                 draft.unlink()
+
+
+def _is_old(draft: Path) -> bool:
+    try:
+        return time.time() - draft.lstat().st_mtime > DAY
+    except OSError:  # somebody else has removed it
+        return False
 
 
 def _open_regular(path: Path, flags: int, private: bool) -> int:

@@ -6,10 +6,20 @@ import resource
 import stat
 import subprocess
 import sys
+import time
 
 import pytest
 
-from hf_nanguard.safe_files import append_line, draft_of, make_folder, read_file, remove_drafts, write_file
+from hf_nanguard.safe_files import (
+    DAY,
+    append_line,
+    draft_of,
+    find_machine,
+    make_folder,
+    read_file,
+    remove_drafts,
+    write_file,
+)
 
 WRITERS = {"append": append_line, "replace": write_file}
 
@@ -156,16 +166,35 @@ def test_a_replacement_that_fails_leaves_the_old_file(error, tmp_path, monkeypat
 
 def test_drafts_of_processes_that_have_ended_are_removed(tmp_path):
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], stdout=subprocess.PIPE, check=True)
-    drafts = {owner: tmp_path / f".a.{owner}.partial" for owner in (int(ended.stdout), os.getpid(), os.getppid(), "x")}
+    owners = (int(ended.stdout), os.getpid(), os.getppid(), "x")
+    drafts = {owner: tmp_path / f".a.{find_machine()}-{owner}.partial" for owner in owners}
     for draft in drafts.values():
         draft.mkdir()
         (draft / "content").touch()
     (tmp_path / "victim").mkdir()
-    (tmp_path / ".link.999999999.partial").symlink_to(tmp_path / "victim")
+    (tmp_path / f".link.{find_machine()}-999999999.partial").symlink_to(tmp_path / "victim")
     (tmp_path / "a.999999999.partial").touch()  # not hidden: not ours
     remove_drafts(tmp_path)
     left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == sorted([drafts[os.getppid()].name, ".a.x.partial", "a.999999999.partial", "victim"])
+    assert left == sorted([drafts[os.getppid()].name, drafts["x"].name, "a.999999999.partial", "victim"])
+
+
+def test_a_draft_of_another_machine_is_left_for_a_day(tmp_path):
+    """Its process may be running there, although no process has that number here."""
+    drafts = [tmp_path / f".{name}.0123456789ab-999999999.partial" for name in ("young", "old")]
+    for draft in drafts:
+        draft.touch()
+    os.utime(drafts[1], (0, time.time() - 2 * DAY))
+    remove_drafts(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [drafts[0].name]
+
+
+def test_a_draft_names_where_its_process_runs(tmp_path, monkeypatch):
+    here = draft_of(tmp_path / "state.json").name
+    find_machine.cache_clear()
+    monkeypatch.setattr(os, "readlink", lambda path: "pid:[1]")
+    assert draft_of(tmp_path / "state.json").name != here
+    find_machine.cache_clear()
 
 
 def test_a_draft_lies_beside_its_target(tmp_path):

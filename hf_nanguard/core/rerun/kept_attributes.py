@@ -137,14 +137,16 @@ class KeptAttributes:
         return added | replaced | {name for name, kept in self.contents.items() if kept.is_changed}
 
     def restore(self, only: Collection[str] | None = None) -> None:
-        """Puts all of them back, or only some."""
+        """Puts all of them back, or only some: where they were read from, because an object may refuse to be written, or do more
+        than that (a frozen dataclass, a `__setattr__` that counts)."""
+        values = own_fields(self.owner)
         only = self.restored if only is None else only
         for name in self.changed if only is None else self.changed & {*only}:
             if name not in self.before:
-                delattr(self.owner, name)
+                del values[name]
                 continue
-            if own_fields(self.owner).get(name, self) is not self.before[name]:
-                setattr(self.owner, name, self.before[name])
+            if values.get(name, self) is not self.before[name]:
+                values[name] = self.before[name]
             if name in self.contents:
                 self.contents[name].restore()
 

@@ -163,10 +163,12 @@ class Guard:
             monitors = build_monitors(
                 self.policy, unwrap_compiled(model), optimizer, self.journal, compiled=ignores_hooks
             )
-            self.begin_monitors(monitors, self.runner)
+            self.begin_model(monitors, self.runner)
 
-    def begin_monitors(self, monitors: tuple[Monitor, ...], runner: Runner) -> None:
-        """Replaces the monitors. Those of forwards get one of their own if the model ignores hooks."""
+    def begin_model(self, monitors: tuple[Monitor, ...], runner: Runner) -> None:
+        """Replaces the monitors, and drops the snapshots of another model or optimizer. Monitors of forwards get one of their own
+        if the model ignores hooks."""
+        self.recovery.forget()
         self.monitor_set.begin(monitors, extra_forwards(runner, self.redo, lambda: self.group))
 
     def _report_failure(self, failure: GuardFailure) -> None:

@@ -14,6 +14,7 @@ from ..trial.stopped_gradients import HOSTS, Detaches, find_custom_functions
 from ..trial.trial_bench import ADAPTERS, Inputs, TrialBench, find_output, take_gradients
 
 MAX_TRIED = 16
+NOISE = 10.0  # times what the loss changes by itself: more than that is the work of a parameter
 STEPS = 3  # the first update of a LoRA moves only one of its two matrices
 PARTS = 4  # groups of parameters, one after the other, of which the derivative is taken
 SHIFTS = (
@@ -63,7 +64,8 @@ def _describe_missing(severity: Severity, names: list[str], total: int, why: str
 
 @torch.no_grad()
 def _find_needed(bench: TrialBench, names: list[str]) -> list[str]:
-    """Returns those parameters without a gradient whose values change the loss; if many have none, of the first of them."""
+    """Returns those parameters without a gradient whose values change the loss, by more than it changes by itself from one time
+    to the next, as with the power iteration of a spectral norm; if many have none, of the first of them."""
     parameters, needed = bench.trainable(), []
     with bench.steady():
         before = float(bench.compute_loss()) if names else 0.0
@@ -71,9 +73,12 @@ def _find_needed(bench: TrialBench, names: list[str]) -> list[str]:
             parameter = parameters[name]
             value = parameter.clone()
             parameter.add_(torch.randn_like(parameter))
-            if float(bench.compute_loss()) != before:
-                needed.append(name)
+            moved = float(bench.compute_loss())
             parameter.copy_(value)
+            again = before if moved == before else float(bench.compute_loss())
+            if not abs(moved - before) <= NOISE * abs(again - before):
+                needed.append(name)
+            before = again
     return needed
 
 

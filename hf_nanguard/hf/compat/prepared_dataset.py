@@ -1,10 +1,12 @@
 """How the rows of a dataset that TRL has prepared relate to those of the dataset that the user passed in."""
 
+import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from glob import escape, glob
+from glob import iglob
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +15,8 @@ import numpy as np
 
 from ...boundary import Boundary
 from .trainer_protocol import HostTrainer
+
+MAX_PATHS = 10_000  # that are looked at for the files of a dataset
 
 
 def is_hf_dataset(dataset: object) -> bool:
@@ -52,15 +56,28 @@ def find_files(dataset: Any) -> list[str]:
 
 def record_files(dataset: Any, sources: Iterable[str]) -> None:
     """Puts the files that a dataset was loaded from into its record, unless it has one. A source is a file, a pattern of files, a
-    folder, or something else, such as a dataset of the hub, which has no file on this machine.
+    folder, or something else, such as a dataset of the hub, which has no file on this machine. Nothing is recorded if there are
+    too many to look at, as where a source is a home folder.
 
     Can go together with [`find_files`].
     """
     dataset = _unwrap(dataset)
     if is_hf_dataset(dataset) and not dataset.info.download_checksums:
-        patterns = [f"{escape(source)}/**" if Path(source).is_dir() else source for source in sources]
-        files = [file for each in patterns for file in ([each] if Path(each).is_file() else glob(each, recursive=True))]
-        dataset.info.download_checksums = {file: {} for file in sorted(files) if Path(file).is_file()}
+        found = list(islice((path for source in sources for path in _list_paths(source)), MAX_PATHS))
+        if len(found) < MAX_PATHS:
+            dataset.info.download_checksums = {path: {} for path in sorted(found) if Path(path).is_file()}
+
+
+def _list_paths(source: str) -> Iterator[str]:
+    """Yields what may be the files of a source; links to folders are not followed below it."""
+    if Path(source).is_file():
+        yield source
+    elif Path(source).is_dir():
+        for folder, inside, names in os.walk(source):
+            inside[:] = [name for name in inside if not name.startswith(".")]
+            yield from (os.path.join(folder, name) for name in [*inside, *names] if not name.startswith("."))
+    else:
+        yield from iglob(source, recursive=True)
 
 
 def keep_merged_files(boundary: Boundary) -> Callable[[], None]:

@@ -89,6 +89,8 @@ class GuardedStep:
             return training_step(model, inputs, num_items_in_batch)
         self.show_filter()
         runner = self._runner_for(model)
+        if runner is None:
+            return training_step(model, inputs, num_items_in_batch)
         if not self.recorder.is_open:  # the trainer has a get_batch_samples, or a loop, of its own
             self.begin_group([])
         if not self.recorder.has_micro_batches:
@@ -121,18 +123,21 @@ class GuardedStep:
         if failure is not None and not self._recover(runner.model, failure, step):
             self._abandons_step = True
 
-    def _runner_for(self, model: nn.Module) -> TrainerRunner:
-        """Returns the runner of this model; a new model or optimizer gets a new runner and new monitors."""
-        trainer = self.trainer
-        if self.runner is None or self.runner.model is not model or self._optimizer is not trainer.optimizer:
-            self._optimizer = trainer.optimizer
-            self.guard.recovery.forget()
-            self.runner = TrainerRunner(trainer, model, self.ranks, self.recorder)
-            bare = unwrap_compiled(trainer.accelerator.unwrap_model(model))
-            watched = None if self.deepspeed else trainer.optimizer
-            compiled = not can_hook(self.runner, self.ranks)
-            self.guard.begin_monitors(build_monitors(bare, watched, self.guard, compiled), self.runner)
+    def _runner_for(self, model: nn.Module) -> TrainerRunner | None:
+        """Returns the runner of this model; a new model or optimizer gets a new one on all ranks, or on none."""
+        if self.runner is None or self.runner.model is not model or self._optimizer is not self.trainer.optimizer:
+            self._optimizer = self.trainer.optimizer
+            self.runner = self.boundary.together("runner", partial(self._build_runner, model), lambda why: None)
         return self.runner
+
+    def _build_runner(self, model: nn.Module) -> TrainerRunner:
+        """Returns a runner of this model, and begins with it."""
+        runner = TrainerRunner(self.trainer, model, self.ranks, self.recorder)
+        bare = unwrap_compiled(self.trainer.accelerator.unwrap_model(model))
+        watched = None if self.deepspeed else self.trainer.optimizer
+        compiled = not can_hook(runner, self.ranks)
+        self.guard.begin_model(build_monitors(bare, watched, self.guard, compiled), runner)
+        return runner
 
     def settle(self, model: nn.Module, max_norm: float, host_clip: HostCall, norm: object = None) -> object:
         """Settles the recorded step and clips what is left of it; returns the norm for the log, `None` for a step that is

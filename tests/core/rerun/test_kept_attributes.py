@@ -3,6 +3,7 @@
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -258,3 +259,28 @@ def test_a_copy_from_before_anything_was_learned_puts_back_what_was_learned_sinc
     first.restore()
     assert owner.number == 1
     assert "others" in owner.rows
+
+
+@dataclass(frozen=True)
+class Frozen:
+    number: int = 1
+
+
+class Counting:
+    """Does more than to keep what is written."""
+
+    def __init__(self):
+        vars(self)["number"], self.num_written = 1, 0
+
+    def __setattr__(self, name, value):
+        vars(self)[name] = value
+        vars(self)["num_written"] = vars(self).get("num_written", 0) + 1
+
+
+@pytest.mark.parametrize("make", [Frozen, Counting])
+def test_an_object_that_refuses_to_be_written_is_put_back(make):
+    owner = make()
+    before = dict(vars(owner))
+    with untouched(owner):
+        vars(owner).update(number=2, new="left behind")
+    assert vars(owner) == before

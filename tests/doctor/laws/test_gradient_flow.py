@@ -107,3 +107,26 @@ def test_what_needs_no_gradient_is_not_noted():
         with torch.no_grad():
             x.shape, x.argmax(), torch.ones(3) * 2
     assert detaches.modules == set()
+
+
+class Normed(Classifier):
+    """Has a power iteration, which changes the loss from one forward to the next, and a layer that is not called."""
+
+    def __init__(self, detaches):
+        super().__init__(nn.Identity())
+        self.inner = nn.utils.parametrizations.spectral_norm(self.inner)
+        self.spare, self.detaches = nn.Linear(4, 4), detaches
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None):
+        out = super().forward(input_ids, attention_mask, labels)
+        # Its values count, but nothing flows back.
+        return {**out, "loss": out["loss"] * self.spare.weight.detach().square().mean()} if self.detaches else out
+
+
+@pytest.mark.parametrize("detaches", [False, True])
+def test_a_loss_that_changes_by_itself_makes_no_parameter_needed(detaches, tmp_path):
+    trainer = build_plain(tmp_path, Normed(detaches), token_dataset(16))
+    (result,) = prove(trainer, only=["gradients"])
+    assert str(result.severity) == ("error" if detaches else "note"), result.message
+    assert "spare.weight" in result.message
+    assert ("nothing flows back" in result.message) == detaches

@@ -7,6 +7,7 @@ import json
 import pytest
 from datasets import Dataset, load_dataset
 
+from hf_nanguard.hf.compat import prepared_dataset
 from hf_nanguard.hf.compat.prepared_dataset import find_files, record_files
 from hf_nanguard.hf.data import source_rows
 from hf_nanguard.hf.data.source_rows import find_source
@@ -80,6 +81,18 @@ def test_a_record_that_is_lost_can_be_put_back(tmp_path):
     files = find_files(kept)
     record_files(kept, ["elsewhere.jsonl"])
     assert find_files(kept) == files
+
+
+def test_a_folder_with_too_many_files_is_not_recorded(tmp_path, monkeypatch):
+    """A link back to the folder makes no more of them."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "again").symlink_to(tmp_path)
+    path = write_rows(tmp_path / "data", ROWS, "jsonl")
+    for limit, files in ((10, [str(path)]), (2, [])):
+        monkeypatch.setattr(prepared_dataset, "MAX_PATHS", limit)
+        dataset = Dataset.from_dict({"input_ids": [[1]]})
+        record_files(dataset, [str(tmp_path)])
+        assert find_files(dataset) == files
 
 
 @pytest.mark.parametrize("suffix", ["txt", "tsv", "ndjson", "jsonl.gz", "csv.gz"])
