@@ -116,8 +116,9 @@ class OutlierWatch:
 
     def state_dict(self) -> JsonObject:
         """Returns what a checkpoint needs: the values. What was examined counts for one run."""
-        series = {"losses": self.losses, "norms": self.norms, "learned": self.learned}
-        return {name: each.state_dict() for name, each in series.items()}
+        return {
+            "losses": self.losses.state_dict(), "norms": self.norms.state_dict(), "learned": self.learned.state_dict(),
+        }  # fmt: skip
 
     def load_state_dict(self, state: JsonObject) -> None:
         self.losses.load_state_dict(state["losses"])
