@@ -49,14 +49,21 @@ def is_state_file(path: Path) -> bool:
 
 def list_tensor_files(folder: Path) -> list[Path]:
     """Returns the files of tensors below a folder, other checkpoints and folders of the guard left out."""
-    found: list[Path] = []
+    paths = (path for path in _list_files(folder) if path.name not in IGNORED)
+    return [path for path in paths if path.suffix in (*SAFETENSORS, *TORCH_FILES, ".distcp") and path.is_file()]
+
+
+def list_indices(folder: Path) -> list[Path]:
+    """Returns the indices of shards below a folder, which may have several models (`unet/`, `text_encoder/`)."""
+    return [path for path in _list_files(folder) if path.name.endswith(INDEX_SUFFIX)]
+
+
+def _list_files(folder: Path) -> Iterator[Path]:
     for directory, folders, files in os.walk(folder):
         folders[:] = sorted(
             name for name in folders if not IGNORED_FOLDERS.match(name) and not CHECKPOINT.fullmatch(name)
         )
-        paths = (Path(directory, name) for name in sorted(files) if name not in IGNORED)
-        found += [path for path in paths if path.suffix in (*SAFETENSORS, *TORCH_FILES, ".distcp") and path.is_file()]
-    return found
+        yield from (Path(directory, name) for name in sorted(files))
 
 
 def list_checkpoints(run: Path) -> list[Path]:
@@ -85,8 +92,8 @@ def find_missing(folder: Path) -> Iterator[str]:
     """
     if (folder / SENTINEL).exists():
         yield f"was not saved to the end: {SENTINEL} is in it"
-    for index in sorted(folder.glob(f"*{INDEX_SUFFIX}")):
-        yield from _check_index(index)
+    for index in list_indices(folder):
+        yield from _check_index(index, folder)
     yield from _check_shard_names(folder)
     yield from _check_configs(folder)
     if CHECKPOINT.fullmatch(folder.name):
@@ -113,31 +120,33 @@ def read_index(index: Path) -> dict[str, str]:
         raise ValueError(first_line(error)) from error
 
 
-def _check_index(index: Path) -> Iterator[str]:
+def _check_index(index: Path, folder: Path) -> Iterator[str]:
+    shown = printable(str(index.relative_to(folder)), 200)
     try:
         shards = sorted(set(read_index(index).values()))
     except ValueError as error:
-        yield f"has an index that cannot be read: {index.name} ({first_line(error)})"
+        yield f"has an index that cannot be read: {shown} ({first_line(error)})"
         return
     for shard in shards:
         if Path(shard).name != shard or not (index.parent / shard).is_file():
-            yield f"has no {printable(shard, 100)}, which {index.name} names"
+            yield f"has no {printable(shard, 100)}, which {shown} names"
 
 
 def _check_shard_names(folder: Path) -> Iterator[str]:
     """Shards count themselves, so one that is missing is known without an index too."""
-    found: dict[tuple[str, str, str], set[int]] = {}
-    for name in sorted(path.name for path in list_tensor_files(folder) if path.parent == folder):
-        if match := NAMED_SHARD.match(name):
-            found.setdefault((match[1], match[3], match[4]), set()).add(int(match[2]))
-    for (stem, total, suffix), numbers in found.items():
-        if (folder / f"{stem}{suffix}{INDEX_SUFFIX}").exists():
+    found: dict[tuple[Path, str, str, str], set[int]] = {}
+    for path in list_tensor_files(folder):
+        if match := NAMED_SHARD.match(path.name):
+            found.setdefault((path.parent, match[1], match[3], match[4]), set()).add(int(match[2]))
+    for (parent, stem, total, suffix), numbers in found.items():
+        if (parent / f"{stem}{suffix}{INDEX_SUFFIX}").exists():
             continue
+        shown = printable(str((parent / stem).relative_to(folder)), 100)
         missing = int(total) - len(numbers)
         if missing > 0:
-            yield f"has only {len(numbers)} of {int(total)} shards {printable(stem, 100)}-*{suffix}"
+            yield f"has only {len(numbers)} of {int(total)} shards {shown}-*{suffix}"
         elif stem in MODELS:
-            yield f"has no {stem}{suffix}{INDEX_SUFFIX}, without which its shards are not found"
+            yield f"has no {shown}{suffix}{INDEX_SUFFIX}, without which its shards are not found"
 
 
 def _check_training_state(folder: Path) -> Iterator[str]:

@@ -4,7 +4,7 @@ Numbers are judged in `tensor_check`, files are opened in `tensor_files`. A scan
 whatever is wrong with a file into a finding.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,14 @@ from torch import Tensor
 
 from ..errors import ArgumentError
 from ..plain_text import printable
-from .checkpoint_files import INDEX_SUFFIX, find_missing, is_state_file, list_checkpoints, list_tensor_files, read_index
+from .checkpoint_files import (
+    find_missing,
+    is_state_file,
+    list_checkpoints,
+    list_indices,
+    list_tensor_files,
+    read_index,
+)
 from .distributed_folder import read_shards
 from .good_record import digest_folder, read_good
 from .scan_result import UNUSABLE, Problem, ScanFinding, ScanResult
@@ -116,7 +123,7 @@ class _Scan:
             if not files and not self.result.findings:
                 self._add(Problem.DAMAGED, self.path, None, "holds no file of tensors")
         weights: dict[str, Tensor] = {}
-        unreadable: set[str] = set()  # tensors that are there, but not checked
+        names: dict[Path, set[str]] = {}  # of the weights in each folder, also of those that are not checked
         sizes: list[int] = []  # number of tensors of each file of weights
         for file in (each for each in files if each.suffix != ".distcp"):
             opened = self._open(file)
@@ -124,23 +131,24 @@ class _Scan:
                 self._check(file, opened)
                 sizes += [] if is_state_file(file) else [len(opened.tensors) + len(opened.unreadable)]
                 weights |= {} if is_state_file(file) or file.parent != folder else opened.tensors
-                unreadable |= set(opened.unreadable)
+                names.setdefault(file.parent, set()).update(opened.tensors, opened.unreadable)
         parts = sorted({each.parent for each in files if each.suffix == ".distcp"})
         for part in parts:
             self._check_shards(part)
         if self.path.is_dir() and sizes and not any(sizes) and not parts:
             self._add(Problem.INCOMPLETE, self.path, None, "has no tensors in its files of weights")
         self._check_tie(folder, weights)
-        self._check_indices({*weights, *unreadable})
+        self._check_indices(names)
         self._compare_record()
         return self.result
 
-    def _check_indices(self, names: Collection[str]) -> None:
+    def _check_indices(self, names: Mapping[Path, Collection[str]]) -> None:
         """Compares the tensors that an index names with those of the shards: the host makes up what is in none."""
         if not self.path.is_dir() or any(finding.problem in UNUSABLE for finding in self.result.findings):
             return
-        for index in sorted(self.path.glob(f"*{INDEX_SUFFIX}")):
-            missing = [name for name in read_index(index) if name not in names and not name.endswith(EXTRA_STATE)]
+        for index in list_indices(self.path):
+            there = names.get(index.parent, ())
+            missing = [name for name in read_index(index) if name not in there and not name.endswith(EXTRA_STATE)]
             if missing:
                 more = f" and {len(missing) - 1} more tensors" if len(missing) > 1 else ""
                 text = f"names {printable(missing[0], 200)}{more}, which no shard holds"

@@ -10,6 +10,7 @@ import pickle
 import warnings
 import zipfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -55,9 +56,25 @@ def open_tensors(path: Path) -> OpenedFile:
             raise DamagedFileError("is empty")
         if start.startswith(POINTER):
             raise DamagedFileError("is a pointer of git LFS: the file itself was not downloaded")
-        return _open_safetensors(path) if path.suffix in SAFETENSORS else open_torch_file(path)
+        with _utf8_path(path) as readable:
+            return _open_safetensors(readable) if path.suffix in SAFETENSORS else open_torch_file(readable)
     except OSError as error:
         raise DamagedFileError(f"cannot be read ({first_line(error)})") from error
+
+
+@contextmanager
+def _utf8_path(path: Path) -> Iterator[Path]:
+    """Returns a path by which libraries that need UTF-8 can open a file, inside the block: its own, or that of a descriptor."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError as error:
+        with open_to_read(path) as file:
+            opened = Path("/proc/self/fd", str(file.fileno()))
+            if not opened.exists():
+                raise DamagedFileError("cannot be opened because its path is not UTF-8: rename it") from error
+            yield opened
+        return
+    yield path
 
 
 def _open_safetensors(path: Path) -> OpenedFile:

@@ -5,6 +5,7 @@ has saved since. It may also save to a new folder at each start: then the folder
 calls `train()` once for each output folder; a second call there starts as it would without us.
 """
 
+import atexit
 import os
 import sys
 from collections.abc import Callable
@@ -134,8 +135,12 @@ def watch_training(trainer: Any, progress: Progress) -> None:
 
 
 def note_errors(progress: Progress) -> None:
-    """Notes the class of an uncaught error for the supervisor, before it is shown."""
+    """Notes the class of an uncaught error for the supervisor, before it is shown; of a rank also whether its process was killed."""
     show = sys.excepthook
+    rank = os.environ.get("RANK", "")
+    if rank.isdecimal():
+        progress.begin_rank(int(rank))
+        atexit.register(progress.end_rank, int(rank))
 
     def note(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         progress.write_error(kind.__name__)

@@ -2,16 +2,20 @@
 
 import json
 import os
+import sys
+import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+RANK = "rank-"
+LONGEST_WAIT = 1.0  # of a process, until another one that was killed is gone: its connections are closed before
 WIDTH = 20  # digits, so that a step is always overwritten as a whole
 
 
 @dataclass(frozen=True)
 class Progress:
-    """A folder with the last step that was begun, the class of the error that ended the process, and where trainings save."""
+    """A folder with the last step that was begun, the class of the first error that ended a process, the processes of ranks, and where trainings save."""
 
     folder: str
 
@@ -19,9 +23,34 @@ class Progress:
         """Notes that a step begins."""
         self._overwrite("step", f"{step:0{WIDTH}d}")
 
+    def begin_rank(self, rank: int) -> None:
+        """Notes the process of a rank; one that it starts itself has the same environment, and comes later."""
+        self._overwrite(f"{RANK}{rank}", f"{os.getpid()}\n", os.O_EXCL)
+
+    def end_rank(self, rank: int) -> None:
+        """Notes that the process of a rank ends by itself."""
+        if self._read(f"{RANK}{rank}").strip() == str(os.getpid()):
+            with suppress(OSError):
+                Path(self.folder, f"{RANK}{rank}").unlink()
+
     def write_error(self, name: str) -> None:
-        """Notes the class of an uncaught error."""
-        self._overwrite("error", f"{name[:200]}\n")
+        """Notes the class of an uncaught error, unless another rank has failed before: those that wait for it then fail as well."""
+        ranks = self._list_ranks()
+        if not self._overwrite("error", f"{name[:200]}\n", os.O_EXCL if ranks else 0):
+            return
+        end = time.monotonic() + (LONGEST_WAIT if len(ranks) > 1 else 0.0)
+        while (lost := self._find_lost()) is None and time.monotonic() < end:
+            time.sleep(0.05)
+        if lost is not None:
+            self._overwrite("error", f"the sudden end of rank {lost}\n", os.O_TRUNC)
+
+    def _find_lost(self) -> str | None:
+        """Returns a rank whose process was killed."""
+        dead = (path.name.removeprefix(RANK) for path in self._list_ranks() if _has_died(self._read(path.name)))
+        return next(dead, None)
+
+    def _list_ranks(self) -> list[Path]:
+        return sorted(Path(self.folder).glob(f"{RANK}*"))
 
     def note_folder(self, position: int, folder: str) -> list[str]:
         """Notes where the training at a position of the script saves; returns where it did in earlier attempts, the last first.
@@ -42,11 +71,14 @@ class Progress:
         except OSError:
             return False
 
-    def _overwrite(self, name: str, text: str, how: int = 0) -> None:
-        with suppress(OSError), ExitStack() as stack:  # the supervisor is gone, or the disk is full: the run goes on
+    def _overwrite(self, name: str, text: str, how: int = 0) -> bool:
+        """Returns whether it could be written: the supervisor may be gone, or the disk full, and the run goes on."""
+        with suppress(OSError), ExitStack() as stack:
             descriptor = os.open(os.path.join(self.folder, name), os.O_WRONLY | os.O_CREAT | how, 0o600)
             stack.callback(os.close, descriptor)
             os.write(descriptor, text.encode(errors="replace"))
+            return True
+        return False
 
     def read_step(self) -> int | None:
         """Returns the last step that was begun, `None` if there was none."""
@@ -54,17 +86,30 @@ class Progress:
         return int(text) if text.isdecimal() else None
 
     def read_error(self) -> str | None:
-        """Returns the class of the error that ended the process, `None` if it ended otherwise."""
+        """Returns the class of the error that ended the process, or how another rank ended before; `None` if it ended otherwise."""
         return self._read("error").partition("\n")[0] or None
 
     def clear(self) -> None:
         """Forgets how an attempt ended, before the next one."""
-        for name in ("step", "error"):
+        for path in (Path(self.folder, "step"), Path(self.folder, "error"), *self._list_ranks()):
             with suppress(OSError):  # there is none, or it cannot be removed
-                Path(self.folder, name).unlink()
+                path.unlink()
 
     def _read(self, name: str) -> str:
         try:
             return Path(self.folder, name).read_text(encoding="utf-8")
         except OSError:
             return ""
+
+
+def _has_died(process: str) -> bool:
+    """Returns whether a process is gone, or a zombie that its parent has not noticed yet."""
+    if sys.platform == "win32" or not process.strip().isdecimal():  # os.kill would end it there
+        return False
+    try:
+        os.kill(int(process), 0)
+        return Path(f"/proc/{process.strip()}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
+    except ProcessLookupError:
+        return True
+    except OSError:  # it is somebody else's, or the system has no such files
+        return False

@@ -324,6 +324,39 @@ def test_an_index_that_names_a_tensor_of_no_shard_is_reported(tmp_path):
     assert scan_checkpoint(tmp_path).is_good
 
 
+def test_the_shards_of_a_part_of_a_pipeline_are_checked_too(tmp_path):
+    part, stem = tmp_path / "unet", "diffusion_pytorch_model"
+    (tmp_path / "vae").mkdir()
+    save_file({"c": torch.ones(2, 2)}, tmp_path / "vae" / f"{stem}.safetensors")
+    part.mkdir()
+    for number, name in enumerate("ab", start=1):
+        save_file({name: torch.ones(2, 2)}, part / f"{stem}-0000{number}-of-00002.safetensors")
+    shards = {name: f"{stem}-0000{number}-of-00002.safetensors" for number, name in enumerate("ab", start=1)}
+    index = part / f"{stem}.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": shards}))
+    assert scan_checkpoint(tmp_path).is_good
+    index.write_text(json.dumps({"weight_map": {**shards, "c": shards["a"]}}))  # which another part has
+    assert [each.message for each in scan_checkpoint(tmp_path).findings] == ["names c, which no shard holds"]
+    index.write_text(json.dumps({"weight_map": shards}))
+    (part / shards["b"]).unlink()
+    [finding] = scan_checkpoint(tmp_path).findings
+    assert finding.message == f"has no {shards['b']}, which unet/{index.name} names"
+    index.unlink()
+    [finding] = scan_checkpoint(tmp_path).findings
+    assert finding.message == f"has only 1 of 2 shards unet/{stem}-*.safetensors"
+
+
+@pytest.mark.parametrize("value", [1.0, math.nan])
+def test_a_path_that_is_not_utf8_is_read(value, tmp_path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    save_file({"w": planted(value)}, tmp_path / "model.safetensors")
+    os.rename(tmp_path / "model.safetensors", folder / "model.safetensors")
+    torch.save({"w": planted(value)}, folder / "other.bin")
+    found = problems(folder)
+    assert found == ([("nan", "w")] * 2 if math.isnan(value) else [])
+
+
 @pytest.mark.parametrize(
     "text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "../../etc/passwd"}}', "[" * 100_000]
 )

@@ -177,3 +177,40 @@ def test_progress_is_overwritten_as_a_whole(tmp_path):
         assert progress.read_error() == error
     progress.clear()
     assert (progress.read_step(), progress.read_error()) == (None, None)
+
+
+RANK = """
+import os, sys, time
+from hf_nanguard.takeover.run_progress import Progress
+progress = Progress(sys.argv[1])
+progress.begin_rank(int(sys.argv[2]))
+print("begun", flush=True)
+if sys.argv[3] == "error":
+    progress.write_error("ValueError")
+if sys.argv[3] != "hang":
+    progress.end_rank(int(sys.argv[2]))
+    sys.exit()
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("error", "ValueError"), ("kill", "the sudden end of rank 1"), ("end", "RuntimeError")]
+)
+def test_the_reason_is_that_of_the_rank_that_failed_first(how, reason, tmp_path):
+    """A rank that waits for one that failed fails as well, with an error of its own."""
+    command = [sys.executable, "-c", RANK, str(tmp_path), "1", "hang" if how == "kill" else how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "begun\n"
+        if how == "kill":
+            child.kill()
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # its parent has not noticed yet
+        else:
+            child.wait()
+        survivor = Progress(str(tmp_path))
+        survivor.begin_rank(0)
+        survivor.write_error("RuntimeError")
+        assert survivor.read_error() == reason
+        survivor.clear()
+        assert survivor.read_error() is None
+        assert not list(tmp_path.glob("rank-*"))

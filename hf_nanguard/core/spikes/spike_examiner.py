@@ -164,14 +164,14 @@ class SpikeExaminer:
         seen_norms = (
             [log - math.log(usual[1]) for log in norms.logs] if single and len(measured) == 1 else self.norms.values
         )
-        again = [index for index, each in enumerate(readings) if self._is_denied(each, measured, TWICE)]
+        again = [index for index, each in enumerate(readings) if self._is_denied(each, measured)]
         if len(again) > max(1, (len(readings) - 1) // 2):  # not a minority
             again = []
         chosen = sorted(
             {
                 index
                 for index in again
-                if readings[index].row in self.noticed or self._is_denied(readings[index], measured, ONCE)
+                if readings[index].row in self.noticed or self._is_denied(readings[index], measured, at_once=True)
             }
             | {
                 index
@@ -234,24 +234,26 @@ class SpikeExaminer:
             return reading.loss > max(MANY_TARGETS * start, batch.guess)
         return reading.loss > few * max(start, batch.guess)
 
-    def _is_denied(self, reading: SampleReading, measured: list[MeasuredBatch], odds: float) -> bool:
-        """Returns whether a model that has learned gives almost no chance to the class of a sample, unlike to usual ones."""
+    def _is_denied(self, reading: SampleReading, measured: list[MeasuredBatch], at_once: bool = False) -> bool:
+        """Returns whether a model that has learned gives almost no chance to the class of a sample, unlike to usual ones; `at_once`
+        if so little, and so much like others, that the row is blamed at its first visit."""
         batch = next(each for each in measured if each.index == reading.micro_step)
         if batch.classes is None or batch.has_many_targets(reading.sample):
             return False
+        learned, loss = self.watch.learned, batch.whole[0]
         guess = max(self.watch.losses.start or math.inf, batch.guess)
-        return is_denied(reading.loss, guess, odds) and self.watch.learned.stands_apart(
-            batch.whole[0], self.watch.losses.usual
-        )
+        if at_once and not (is_denied(reading.loss, guess, ONCE) and learned.is_one_of_many(loss)):
+            return False
+        return is_denied(reading.loss, guess, TWICE) and learned.stands_apart(loss, self.watch.losses.usual)
 
     def _exceeds_first_norm(self, reading: SampleReading, measured: list[MeasuredBatch]) -> bool:
-        """Returns whether the norm is above that at the start, of a sample that the model cannot predict better than then; a hard one
-        of few classes is seldom a hundred times less likely than by a guess."""
+        """Returns whether the norm is above that at the start, of a sample that the model cannot predict better than then; never of one
+        of few classes, as a hard one has both."""
         start = self.watch.norms.start
-        is_large = start is None or reading.norm > START_NORM * start
         batch = next(each for each in measured if each.index == reading.micro_step)
         if batch.classes is not None and not batch.has_many_targets(reading.sample):
-            return is_large and is_denied(reading.loss, max(self.watch.losses.start or 0.0, batch.guess), ONCE)
+            return False
+        is_large = start is None or reading.norm > START_NORM * start
         return is_large and self._exceeds_start(reading, measured, few=MANY_TARGETS)
 
     def _leave_out(self, measured: list[MeasuredBatch], blamed: list[SampleReading]) -> tuple[float, float] | None:

@@ -31,6 +31,13 @@ def test_the_largest_of_losses_of_all_sizes_does_not():
     assert not fill([*usual_losses(), 0.2, 0.3, 0.2, 0.4, 0.9, 1.1, 1.0]).stands_apart(1.0, 0.01)
 
 
+def test_one_of_many_has_hardly_any_between():
+    many = [0.9, 1.1, 0.7, 1.3, 0.9]
+    assert fill([*usual_losses(), *many, 1.0]).is_one_of_many(1.0)
+    assert not fill([*usual_losses(), *many[1:], 1.0]).is_one_of_many(1.0)
+    assert not fill([*usual_losses(), *many, 0.2, 0.3, 1.0]).is_one_of_many(1.0)
+
+
 @pytest.mark.parametrize("loss", [1e-6, 0.001, 0.01, 0.03])
 def test_usual_losses_never_do(loss):
     assert not fill([*usual_losses(), loss]).stands_apart(loss, 0.01)

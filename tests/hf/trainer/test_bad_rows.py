@@ -159,7 +159,7 @@ def test_a_flipped_label_is_named(tmp_path):
 @pytest.mark.parametrize("seed", range(3))
 def test_flipped_labels_among_2000_rows(seed, classes, tmp_path):
     planted = set(random.Random(seed + 100).sample(range(2000), 20))
-    train(tmp_path, Classifier(classes), class_rows(2000, seed, classes, planted), num_train_epochs=3, seed=seed)
+    train(tmp_path, Classifier(classes), class_rows(2000, seed, classes, planted), num_train_epochs=4, seed=seed)
     precision, recall = score(blamed_rows(tmp_path), planted)
     assert precision >= 0.9
     assert recall >= 0.9
@@ -170,7 +170,7 @@ def test_flipped_labels_among_2000_rows(seed, classes, tmp_path):
 @pytest.mark.parametrize("hard", [None, "rare", "ambiguous", "heavy"])
 def test_hard_rows_of_a_healthy_run_are_not_blamed(hard, classes, tmp_path):
     rows = class_rows(2000, 1, classes, hard=hard)
-    trainer = train(tmp_path, Classifier(classes), rows, num_train_epochs=3)
+    trainer = train(tmp_path, Classifier(classes), rows, num_train_epochs=4)
     assert not blamed_rows(tmp_path)
     assert not trainer.nanguard.guard.spikes.blamed
 
