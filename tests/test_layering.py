@@ -145,6 +145,7 @@ EVERYWHERE = {
     "command_exit",
     "errors",
     "harmless_log",
+    "own_fields",
     "plain_text",
     "safe_files",
     "yaml_file",
@@ -336,7 +337,7 @@ def test_recipes_use_public_names_only(path):
 # Files of the machine, of this process alone, of a script that Python is about to read, or of an archive in memory.
 OPENS_FILES = {
     "safe_files.py", "doctor/facts/saved_arguments.py", "harmless_log.py", "cli/main.py", "core/rerun/host_memory.py",
-    "takeover/run_progress.py", "takeover/script_target.py", "takeover/built_trainers.py",
+    "takeover/run_progress.py", "takeover/script_target.py",
 }  # fmt: skip
 
 
@@ -400,6 +401,17 @@ def test_private_modules_are_imported_in_their_place_only(path):
     ]
 
 
+# The pages for hosts and torch, the function that all others use, and two that read a namespace of argparse as it documents.
+USE_VARS = {"core/torch_private.py", "own_fields.py", "cli/run.py", "examples/recipe/recipe_parser.py"}
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.parent.name != "compat"], ids=name_of)
+def test_dictionaries_of_objects_are_read_in_their_place_only(path):
+    names = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Name)]
+    found = [f"line {node.lineno}" for node in names if node.id == "vars"]
+    assert name_of(path) in USE_VARS or not found
+
+
 # ---- state ----
 
 # Objects of the hosts, and of torch: their attributes are changed where a test run or a replay needs it.
@@ -447,6 +459,117 @@ def test_an_object_is_changed_by_its_own_file_only():
     assert {name_of(path): wrong for path in FILES if (wrong := list(foreign_writes(path, owners)))} == {}
 
 
+# ---- reads through objects ----
+
+MAX_CHAINS = 6
+
+
+class OurObjects:
+    """Which attributes of our classes hold objects of our classes that do something. Enums, errors and frozen dataclasses, such
+    as settings, are values: reading one through another object is no call through it."""
+
+    def __init__(self, paths: list[Path]):
+        self.trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+        found = [node for tree in self.trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        self.classes = {node.name: node for node in found if not self._is_value(node)}
+        self.types: dict[str, dict[str, str]] = {name: {} for name in self.classes}
+        for _ in range(4):  # what a class takes from others is known once theirs is
+            for name, node in self.classes.items():
+                self._learn(name, node)
+
+    @staticmethod
+    def _is_value(node: ast.ClassDef) -> bool:
+        head = " ".join(ast.unparse(part) for part in (*node.decorator_list, *node.bases))
+        return re.search(r"frozen=True|Enum|NamedTuple|TypedDict|Error", head) is not None
+
+    def class_of(self, annotation: ast.AST | None) -> str | None:
+        """Returns the class that an annotation names, `None` for another's; of a union, the first of ours."""
+        if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+            annotation = ast.parse(annotation.value, mode="eval").body
+        if isinstance(annotation, ast.BinOp):
+            return self.class_of(annotation.left) or self.class_of(annotation.right)
+        return annotation.id if isinstance(annotation, ast.Name) and annotation.id in self.classes else None
+
+    def attribute(self, owner: str, name: str) -> str | None:
+        bases = [base.id for base in self.classes[owner].bases if isinstance(base, ast.Name) and base.id in self.types]
+        found = self.types[owner].get(name)
+        return found or next((t for base in bases if (t := self.attribute(base, name)) is not None), None)
+
+    def type_of(self, value: ast.AST, known: dict[str, str | None]) -> str | None:
+        """Returns the class of an expression, as far as it follows from annotations and constructors."""
+        if isinstance(value, ast.Name):
+            return known.get(value.id)
+        if isinstance(value, ast.Attribute):
+            owner = self.type_of(value.value, known)
+            return None if owner is None else self.attribute(owner, value.attr)
+        if isinstance(value, ast.Call):
+            return self.class_of(value.func)
+        if isinstance(value, (ast.BoolOp, ast.IfExp)):
+            parts = value.values if isinstance(value, ast.BoolOp) else [value.body, value.orelse]
+            return next((t for part in parts if (t := self.type_of(part, known)) is not None), None)
+        return None
+
+    def names_in(self, function: ast.FunctionDef, owner: str | None) -> dict[str, str | None]:
+        """Returns the classes of the names of a function: what it is given, and what it assigns."""
+        given = [*function.args.args, *function.args.kwonlyargs]
+        known = {argument.arg: self.class_of(argument.annotation) for argument in given}
+        if owner is not None and "self" in known:
+            known["self"] = owner
+        for target, value in self.assignments(function):
+            if isinstance(target, ast.Name) and known.get(target.id) is None:
+                known[target.id] = self.type_of(value, known)
+        return known
+
+    @staticmethod
+    def assignments(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign) and len(node.targets) == 1:
+                target, value = node.targets[0], node.value
+                both = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
+                yield from zip(target.elts, value.elts, strict=True) if both else [(target, value)]
+
+    def _learn(self, name: str, node: ast.ClassDef) -> None:
+        types = self.types[name]
+        for part in node.body:
+            if isinstance(part, ast.AnnAssign) and (found := self.class_of(part.annotation)) is not None:
+                types.setdefault(part.target.id, found)
+            if isinstance(part, ast.FunctionDef):
+                is_property = any("property" in ast.unparse(decorator) for decorator in part.decorator_list)
+                if is_property and (found := self.class_of(part.returns)) is not None:
+                    types.setdefault(part.name, found)
+                self._learn_assigned(types, part, name)
+
+    def _learn_assigned(self, types: dict[str, str], function: ast.FunctionDef, owner: str) -> None:
+        known = self.names_in(function, owner)
+        annotated = (node for node in ast.walk(function) if isinstance(node, ast.AnnAssign))
+        pairs = [(node.target, self.class_of(node.annotation)) for node in annotated]
+        pairs += [(target, self.type_of(value, known)) for target, value in self.assignments(function)]
+        for target, found in pairs:
+            if found is not None and isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self":
+                types.setdefault(target.attr, found)
+
+    def chains(self) -> Iterator[str]:
+        """Yields the reads `a.b.c.d` through two objects of ours, b and c, which a function was not given."""
+        for path, tree in self.trees.items():
+            owners = {
+                part: node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for part in node.body
+            }
+            for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
+                owner = owners.get(function)
+                known = self.names_in(function, owner if owner in self.classes else None)
+                for node in ast.walk(function):
+                    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute):
+                        inner = node.value
+                        through = isinstance(inner.value, ast.Attribute) and self.type_of(inner.value, known)
+                        if through and self.type_of(inner, known):
+                            yield f"{name_of(path)}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_few_reads_go_through_two_of_our_objects():
+    found = sorted(set(OurObjects(FILES).chains()))
+    assert len(found) <= MAX_CHAINS, "\n".join(found)
+
+
 # ---- types and errors ----
 
 
@@ -457,6 +580,38 @@ def test_few_types_are_any_and_few_errors_are_caught_blindly():
     thousands = text.count("\n") / 1000
     assert words.count("Any") <= 12 * thousands
     assert len(re.findall(r"^ *except (?:Base)?Exception\b", text, flags=re.MULTILINE)) <= thousands
+
+
+# ---- tests ----
+
+TESTS = ROOT / "tests"
+ACROSS = {"acceptance", "distributed", "laws", "recipes"}  # tests of the whole, and of what is not in the package
+# Folders whose files are tested through what uses them: where.
+TESTED_BY = {
+    "doctor/command": "cli/test_doctor.py", "doctor/data": "doctor/test_dataset_check.py",
+    "doctor/trial": "doctor/laws/test_prove.py", "examples/demo": "cli/test_demo.py",
+}  # fmt: skip
+
+
+def misplaced_tests(root: Path) -> Iterator[str]:
+    """Yields the tests in a folder that the package does not have, or that have the name of a file of another folder."""
+    folders: dict[str, set[Path]] = {}
+    for path in FILES:
+        folders.setdefault(path.stem, set()).add(path.relative_to(PACKAGE).parent)
+    for path in sorted(root.rglob("test_*.py")):
+        folder = path.relative_to(root).parent
+        if folder.parts[:1] and folder.parts[0] in ACROSS:
+            continue
+        if not (PACKAGE / folder).is_dir() or folder not in folders.get(path.stem[5:], {folder}):
+            yield f"{path.relative_to(root)}"
+
+
+def test_the_tests_mirror_the_source():
+    assert list(misplaced_tests(TESTS)) == []
+    folders = {path.relative_to(PACKAGE).parent for path in FILES if path.name != "__init__.py"}
+    untested = {folder.as_posix() for folder in folders if not list((TESTS / folder).glob("test_*.py"))}
+    assert untested == set(TESTED_BY)
+    assert all((TESTS / file).is_file() for file in TESTED_BY.values())
 
 
 # ---- the checks themselves ----
@@ -481,5 +636,17 @@ def test_the_checks_see_what_they_should(tmp_path, monkeypatch):
     assert own_attributes(file) == {"x", "y"}
     assert list(foreign_writes(file, {"x": {"a.py"}, "y": {"a.py"}})) == ["line 5: one.x", "line 5: two.three.y"]
     assert list(foreign_writes(file, {"x": {"core/bad.py"}})) == []
+    file.write_text(
+        "class A:\n    def f(self):\n        return self.x.y.z, self.x.y\n"
+        "    def __init__(self, x: B):\n        self.x = x\n"
+        "class B:\n    def __init__(self, c: 'C | None'):\n        self.w, self.y = 1, c or C()\n"
+        "class C:\n    z = 0\n"
+    )
+    assert list(OurObjects([file]).chains()) == ["core/bad.py:3: self.x.y.z"]
+    for name in ("core/test_guard.py", "core/test_bad.py", "elsewhere/test_x.py", "laws/test_guard.py"):
+        (tmp_path / "tests" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tests" / name).touch()
+    monkeypatch.setattr(f"{__name__}.FILES", [file, tmp_path / "step" / "guard.py"])
+    assert list(misplaced_tests(tmp_path / "tests")) == ["core/test_guard.py", "elsewhere/test_x.py"]
     assert find_cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == ["a", "b", "c", "a"]
     assert find_cycle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []

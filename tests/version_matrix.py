@@ -40,7 +40,7 @@ TESTS = (
     "tests/hf/callbacks/test_nan_guard.py::test_it_attaches_when_the_trainer_is_built",
     "tests/takeover/test_fidelity.py::test_a_script_sees_and_ends_as_without_us[exit code]",
     "tests/laws/test_rewind.py::test_a_rewind_between_two_rows_of_the_log",
-    "tests/hf/monitors/test_compiled_model.py",
+    "tests/hf/monitors/test_compiled_trainer.py",
     "tests/hf/monitors/test_evaluation.py",
     "tests/core/autopsy/trace",
     # two ranks

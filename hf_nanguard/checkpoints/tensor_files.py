@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from ..own_fields import own_fields
 from ..plain_text import first_line, printable
 from ..safe_files import open_to_read
 
@@ -174,4 +175,4 @@ def _list_children(value: object) -> list[tuple[object, object]]:
         return list(value.items())
     if isinstance(value, (list, tuple)):
         return list(enumerate(value))
-    return list(vars(value).items()) if isinstance(value, Inert) else []
+    return list(own_fields(value).items()) if isinstance(value, Inert) else []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,7 +76,7 @@ def as_json(curves: RunCurves) -> dict:
     from ..core.event import strict
 
     rows = [{"step": step, **values} for step, values in sorted(curves.rows.items())]
-    marks = [vars(mark) for mark in curves.marks]
+    marks = [asdict(mark) for mark in curves.marks]
     return strict({"run": str(curves.folder), "actions": curves.count_actions(), "rows": rows, "marks": marks})
 
 

@@ -235,7 +235,7 @@ class Policy:
     )
 
     def __post_init__(self):
-        check_settings(vars(self))
+        check_settings({field.name: getattr(self, field.name) for field in fields(self)})
 
     @property
     def acts(self) -> bool:

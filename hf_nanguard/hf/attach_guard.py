@@ -6,6 +6,8 @@ from typing import Any
 from transformers import Trainer
 
 from ..errors import ArgumentError
+from ..own_fields import own_fields
+from ..plain_text import format_error
 from .guarded_trainer import guarded
 from .trainer.arguments import Given, read_guard_arguments
 from .trainer.guarded_class import MADE_HERE
@@ -19,10 +21,21 @@ def attached_class(original: Any) -> type:
     body = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
-        "__class__": property(lambda trainer: original, vars(object)["__class__"].__set__),
+        "__class__": property(lambda trainer: original, own_fields(object)["__class__"].__set__),
         MADE_HERE: (attached_class, original),
     }
     return type(original.__name__, (guarded(original),), body)
+
+
+def attach_if_possible(trainer: Trainer, guard: Given) -> str | None:
+    """Guards a trainer as [`attach`] does; if its class refuses that, leaves it as it was and returns why."""
+    cls = type(trainer)
+    try:
+        attach(trainer, guard)
+    except (TypeError, AttributeError) as error:  # a metaclass, or slots, of the user's
+        trainer.__class__ = cls
+        return f"its class cannot be changed ({format_error(error)})"
+    return None
 
 
 def attach(trainer: Trainer, guard: Given = None) -> Trainer:

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
     from ..hf.trainer.arguments import GuardArguments
     from ..hf.trainer.mixin import GuardedTrainerMixin
-
-CHUNK = 2**20
+    from ..report.run_files import Tail
 
 
 class _StandIn:
@@ -56,8 +55,9 @@ class Takeover:
         self.process = os.getpid()
         self.boundary = Boundary(lambda failure: self._say_first(show(f"{failure}.")))
         self.num_built = 0
-        # Event files of the first rank by absolute path: the path to print, and the number of lines of earlier runs.
-        self.event_files: dict[Path, tuple[Path, int]] = {}
+        self.event_files: dict[
+            Path, tuple[Path, Tail]
+        ] = {}  # of the first rank by absolute path, with the path to print
         self._trainer_class: Any = None
         self._stand_ins: dict[type, type] = {}
         self._restore_merge: Callable[[], None] = lambda: None
@@ -86,8 +86,8 @@ class Takeover:
         if not self.event_files or os.getpid() != self.process:
             return
         parts = []
-        for path, (shown, num_before) in self.event_files.items():
-            count = _count_lines(path) - num_before
+        for path, (shown, tail) in self.event_files.items():
+            count = len(tail.read())
             files = path.parent.glob("events-rank*.jsonl")
             others = sorted(file.name for file in files if file.stat().st_mtime >= self.began)
             more = f" (other ranks: {', '.join(others)})" if others else ""
@@ -134,7 +134,9 @@ class Takeover:
             self._stand_ins[cls] = type(cls.__name__, (_StandIn, cls), body)
         except TypeError as error:  # of a metaclass that allows no subclass
             self._stand_ins[cls] = cls
-            self._say_unguarded(cls, f"it cannot be subclassed ({error})")
+            self._say_first(
+                f"{cls.__name__} cannot be guarded because it cannot be subclassed ({error}). It trains unguarded."
+            )
         return self._stand_ins[cls]
 
     def _prepare(self, trainer_class: type, value: object) -> object:
@@ -153,35 +155,30 @@ class Takeover:
 
     def guard(self, trainer: "Trainer", cls: type, is_copy: bool = False) -> None:
         """Guards a trainer of a class that was built or copied, or says why it cannot be guarded."""
-        from ..hf.attach_guard import attach
+        from ..hf.attach_guard import attach_if_possible
+        from ..hf.compat.unguardable_class import find_obstacle
         from ..hf.trainer.mixin import GuardedTrainerMixin
 
         self.num_built += 1
-        if obstacle := _find_obstacle(trainer):
-            self._say_unguarded(cls, obstacle, trainer)
-            return
         was_guarded = isinstance(trainer, GuardedTrainerMixin)
-        if isinstance(trainer, GuardedTrainerMixin):
+        obstacle = find_obstacle(trainer)
+        if obstacle is None and isinstance(trainer, GuardedTrainerMixin):
             trainer.note_request()
             if self.settings:
                 trainer.begin_guarding(self._merge(trainer.nanguard.arguments))
-        else:
-            try:
-                attach(trainer, self._merge(trainer.args))
-                type(trainer).__reduce_ex__ = reduce_as(cls)  # type: ignore[method-assign, assignment]
-                if not is_copy and trainer.state.global_step > 0:
-                    self._say_first(
-                        f"{cls.__name__} trained in its constructor, without the guard. Later training is guarded.",
-                        trainer,
-                    )
-            except (TypeError, AttributeError) as error:
-                trainer.__class__ = cls
-                self._say_unguarded(cls, f"its instances cannot change their class ({error})", trainer)
-                return
-        if trainer.nanguard is None:  # type: ignore[attr-defined]
+        elif obstacle is None:
+            obstacle = attach_if_possible(trainer, self._merge(trainer.args))
+        if obstacle is None and trainer.nanguard is None:  # type: ignore[attr-defined]
             trainer.__class__ = cls
-            self._say_unguarded(cls, "its guard could not be built; the log says why", trainer)
+            obstacle = "its guard could not be built; the log says why"
+        if obstacle is not None:
+            self._say_first(f"{cls.__name__} cannot be guarded because {obstacle}. It trains unguarded.", trainer)
             return
+        if not was_guarded:
+            type(trainer).__reduce_ex__ = reduce_as(cls)  # type: ignore[method-assign, assignment]
+        if not was_guarded and not is_copy and trainer.state.global_step > 0:
+            trained = f"{cls.__name__} trained in its constructor, without the guard. Later training is guarded."
+            self._say_first(trained, trainer)
         if _is_first_rank(trainer):  # a message that fails leaves the trainer guarded
             self.boundary.call("message", self._say_guarded, trainer, was_guarded)
 
@@ -203,11 +200,9 @@ class Takeover:
         if _is_first_rank(trainer):
             self.say(sentence)
 
-    def _say_unguarded(self, cls: type, why: str, trainer: "Trainer | None" = None) -> None:
-        self._say_first(f"{cls.__name__} cannot be guarded because {why}. It trains unguarded.", trainer)
-
     def _say_guarded(self, trainer: "GuardedTrainerMixin", was_guarded: bool) -> None:
         from ..hf.trainer.arguments import GuardArguments
+        from ..report.run_files import Tail
 
         guard, name = trainer.nanguard, type(trainer).__name__
         if not guard.on:
@@ -216,10 +211,10 @@ class Takeover:
         values = [(field, getattr(guard.arguments, field.name)) for field in fields(GuardArguments)]
         changed = [f"{field.name}={value}" for field, value in values if value != field.default]
         with_settings = f" with {', '.join(changed)}" if changed else ""
-        path = guard.record.events.path
+        path = guard.record.event_file
         if os.getpid() != self.process:
             self._begin_fork()
-        self.event_files.setdefault(path.absolute(), (path, _count_lines(path)))
+        self.event_files.setdefault(path.absolute(), (path, Tail(path.absolute())))
         verb = "was already guarded" if was_guarded else "is guarded"
         self.say(f"{name} {verb}{with_settings}; events go to {path}")
 
@@ -237,29 +232,7 @@ def _leave_unguarded(trainer: "Trainer", cls: type, is_copy: bool = False) -> No
     trainer.__class__ = cls
 
 
-def _find_obstacle(trainer: "Trainer") -> str | None:
-    """Returns why a trainer cannot be guarded."""
-    from transformers import TrainingArguments
-
-    from ..hf.compat.unguardable_class import find_own_loop, find_own_super
-
-    if not isinstance(getattr(trainer, "args", None), TrainingArguments):
-        return "it was not built by the constructor of Trainer"
-    if loop := find_own_loop(type(trainer)):
-        return f"its {', '.join(loop)} runs a training loop of its own"
-    if closed := find_own_super(type(trainer)):
-        return f"its {', '.join(closed)} calls super(type(self), self); write super() there"
-    return None
-
-
 def _is_first_rank(trainer: "Trainer | None" = None) -> bool:
     """Returns whether this is rank 0; without arguments of a trainer, as launchers say it."""
     rank = getattr(getattr(trainer, "args", None), "process_index", None)
     return str(os.environ.get("RANK", "0") if rank is None else rank) == "0"
-
-
-def _count_lines(path: Path) -> int:
-    if not path.is_file():
-        return 0
-    with path.open("rb") as file:
-        return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(CHUNK), b""))

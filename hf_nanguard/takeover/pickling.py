@@ -28,7 +28,7 @@ def reduce_as(original: Any) -> Callable[[object, SupportsIndex], str | tuple]:
 
 def restore_state(trainer: Any, state: object) -> None:
     """Restores the state of an object as `copy` and `pickle` do."""
-    if any("__setstate__" in vars(owner) for owner in type(trainer).__mro__):
+    if hasattr(type(trainer), "__setstate__"):
         trainer.__setstate__(state)
         return
     attributes, slots = state if isinstance(state, tuple) else (state, None)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,16 +43,10 @@ class Progress:
             return False
 
     def _overwrite(self, name: str, text: str, how: int = 0) -> None:
-        try:
+        with suppress(OSError), ExitStack() as stack:  # the supervisor is gone, or the disk is full: the run goes on
             descriptor = os.open(os.path.join(self.folder, name), os.O_WRONLY | os.O_CREAT | how, 0o600)
-        except OSError:  # the supervisor is gone: nobody reads it
-            return
-        try:
+            stack.callback(os.close, descriptor)
             os.write(descriptor, text.encode(errors="replace"))
-        except OSError:  # a full disk must not end the run
-            pass
-        finally:
-            os.close(descriptor)
 
     def read_step(self) -> int | None:
         """Returns the last step that was begun, `None` if there was none."""

@@ -133,7 +133,7 @@ class Watch(TrainerCallback):
     """Measures logits, and gradients after clipping; results stay on the device until the end."""
 
     def __init__(self, guard: TrainerGuard, model: nn.Module, report: Report | None):
-        self.guard = guard
+        self.guard, self.core_guard = guard, guard.guard
         self.report = report
         self.bad: list[Tensor] = []
         self.norms: dict[int, float] = {}
@@ -155,7 +155,7 @@ class Watch(TrainerCallback):
 
     @torch.no_grad()
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        norm = self.guard.guard.last_norm
+        norm = self.core_guard.last_norm
         self.num_bad_steps += norm is not None and not math.isfinite(norm)
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         if gradients:

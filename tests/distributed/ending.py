@@ -8,7 +8,9 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,15 @@ def play_case(home: Path, play: Callable[[], dict[str, Any]], patience: float) -
     finally:
         (home / f"rank{os.environ['RANK']}.json").write_text(json.dumps(said), encoding="utf-8")
     faulthandler.cancel_dump_traceback_later()
+
+
+def play_cases(play: Callable[[str], dict[str, Any]], known: Iterable[str], patience: float) -> None:
+    """Plays the cases that the command line of a worker names behind the folder, all known ones if it names none."""
+    _, _, folder, *names = sys.argv
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    for name in names or known:
+        play_case(Path(folder) / name, partial(play, name), patience)
+    hang_up()
 
 
 def hang_up() -> None:

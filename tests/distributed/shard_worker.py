@@ -3,11 +3,7 @@
 python -m torch.distributed.run --nproc_per_node 2 tests/distributed/shard_worker.py shards <folder> [<case> ...]
 """
 
-import sys
 from dataclasses import dataclass, field
-from datetime import timedelta
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from hf_nanguard.core.settings import Policy
 from hf_nanguard.core.step.guard import Guard
 from hf_nanguard.errors import NonFiniteError
-from tests.distributed.ending import hang_up, play_case
+from tests.distributed.ending import play_cases
 
 PATIENCE = 30
 NUM_STEPS = 4
@@ -231,13 +227,5 @@ def play(case: Case) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    _, folder, *names = sys.argv[1:]
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
-    for name in names or CASES:
-        play_case(Path(folder) / name, partial(play, CASES[name]), PATIENCE)
-    hang_up()
-
-
 if __name__ == "__main__":
-    main()
+    play_cases(lambda name: play(CASES[name]), CASES, PATIENCE)

@@ -7,12 +7,8 @@ weights' digest and its events.
 """
 
 import hashlib
-import json
-import sys
-import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -27,9 +23,10 @@ from hf_nanguard.core.rerun import loss_mark
 from hf_nanguard.core.rerun.micro_batch import AccumulationGroup
 from hf_nanguard.core.settings import Policy
 from hf_nanguard.core.step.guard import Guard
-from tests.distributed.ending import hang_up
+from tests.distributed.ending import play_cases
 
 BAD_STEP, BAD_PLACE, STEPS = 1, 1, 4
+PATIENCE = 60.0
 FAULTS = {
     "healthy": lambda out: out.square().mean(),
     "shift": lambda out: out.square().mean() + torch.inf,
@@ -106,23 +103,6 @@ def play(case: str) -> dict:
     }
 
 
-def main() -> None:
-    """Plays the cases one after the other."""
-    _, _, folder, *cases = sys.argv
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for case in cases:
-        file = Path(folder) / case / f"rank{dist.get_rank()}.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            said = {"outcome": "done", **play(case)}
-        except Exception:
-            said = {"outcome": traceback.format_exc()}
-        file.write_text(json.dumps(said), encoding="utf-8")
-        if said["outcome"] != "done":
-            sys.exit(1)
-    hang_up()
-
-
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    play_cases(lambda case: {"outcome": "done", **play(case)}, CASES, PATIENCE)

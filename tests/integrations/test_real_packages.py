@@ -7,11 +7,13 @@ model that every process of the run imports first.
 
 import json
 import os
+import re
 import subprocess
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from hf_nanguard.examples.tasks.sums import build_model, build_tokenizer
@@ -164,6 +166,8 @@ VARIANTS = {  # other tasks and datasets of the same frameworks: what is put in 
     ),
     "llamafactory-0.9.5-lora-two-datasets": (1, change(LLAMAFACTORY, dataset="others,sums", **LORA), "rows.json"),
     "llamafactory-0.9.5-dpo": (1, change(LLAMAFACTORY, stage="dpo", dataset="pairs"), "pairs.json"),
+    "llamafactory-0.9.5-packed": (1, change(LLAMAFACTORY, packing="true"), "packed from rows.json"),
+    "axolotl-0.19.0-packed": (0, change(INTEGRATORS[0].files["guarded.yaml"], sample_packing="true"), "packed from rows.jsonl"),
     "ms-swift-4.6.0-lora-two-datasets": (
         2,
         INTEGRATORS[2].guarded.replace("rows.jsonl", "others.jsonl rows.jsonl#32").replace(
@@ -212,9 +216,12 @@ def run(command: str, interpreter: Path, folder: Path) -> subprocess.CompletedPr
     )
 
 
+def find_weights(folder: Path) -> Path:
+    return max((folder / "out").rglob("model.safetensors"))
+
+
 def find_bad_weights(folder: Path) -> list[str]:
-    [file] = sorted((folder / "out").rglob("model.safetensors"))[-1:]
-    return [name for name, tensor in load_file(file).items() if not tensor.isfinite().all()]
+    return [name for name, tensor in load_file(find_weights(folder)).items() if not tensor.isfinite().all()]
 
 
 @pytest.mark.slow
@@ -233,6 +240,29 @@ def test_the_planted_row_is_survived_and_named(integrator, tmp_path):
     assert not find_bad_weights(tmp_path / "guarded")
     [row] = find_culprit(tmp_path / "guarded", "rows.json")["rows"]
     assert (row == BAD_ROW) == (not integrator.shuffles)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("integrator", INTEGRATORS, ids=lambda each: each.versions.name)
+def test_a_healthy_run_is_identical(integrator, tmp_path):
+    weights = {}
+    for way in ("stock", "guarded"):
+        folder = tmp_path / way
+        folder.mkdir()
+        write_run(folder, integrator)
+        (folder / "sitecustomize.py").write_text("")  # nothing is planted
+        done = run(getattr(integrator, way), integrator.versions.install(), folder)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        (folder / "printed.txt").write_text(done.stdout + done.stderr)
+        weights[way] = load_file(find_weights(folder))
+    assert weights["stock"].keys() == weights["guarded"].keys()
+    assert all(torch.equal(tensor, weights["guarded"][name]) for name, tensor in weights["stock"].items())
+    start = load_file(tmp_path / "stock" / "model" / "model.safetensors")
+    assert any(not torch.equal(tensor, start[name]) for name, tensor in weights["stock"].items())
+    assert list((tmp_path / "guarded" / "out").rglob("events.jsonl")) == []
+    logged = [(tmp_path / way / "printed.txt").read_text().count("nanguard/") for way in ("stock", "guarded")]
+    assert logged[0] == 0 < logged[1]  # it was guarded
 
 
 @pytest.mark.slow
@@ -258,7 +288,7 @@ def find_culprit(folder: Path, file: str) -> dict:
     text = event["values"]["autopsy"]["texts"][f"{sample}"]
     # none of the frameworks keeps id columns or, if it shuffles, row numbers
     assert f"({file}" in text
-    assert f" row {BAD_ROW}, doc_id: doc-{BAD_ROW})" in text
+    assert re.search(rf" row {BAD_ROW}, doc_id: doc-{BAD_ROW}[;)]", text)
     assert TEXTS[BAD_ROW] in text
     assert f"{ROOT}" not in json.dumps(event["culprit"])
     return event["culprit"]

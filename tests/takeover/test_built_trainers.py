@@ -232,7 +232,7 @@ def test_a_trainer_that_lacks_something_is_left_alone(tmp_path, said, caplog):
         (OwnSuper, "its compute_loss, log calls super(type(self), self); write super() there"),
         (OwnLoop, "its _inner_training_loop runs a training loop of its own"),
         (Sealed, "it cannot be subclassed (Sealed is final)"),
-        (Fixed, "its instances cannot change their class (Fixed stays Fixed)"),
+        (Fixed, "its class cannot be changed (TypeError: Fixed stays Fixed)"),
     ],
 )
 def test_what_cannot_be_guarded_runs_unguarded(cls, why, tmp_path, said):
@@ -416,7 +416,7 @@ def test_a_takeover_that_fails_leaves_the_script_as_it_is(name, tmp_path, said, 
 
 def test_a_message_that_fails_leaves_the_trainer_guarded(tmp_path, said, monkeypatch):
     """Of an event file that cannot be read, or a path that cannot be printed."""
-    monkeypatch.setattr("hf_nanguard.takeover.built_trainers._count_lines", _fail)
+    monkeypatch.setattr("hf_nanguard.report.run_files.Tail.__init__", _fail)
     with take_over(said):
         trainer = build("plain", tmp_path, guard=False)
     assert isinstance(trainer, GuardedTrainerMixin)

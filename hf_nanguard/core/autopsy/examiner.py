@@ -140,7 +140,7 @@ class Examiner:
     def __init__(self, policy: Policy, journal: Journal, folder: Path | None = None):
         self.policy = policy
         self.journal = journal
-        self.boundary = journal.boundary
+        self.boundary, self.ranks = journal.boundary, journal.ranks
         self.begin_run(folder)
 
     def begin_run(self, folder: Path | None) -> None:
@@ -177,7 +177,7 @@ class Examiner:
     def _examine(
         self, runner: Runner, micro: MicroBatch, weight: object, step: int, others_pass: bool
     ) -> Verdict | None:
-        with self.boundary.not_survivable(runner.lockstep and self.journal.ranks.size > 1):
+        with self.boundary.not_survivable(runner.lockstep and self.ranks.size > 1):
             return self._examine_suspect(SuspectBatch(runner, micro, weight, others_pass=others_pass), step)
 
     def _examine_suspect(self, suspect: SuspectBatch, step: int) -> Verdict:

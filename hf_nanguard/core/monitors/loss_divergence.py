@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from ...own_fields import own_fields
 from ..event import JsonObject
 from .spike_detector import MAX_LOG, MEAN_TO_SIGMA
 
@@ -248,7 +249,7 @@ class DivergenceDetector:
 
     def state_dict(self) -> JsonObject:
         return {
-            **vars(self),
+            **own_fields(self),
             "logs": list(self.logs),
             "norms": list(self.norms),
             "steps": list(self.steps),
@@ -259,7 +260,7 @@ class DivergenceDetector:
         }
 
     def load_state_dict(self, state: JsonObject) -> None:
-        for name, value in vars(self).items():
+        for name, value in own_fields(self).items():
             if (saved := state.get(name, value)) is value:  # a checkpoint of an earlier version
                 continue
             if isinstance(value, Wander):

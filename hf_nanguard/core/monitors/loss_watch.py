@@ -43,6 +43,10 @@ class LossWatch:
         """Whether the loss is in an episode of spikes or of divergence."""
         return self.spikes.is_open or self.divergence.is_open
 
+    def is_spike(self, loss: float) -> bool:
+        """Returns whether a loss, which is not added, is far above its usual level."""
+        return self.spikes.is_spike(loss)
+
     def expect_sign_changes(self) -> None:
         """Judges the loss as one that moves around 0, where only its size says anything."""
         if not self.is_signed:

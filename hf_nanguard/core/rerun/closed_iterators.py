@@ -19,6 +19,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...own_fields import own_fields
+
 MAX_PLACES, MAX_LEVELS = 50_000, 4
 MAX_ITEMS = 1000  # of a list or dictionary; longer ones are data
 CONTAINERS = (dict, list, OrderedDict, defaultdict)
@@ -83,7 +85,7 @@ def closed_iterators(model: nn.Module, *others: object) -> Iterator[None]:
     forwards = {type(module).forward for module in modules}
     closed: list[tuple[Place, object, ClosedIterator]] = []
     try:
-        for place in _search([*(vars(module) for module in modules), *forwards, *others]):
+        for place in _search([*(own_fields(module) for module in modules), *forwards, *others]):
             if _is_iterator(iterator := place.read()):
                 stand_in = ClosedIterator(iterator, place.name)
                 closed.append((place, iterator, stand_in))
@@ -125,7 +127,9 @@ def _list_parts(value: object) -> list[object]:
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, FunctionType):
         return [getattr(value, "__wrapped__", None)]
-    return [method for method in vars(type(value)).values() if isinstance(method, FunctionType) and _is_own(method)]
+    return [
+        method for method in own_fields(type(value)).values() if isinstance(method, FunctionType) and _is_own(method)
+    ]
 
 
 def _list_places(value: Any) -> list[Place]:
@@ -139,9 +143,9 @@ def _list_places(value: Any) -> list[Place]:
         return [*cells, *(Place(known, name) for name in _list_names(code) if name in known)] if _is_own(value) else []
     if isinstance(value, (type, Tensor, nn.Module)) or not hasattr(value, "__dict__"):
         return []
-    methods = [method for cls in type(value).__mro__ for method in vars(cls).values()]
+    methods = [method for cls in type(value).__mro__ for method in own_fields(cls).values()]
     is_own = any(isinstance(method, FunctionType) and _is_own(method) for method in methods)
-    return [Place(vars(value), name) for name in vars(value)] if is_own else []
+    return [Place(own_fields(value), name) for name in own_fields(value)] if is_own else []
 
 
 def _list_names(code: CodeType) -> list[str]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ...own_fields import own_fields
 from ..finite import local, shard_of
 
 SEQUENCES = (list, tuple)
@@ -84,7 +85,7 @@ def copy_tree(value: Any, reused: Any = None, depth: int = 0) -> Any:
         return type(value)(copy_tree(item, old, depth + 1) for item, old in zip(value, before, strict=True))
     if has_fields(value):
         before = reused.fields if isinstance(reused, FieldsCopy) else None
-        return FieldsCopy(copy_tree(vars(value), before, depth + 1))
+        return FieldsCopy(copy_tree(own_fields(value), before, depth + 1))
     return value
 
 
@@ -109,7 +110,7 @@ def restore_tree(live: Any, saved: Any) -> object:
         return live
     if isinstance(saved, FieldsCopy):
         if has_fields(live):
-            restore_tree(vars(live), saved.fields)
+            restore_tree(own_fields(live), saved.fields)
         return live
     return saved.value if isinstance(saved, Reference) else saved
 
@@ -134,7 +135,7 @@ def find_tensors(value: object, depth: int = 0) -> Iterator[Tensor]:
     if depth < MAX_DEPTH and isinstance(value, dict):
         inner = value.values()
     elif depth < MAX_DEPTH and (type(value) in SEQUENCES or has_fields(value)):
-        inner = value if type(value) in SEQUENCES else vars(value).values()
+        inner = value if type(value) in SEQUENCES else own_fields(value).values()
     for item in inner:
         yield from find_tensors(item, depth + 1)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...own_fields import own_fields
 from ..rng import Generator, OwnGenerator, is_generator
 from ..torch_private import write_count
 
@@ -21,7 +22,7 @@ DATA = ("train_dataset", "eval_dataset", "callback_handler", "_eval_dataloaders"
 LARGE = 100_000
 MAX_DEPTH = 8  # of containers inside containers
 MOST_ENTRIES = 1_000  # of a container that a loss writes, with those inside it; larger ones would be copied each step
-MODULE = tuple(vars(nn.Module()))
+MODULE = tuple(own_fields(nn.Module()))
 KINDS = (dict, defaultdict, OrderedDict, Counter, list, deque, set)
 
 
@@ -120,7 +121,7 @@ class KeptAttributes:
         self.ignored = {*ignored}
         self.restored = restored  # read when something is put back; all if `None`
         self.only = None if only is None else {*only}
-        self.before = {name: value for name, value in vars(owner).items() if self._is_kept(name)}
+        self.before = {name: value for name, value in own_fields(owner).items() if self._is_kept(name)}
         kept = {name: _keep(value) for name, value in self.before.items() if name not in by_reference}
         self.contents = {name: each for name, each in kept.items() if isinstance(each, (Kept, Written))}
 
@@ -130,7 +131,7 @@ class KeptAttributes:
     @property
     def changed(self) -> set[str]:
         """The names of attributes that are others now, or have other contents."""
-        now = vars(self.owner)
+        now = own_fields(self.owner)
         added = {name for name in now if self._is_kept(name)} - self.before.keys()
         replaced = {name for name, value in self.before.items() if now.get(name, self) is not value}
         return added | replaced | {name for name, kept in self.contents.items() if kept.is_changed}
@@ -142,7 +143,7 @@ class KeptAttributes:
             if name not in self.before:
                 delattr(self.owner, name)
                 continue
-            if vars(self.owner).get(name, self) is not self.before[name]:
+            if own_fields(self.owner).get(name, self) is not self.before[name]:
                 setattr(self.owner, name, self.before[name])
             if name in self.contents:
                 self.contents[name].restore()
@@ -186,7 +187,7 @@ class WatchedAttributes:
     def copy(self) -> KeptAttributes:
         """Returns the attributes that the function writes, as they are now; what these are may be known only when they are put
         back."""
-        values = vars(self.owner)
+        values = own_fields(self.owner)
         names = {*values} if self.learns else self.written & values.keys()
         large = {name for name in names if not _is_plain_state(values[name])}
         return KeptAttributes(
@@ -224,7 +225,7 @@ def _count_entries(value: Any, depth: int = 0) -> int:
 def keep_module(module: nn.Module) -> KeptAttributes:
     """Keeps what a module holds beside parameters, buffers, modules and hooks. A tensor with a graph is not held, because it
     is an activation of the last step."""
-    values = vars(module).items()
+    values = own_fields(module).items()
     activations = [name for name, value in values if isinstance(value, Tensor) and value.requires_grad]
     return KeptAttributes(module, ignored=(*MODULE, *activations))
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...own_fields import own_fields
 from ...plain_text import quote
 
 # Names of inputs of transformers, TRL and PEFT: names of code. Any other key of a batch may be text of the data.
@@ -40,7 +41,7 @@ def list_parts(value: object) -> Iterable[tuple[object, object]]:
         return enumerate(value)
     if is_dataclass(value) and not isinstance(value, type):
         if hasattr(value, "__dict__"):
-            return vars(value).items()
+            return own_fields(value).items()
         return [(field.name, getattr(value, field.name)) for field in fields(value) if hasattr(value, field.name)]
     return ()
 

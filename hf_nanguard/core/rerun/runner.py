@@ -264,10 +264,14 @@ class Runner(ABC, Generic[Payload, Weight]):
         if self.scaler is not None:
             forget_unscale(self.scaler)
 
-    def probe(self, micro: MicroBatch[Payload], weight: Weight) -> Tensor:
-        """Runs one micro-batch alone, with the random state it had. Its gradients stay in place."""
+    def reset(self) -> None:
+        """Sets all gradients to `None` and puts kept buffers back."""
         self.clear()
         self.buffers.restore()
+
+    def probe(self, micro: MicroBatch[Payload], weight: Weight) -> Tensor:
+        """Runs one micro-batch alone, with the random state it had. Its gradients stay in place."""
+        self.reset()
         micro.rng.restore()
         sync_buffers(self.model, False)  # ranks may run different numbers of probes
         self.left_out = micro.left_out
@@ -306,8 +310,7 @@ class Runner(ABC, Generic[Payload, Weight]):
 
     def undo(self, group: AccumulationGroup[Payload, Weight]) -> None:
         """Sets the gradients to `None` and puts buffers and random state back as they were before the group."""
-        self.clear()
-        self.buffers.restore()
+        self.reset()
         sync_buffers(self.model, True)
         for micro in group.micro_batches[:1]:  # none if the guard failed to record it
             micro.rng.restore()

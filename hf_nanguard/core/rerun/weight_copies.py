@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...own_fields import own_fields
 from ..finite import shard_of
 from .host_copy import HostCopy, copy_tensor, has_fields, restore_tensor
 
@@ -153,7 +154,7 @@ def _walk(owner: object, *keys: object) -> object:
 
 def _open(value: object) -> object:
     """Returns the container whose items are those of a value: itself, or its attributes."""
-    return vars(value) if has_fields(value) else value
+    return own_fields(value) if has_fields(value) else value
 
 
 def _list_tensors(value: object) -> dict[object, Tensor]:

@@ -24,14 +24,11 @@ class MeasuredBatch:
     """A micro-batch and what was measured of it."""
 
     suspect: SuspectBatch
+    index: int  # its position in the group
+    num_labels: int | None  # how many labels a target may be
     whole: tuple[float, float]  # loss and norm
     samples: list[SampleReading] = field(default_factory=list)
     failure: str | None = None  # why its samples were not run alone
-
-    @property
-    def index(self) -> int:
-        """Its position in the group."""
-        return self.suspect.micro.index
 
     @property
     def classes(self) -> Tensor | None:
@@ -49,7 +46,7 @@ class MeasuredBatch:
     @property
     def guess(self) -> float:
         """The loss of a uniform guess over the classes; at least two are known to exist, none of numbers."""
-        return 0.0 if self.classes is None else math.log(max(self.suspect.runner.num_labels or 2, 2))
+        return 0.0 if self.classes is None else math.log(max(self.num_labels or 2, 2))
 
     def measure_without(self, samples: set[int]) -> tuple[float, float] | None:
         """Returns loss and norm without some samples, `None` if nothing is left."""
@@ -83,7 +80,7 @@ def measure_samples(suspect: SuspectBatch, deadline: float, rank: int) -> Measur
     """Measures all samples of a micro-batch, or none: a part of them says nothing about a minority."""
     index, rows = suspect.micro.index, suspect.rows or []
     number = suspect.num_samples or 1
-    measured = MeasuredBatch(suspect, suspect.measure())
+    measured = MeasuredBatch(suspect, index, suspect.runner.num_labels, suspect.measure())
     given = suspect.micro.rows
     if given and suspect.rows is None and suspect.documents is None:
         measured.failure = f"{len(given)} rows of the dataset are {number} entries of the batch"

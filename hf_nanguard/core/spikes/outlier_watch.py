@@ -38,19 +38,19 @@ class Suspicion:
         return math.sqrt(self.usual * self.threshold)
 
 
-class Series:
+class Series(SpikeDetector):
     """One series of a run: its recent values, and the level at its start."""
 
     def __init__(self) -> None:
-        self.detector = SpikeDetector(ratio=RATIO, tail=0.0, robust_sigmas=SIGMAS)
+        super().__init__(ratio=RATIO, tail=0.0, robust_sigmas=SIGMAS)
         self.first: list[float] = []
 
-    def add(self, step: int, value: float) -> bool:
+    def take(self, step: int, value: float) -> bool:
         """Adds a finite value and returns whether it is out of line."""
         if len(self.first) < NUM_START and value > 0.0:
             self.first.append(value)
-        is_outlier = self.detector.is_spike(value)
-        self.detector.add(step, value)
+        is_outlier = self.is_spike(value)
+        self.add(step, value)
         return is_outlier
 
     @property
@@ -60,10 +60,10 @@ class Series:
         return sorted(self.first)[-2] if len(self.first) == NUM_START else None
 
     def state_dict(self) -> JsonObject:
-        return {"detector": self.detector.state_dict(), "first": list(self.first)}
+        return {"detector": super().state_dict(), "first": list(self.first)}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        self.detector.load_state_dict(state["detector"])
+        super().load_state_dict(state["detector"])
         self.first = [value for value in map(float, state["first"]) if math.isfinite(value)][:NUM_START]
 
 
@@ -85,15 +85,15 @@ class OutlierWatch:
         micro-batches, each as if it were the whole step, and count only if they are judged, which only this rank knows."""
         found: Suspicion | None = None
         outliers = []
-        before, threshold = self.losses.detector.usual, self.losses.detector.threshold()
+        before, threshold = self.losses.usual, self.losses.threshold()
         for index, loss in enumerate(losses):
-            if self.losses.add(step, loss):
+            if self.losses.take(step, loss):
                 outliers.append((loss, index))
         if outliers and uses_losses and before is not None and threshold is not None:
             order = [index for _, index in sorted(outliers, reverse=True)]
             found = Suspicion(Signal.LOSS_SPIKE, order, before, threshold)
-        before, threshold = self.norms.detector.usual, self.norms.detector.threshold()
-        if self.norms.add(step, norm) and found is None and before is not None and threshold is not None:
+        before, threshold = self.norms.usual, self.norms.threshold()
+        if self.norms.take(step, norm) and found is None and before is not None and threshold is not None:
             found = Suspicion(Signal.GRAD_SPIKE, list(range(len(losses))), before, threshold)
         return found
 
@@ -101,7 +101,7 @@ class OutlierWatch:
         """Returns whether a step that is out of line is examined; a spike need not wait."""
         if is_spike:
             return self.num_fruitless < self.max_fruitless
-        return step >= self.next_step and len(self.norms.detector.logs) >= MIN_SEEN
+        return step >= self.next_step and len(self.norms.logs) >= MIN_SEEN
 
     def conclude(self, step: int, is_spike: bool, found_rows: bool, has_verdict: bool = False) -> None:
         """Notes what an examination came to; one with another verdict than rows was worth its time if it was that of a spike."""

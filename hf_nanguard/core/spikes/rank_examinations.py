@@ -1,6 +1,6 @@
 """The examinations of a spike on several ranks as one."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from ..event import JsonObject
 from ..ranks import Ranks
@@ -16,9 +16,7 @@ def share_examination(found: SpikeExamination, ranks: Ranks) -> SpikeExamination
 
 def _write(found: SpikeExamination) -> JsonObject:
     """Returns an examination as JSON values, for the other ranks."""
-    fields = vars(found)
-    lists = {name: [vars(reading) for reading in fields[name]] for name in ("blamed", "readings")}
-    return {**fields, **lists, "verdict": None if found.verdict is None else str(found.verdict)}
+    return {**asdict(found), "verdict": None if found.verdict is None else str(found.verdict)}
 
 
 def _read(values: JsonObject) -> SpikeExamination:

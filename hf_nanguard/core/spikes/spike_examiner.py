@@ -135,7 +135,7 @@ class SpikeExaminer:
 
     def _judge(self, measured: list[MeasuredBatch], suspicion: Suspicion, size: int) -> SpikeExamination:
         """Looks for samples that are out of line, and leaves them out."""
-        losses, norms = self.watch.losses.detector, self.watch.norms.detector
+        losses, norms = self.watch.losses, self.watch.norms
         usual = losses.usual, norms.usual
         readings = [reading for each in measured for reading in each.samples if reading.is_usable]
         num_runs = sum(each.suspect.num_runs for each in measured)

@@ -3,6 +3,7 @@
 import math
 from collections import deque
 
+from ...own_fields import own_fields
 from ..event import JsonObject
 from ..rerun.micro_batch import MicroBatch
 
@@ -108,10 +109,10 @@ class Counter:
 
     def state_dict(self) -> JsonObject:
         copies = {"recent": list(self.recent), "terms": dict(self.terms), "dropped_terms": dict(self.dropped_terms)}
-        return {**vars(self), **copies}
+        return {**own_fields(self), **copies}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        for name in vars(self):
+        for name in own_fields(self):
             if name in state:
                 value = dict(state[name]) if isinstance(state[name], dict) else state[name]
                 setattr(self, name, deque(value, maxlen=RECENT) if name == "recent" else value)

@@ -72,7 +72,7 @@ class Statistics:
         return copy.deepcopy(self.guard.state_dict())
 
     def restore(self, saved: JsonObject, step: int) -> None:
-        self.guard.load_state_dict({**copy.deepcopy(saved), "counter": self.guard.counter.state_dict()})
+        self.guard.load_state_dict({**copy.deepcopy(saved), "counter": self.guard.state_dict()["counter"]})
 
 
 class Guard:
@@ -134,8 +134,8 @@ class Guard:
         self.steps_done = 0
         self.find_step: Callable[[], int] = lambda: self.steps_done
         self.loss_watch = LossWatch(self.journal, self.policy.acts and self.policy.on_spike == "rewind")
-        examiner = Examiner(self.policy, self.journal, None if folder is None else Path(folder))
-        self.redo = Redo(self.journal, self.counter, examiner)
+        self.examiner = Examiner(self.policy, self.journal, None if folder is None else Path(folder))
+        self.redo = Redo(self.journal, self.counter, self.examiner)
         self.spikes = SpikeExaminer(self.policy, self.journal, self.redo.replay, lambda: self.recovery.list_losses())
         self.monitor_set = MonitorSet(self.journal)
         known = (self.policy, self.journal, self.counter, self.escalation, self.redo, self.monitor_set.find_accepted)
@@ -151,6 +151,11 @@ class Guard:
     def number_steps(self, find_step: Callable[[], int]) -> None:
         """Asks somebody else for the number of the step under way; otherwise calls of [`Guard.step`] are counted."""
         self.find_step = find_step
+
+    def expect_online_losses(self, lowest_norm: float) -> None:
+        """Judges losses as those of RL: they change their sign, and gradient norms below the lowest count as that."""
+        self.loss_watch.expect_sign_changes()
+        self.norms.raise_floor(lowest_norm)
 
     def _build_monitors(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
         if self.runner is not None:
@@ -267,7 +272,7 @@ class Guard:
         ):
             part.begin_run()
         self.recovery.begin_run()
-        self.redo.examiner.begin_run(folder)
+        self.examiner.begin_run(folder)
         self.has_begun = False
 
     def begin_step(

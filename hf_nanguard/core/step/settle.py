@@ -167,7 +167,7 @@ class Settlement:
         losses = [] if self.loss_watch.is_signed else reading.losses
         is_spike = self.norms.is_spike(reading.norm)
         if losses and self.ranks.size == 1:  # only this rank knows them
-            is_spike = is_spike or self.loss_watch.spikes.is_spike(runner.mean_loss(losses))
+            is_spike = is_spike or self.loss_watch.is_spike(runner.mean_loss(losses))
         with reading.group.kept_as_recorded():
             return SpikeReport(self.spikes.examine(reading.group, runner, reading.step, losses, reading.norm, is_spike))
 

@@ -13,6 +13,7 @@ from transformers import DataCollatorForLanguageModeling, PreTrainedConfig, PreT
 
 from ...hf.compat.model_config import find_adapters, find_config, find_tokenizer, plain_adapter_name, without_adapter
 from ...hf.compat.trainer_protocol import HostTrainer
+from ...own_fields import own_fields
 from ..rules.memory_estimate import find_activation_bytes, find_optimizer_bytes
 from ..rules.run_facts import Facts
 from .argument_facts import find_argument_facts, find_deepspeed_precision
@@ -153,7 +154,7 @@ def _rows(base: nn.Module, getter: str) -> int | None:
 
 def _find_quantization(config: object) -> dict[str, object]:
     given = getattr(config, "quantization_config", None)
-    values = given if isinstance(given, Mapping) else vars(given) if given is not None else {}
+    values = given if isinstance(given, Mapping) else own_fields(given) if given is not None else {}
     bits = (
         4
         if values.get("load_in_4bit", values.get("_load_in_4bit"))

@@ -8,6 +8,7 @@ from transformers import Trainer
 
 from ...boundary import attempt
 from ...errors import ArgumentError
+from ...own_fields import own_fields
 from ...plain_text import format_error
 from ..trial.borrowed_trainer import borrowed, calm, kept_buffers, prepare
 from ..trial.law_result import COULD_NOT_RUN, NOTE, Law, LawResult, NotApplicable
@@ -101,7 +102,7 @@ def prove(
             _could_not(law, "the laws are tried in one process, without torchrun or accelerate launch") for law in laws
         ]
     results = []
-    has_trained, own_forward = trainer.state.global_step > 0, vars(trainer.model).get("forward")
+    has_trained, own_forward = trainer.state.global_step > 0, own_fields(trainer.model).get("forward")
     with borrowed(trainer):
         calm(trainer)
         failure = _prepare(trainer)

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from ...boundary import attempt
 from ...hf.compat.model_config import find_adapters, find_config, without_adapter
+from ...own_fields import own_fields
 from ...plain_text import format_error
 from ..trial.borrowed_trainer import borrowed
 from ..trial.checkpoint_weights import compare_with_checkpoint
@@ -159,7 +160,7 @@ def _copy_model(model: Any) -> Any:
     copied = copy.deepcopy(model)
     for module in copied.modules():
         for name in ("forward", "_original_forward"):
-            vars(module).pop(name, None)
+            own_fields(module).pop(name, None)
     return copied
 
 

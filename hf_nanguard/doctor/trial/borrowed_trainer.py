@@ -25,6 +25,7 @@ from ...hf.compat.accelerate import bare_optimizer
 from ...hf.compat.trainer import replace_callbacks
 from ...hf.trainer.arguments import GuardArguments
 from ...hf.trainer.mixin import GuardedTrainerMixin
+from ...own_fields import own_fields
 
 
 class _KeptTensor:
@@ -47,7 +48,7 @@ class _KeptTensor:
 def find_models(trainer: Any) -> dict[str, nn.Module]:
     """Returns the models of a trainer by the names of its attributes, each once: the trained one, a reference, rewards."""
     found: dict[int, tuple[str, nn.Module]] = {id(trainer.model): ("model", trainer.model)}
-    for name, value in vars(trainer).items():
+    for name, value in own_fields(trainer).items():
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, nn.Module) and name != "model_wrapped":
                 found.setdefault(id(each), (name, each))
@@ -57,8 +58,12 @@ def find_models(trainer: Any) -> dict[str, nn.Module]:
 def list_parts(model: nn.Module) -> list[object]:
     """Returns all modules of a model and the configs they hold, each once."""
     modules = list(model.modules())
-    configs = [value for module in modules for value in vars(module).values() if isinstance(value, PreTrainedConfig)]
-    configs += [part for config in configs for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
+    configs = [
+        value for module in modules for value in own_fields(module).values() if isinstance(value, PreTrainedConfig)
+    ]
+    configs += [
+        part for config in configs for part in own_fields(config).values() if isinstance(part, PreTrainedConfig)
+    ]
     return list({id(part): part for part in (*modules, *configs)}.values())
 
 
@@ -143,7 +148,7 @@ def _copy_collator(trainer: Trainer) -> object:
 def calm(trainer: Any) -> None:
     """Takes what has effects elsewhere from a borrowed trainer: callbacks, the hub, logs, evaluation, noise, the guard."""
     if isinstance(trainer, GuardedTrainerMixin):
-        vars(trainer).pop("nanguard", None)
+        own_fields(trainer).pop("nanguard", None)
         trainer.begin_guarding(GuardArguments(nanguard_mode="off"))
     trainer.data_collator = _copy_collator(trainer)
     trainer.model_init = None

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from ...own_fields import own_fields
+
 RANDOM = ("drop", "jitter")
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 AUXILIARY = ("router_aux_loss_coef", "aux_loss_coef", "router_z_loss_coef")
@@ -17,7 +19,9 @@ def _is_rate(owner: object, name: str) -> bool:
 
 def has_rate(module: nn.Module) -> bool:
     """Returns whether a module has a rate of dropout that is not 0."""
-    return any(type(value) is float and value > 0 and _is_rate(module, name) for name, value in vars(module).items())
+    return any(
+        type(value) is float and value > 0 and _is_rate(module, name) for name, value in own_fields(module).items()
+    )
 
 
 @contextmanager
@@ -27,13 +31,13 @@ def without_randomness(owners: list[object], auxiliary: float = 0.0) -> Iterator
     found = [
         (each, name, value)
         for each in owners
-        for name, value in vars(each).items()
+        for name, value in own_fields(each).items()
         if type(value) is float and value and (_is_rate(each, name) or name in AUXILIARY)
     ]
     for each, name, value in found:
-        vars(each)[name] = value * auxiliary if name in AUXILIARY else 0.0
+        own_fields(each)[name] = value * auxiliary if name in AUXILIARY else 0.0
     try:
         yield
     finally:
         for each, name, value in found:
-            vars(each)[name] = value
+            own_fields(each)[name] = value

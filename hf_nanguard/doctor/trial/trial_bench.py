@@ -16,6 +16,7 @@ from ...hf.compat.accelerate import replaced_method
 from ...hf.compat.model_config import is_encoder_decoder, without_adapter
 from ...hf.compat.online_trainer import has_policy_logps, is_online
 from ...hf.compat.trainer import prepare_inputs, set_accumulation_steps
+from ...own_fields import own_fields
 from .borrowed_trainer import find_models, list_parts
 from .law_result import NotApplicable
 from .quiet_forward import without_randomness
@@ -308,10 +309,10 @@ class TrialBench:
         for tensor in (*self.bare.parameters(), *self.bare.buffers()):
             if tensor.is_floating_point():
                 tensor.data = tensor.data.float()
-        vars(self.bare).pop("forward", None)
+        own_fields(self.bare).pop("forward", None)
         if self.own_forward is not None:
-            vars(self.bare)["forward"] = self.own_forward
-        vars(self.trainer.accelerator)["autocast"] = nullcontext
+            own_fields(self.bare)["forward"] = self.own_forward
+        own_fields(self.trainer.accelerator)["autocast"] = nullcontext
 
     @cached_property
     def dtype(self) -> torch.dtype:

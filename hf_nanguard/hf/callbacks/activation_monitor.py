@@ -7,11 +7,11 @@ from transformers import TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...core.monitors.activations import ActivationMonitor
-from ...core.monitors.base import load_whole
 from ...core.torch_private import has_compiled_part
 from ...errors import ArgumentError
-from ...report.state_file import read_state, report_unusable, write_state
+from ...report.state_file import write_state
 from ..monitors.attention_probe import find_head
+from ..trainer.run_record import load_part
 from .harmless_callback import HarmlessCallback, harmless, make_journal
 
 STATE_FILE = "nanguard_activation.json"
@@ -124,10 +124,5 @@ def _load_state(monitor: ActivationMonitor, args: TrainingArguments, state: Trai
     given = args.resume_from_checkpoint
     folders = [*([Path(given)] if isinstance(given, str) else []), _find_checkpoint(args, state)]
     file = next((folder / STATE_FILE for folder in folders if (folder / STATE_FILE).is_file()), None)
-    saved = None if file is None else read_state(file)
-    if file is None or saved is None:
-        return
-    try:
-        load_whole(monitor, saved)
-    except ValueError as error:
-        report_unusable(file, error)
+    if file is not None:
+        load_part(monitor, file)

@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -38,14 +38,12 @@ class CheckpointGuardCallback(HarmlessCallback):
     ```
     """
 
-    def __init__(self) -> None:
-        self._run = ExitStack()
+    _of_one_trainer = (*HarmlessCallback._of_one_trainer, "_run")
 
-    def __getstate__(self) -> dict[str, object]:
-        return {}  # a copy belongs to another trainer
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        self._run = ExitStack()
+    @cached_property
+    def _run(self) -> ExitStack:
+        """What is put back at the end of a run."""
+        return ExitStack()
 
     def on_init_end(self, args, state, control, **kwargs):
         trainer = find_trainer()

@@ -95,7 +95,7 @@ class GradientMonitorCallback(HarmlessCallback):
         if _scaler_of(optimizer) is not None and all(map(math.isfinite, read_host(tap.losses))):
             return  # the scaler skips this step itself, which is how it finds its scale
         action = self.contain(optimizer, control)  # first: the report may fail
-        census = take_census(tap.named_magnitudes())
+        census = take_census(tap.magnitudes)
         kinds = list(census.bad.values())
         self.num_nan += kinds.count("nan")
         self.num_inf += kinds.count("inf")

@@ -30,8 +30,7 @@ class GradientTap:
         self._behind = partial((boundary or Boundary()).wrapped, "gradient tap")
         self.armed = False  # whether a measurement was requested
         self.queued = False  # whether the backward pass that runs now has queued what follows it
-        self.names: list[str] = []
-        self.largest: list[Tensor] = []
+        self.magnitudes: list[tuple[str, Tensor]] = []  # the largest of each gradient, NaN or inf where the gradient is
         self.norm: Tensor | None = None
         self.losses: list[Tensor] = []
         self._handle: RemovableHandle | None = None
@@ -40,7 +39,7 @@ class GradientTap:
         """Requests a measurement of the next accumulation group."""
         self.disarm()
         self.armed, self.norm = True, None
-        self.names, self.largest, self.losses = [], [], []
+        self.magnitudes, self.losses = [], []
         self._hook_forward()
 
     def disarm(self) -> None:
@@ -89,10 +88,5 @@ class GradientTap:
     def _measure(self) -> None:
         named = [(name, p.grad) for name, p in self.model.named_parameters() if p.grad is not None]
         gradients = [gradient for _, gradient in named]
-        self.names = [name for name, _ in named]
-        self.largest = magnitudes(gradients)
+        self.magnitudes = [(name, each) for (name, _), each in zip(named, magnitudes(gradients), strict=True)]
         self.norm = same_on_all_ranks(torch.nn.utils.get_total_norm(gradients))
-
-    def named_magnitudes(self) -> list[tuple[str, Tensor]]:
-        """Returns the largest magnitude of every gradient, which is NaN or inf where the gradient is."""
-        return list(zip(self.names, self.largest, strict=True))

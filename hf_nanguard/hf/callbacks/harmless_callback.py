@@ -10,6 +10,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from ...boundary import Boundary, GuardFailure
 from ...core.journal import Journal
 from ...core.ranks import Ranks
+from ...own_fields import own_fields
 from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
 
 C = TypeVar("C", bound="HarmlessCallback")
@@ -41,9 +42,12 @@ class HarmlessCallback(TrainerCallback):
     a user's subclass are the user's."""
 
     _boundary: CallbackBoundary | None = None
+    _of_one_trainer: tuple[str, ...] = (
+        "_boundary",
+    )  # attributes that a copy does not have: it belongs to another trainer
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_boundary": None}  # a copy belongs to another run
+        return {name: value for name, value in self.__dict__.items() if name not in self._of_one_trainer}
 
     def enter(self, args: TrainingArguments, state: TrainerState, is_new: bool = False) -> CallbackBoundary:
         """Returns the boundary of the run that these arguments and this state are of."""
@@ -54,7 +58,7 @@ class HarmlessCallback(TrainerCallback):
 
 def harmless(cls: type[C]) -> type[C]:
     """Puts the methods of a callback class that a trainer calls behind its boundary."""
-    for name, method in list(vars(cls).items()):
+    for name, method in list(own_fields(cls).items()):
         if name.startswith("on_"):
             setattr(cls, name, _behind_boundary(f"{cls.__name__}.{name}", method))
     return cls

@@ -4,12 +4,11 @@ import logging
 import weakref
 from typing import cast
 
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
-from ...plain_text import format_error
-from ..attach_guard import attach
+from ..attach_guard import attach_if_possible
 from ..compat.trainer import find_trainer
-from ..compat.unguardable_class import find_own_loop, find_own_super
+from ..compat.unguardable_class import find_obstacle
 from ..trainer.arguments import Given, read_guard_arguments
 from ..trainer.mixin import GuardedTrainerMixin
 from .harmless_callback import HarmlessCallback, harmless
@@ -41,12 +40,11 @@ class NanGuardCallback(HarmlessCallback):
 
     def __init__(self, guard: Given = None):
         self.arguments = read_guard_arguments(guard)
-        self._asked: weakref.ref[Trainer] | None = None  # the trainer that is guarded in a reduced way
-        self._obstacle: str | None = None  # why that is so
-        self._reduced: ReducedGuard | None = None  # of the run
+        self._obstacle: str | None = None  # why the trainer is guarded in a reduced way
 
-    def __getstate__(self) -> dict[str, object]:
-        return {**super().__getstate__(), "_asked": None, "_reduced": None}  # a copy belongs to another trainer
+    _of_one_trainer = (*HarmlessCallback._of_one_trainer, "_asked", "_reduced")
+    _asked: weakref.ref[Trainer] | None = None  # that trainer
+    _reduced: TrainerCallback = TrainerCallback()  # its guard during a run
 
     def on_init_end(self, args, state, control, **kwargs):
         self._guard(find_trainer())
@@ -63,21 +61,17 @@ class NanGuardCallback(HarmlessCallback):
             )
 
     def on_step_begin(self, args, state, control, **kwargs):
-        if self._reduced is not None:
-            self._reduced.on_step_begin(args, state, control, **kwargs)
+        self._reduced.on_step_begin(args, state, control, **kwargs)
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if self._reduced is not None:
-            self._reduced.on_pre_optimizer_step(args, state, control, **kwargs)
+        self._reduced.on_pre_optimizer_step(args, state, control, **kwargs)
 
     def on_step_end(self, args, state, control, **kwargs):
-        if self._reduced is not None:
-            self._reduced.on_step_end(args, state, control, **kwargs)
+        self._reduced.on_step_end(args, state, control, **kwargs)
 
     def on_train_end(self, args, state, control, **kwargs):
-        if self._reduced is not None:
-            self._reduced.on_train_end(args, state, control, **kwargs)
-        self._reduced = None
+        self._reduced.on_train_end(args, state, control, **kwargs)
+        self._reduced = TrainerCallback()
 
     def _guard(self, trainer: Trainer | None) -> None:
         """Guards a trainer, once; if that cannot be, says what is guarded in its place."""
@@ -101,16 +95,8 @@ class NanGuardCallback(HarmlessCallback):
         """Attaches the guard; returns why that cannot be, `None` if it is done."""
         if trainer is None:
             return "the loop that calls NanGuardCallback is not that of a Trainer"
-        cls = type(trainer)
         needs_callback = trainer.needs_callback if isinstance(trainer, GuardedTrainerMixin) else True
-        if loop := find_own_loop(cls):
-            return f"its {', '.join(loop)} runs a training loop of its own"
-        if closed := find_own_super(cls):
-            return f"its {', '.join(closed)} calls super(type(self), self)"
-        try:
-            attach(trainer, self.arguments)
-        except (TypeError, AttributeError) as error:  # a metaclass, or slots, of the user's
-            trainer.__class__ = cls
-            return f"its class cannot be changed ({format_error(error)})"
-        cast(GuardedTrainerMixin, trainer).note_request(self, needs_callback)
-        return None
+        obstacle = find_obstacle(trainer) or attach_if_possible(trainer, self.arguments)
+        if obstacle is None:
+            cast(GuardedTrainerMixin, trainer).note_request(self, needs_callback)
+        return obstacle

@@ -2,7 +2,8 @@
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...boundary import Boundary
+from .accelerate import replaced_method
 from .trainer_protocol import HostTrainer
 
 Completions = dict[str, Any]
@@ -71,24 +73,17 @@ def find_own_scoring(trainer: HostTrainer) -> str | None:
     return None if own is None else getattr(own, "__qualname__", SCORING)  # a callable object has none
 
 
-@contextmanager
-def replaced_scoring(trainer: HostTrainer, score: Callable[..., Tensor], boundary: Boundary) -> Iterator[None]:
+def replaced_scoring(
+    trainer: HostTrainer, score: Callable[..., Tensor], boundary: Boundary
+) -> AbstractContextManager[None]:
     """Makes a TRL trainer call `score(calculate, ...)` in place of its `_calculate_rewards`, which is passed as `calculate`
     even if a subclass has overridden it.
 
     Can go together with `find_own_scoring`.
     """
-    before, calculate = vars(trainer).get(SCORING), getattr(trainer, SCORING, None)
-    if calculate is None:  # e.g. distillation, which does not score completions
-        yield
-        return
-    vars(trainer)[SCORING] = boundary.overriding("rewards", score, calculate)
-    try:
-        yield
-    finally:
-        del vars(trainer)[SCORING]
-        if before is not None:
-            vars(trainer)[SCORING] = before
+    if not hasattr(trainer, SCORING):  # e.g. distillation, which does not score completions
+        return nullcontext()
+    return replaced_method(trainer, SCORING, partial(boundary.overriding, "rewards", score))
 
 
 def split_images(batch: Completions) -> Completions:

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -175,12 +175,15 @@ def lost_loss(error: Exception) -> bool:
     return isinstance(error, ValueError) and "did not return a loss" in str(error)
 
 
-def has_own_method(trainer: HostTrainer, name: str) -> bool:
-    """Returns whether a method was put on the trainer itself, where it hides that of its class.
+def surrounded_own_method(
+    trainer: HostTrainer, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., object]]
+) -> AbstractContextManager[None]:
+    """Returns a context in which a method that was put on the trainer itself, where it hides that of its class, is replaced by
+    `wrap(method)`; one that does nothing if there is none.
 
     Can go when the Trainer refuses that.
     """
-    return name in vars(trainer)
+    return replaced_method(trainer, name, wrap) if name in vars(trainer) else nullcontext()
 
 
 @contextmanager

@@ -4,10 +4,24 @@ import dis
 import inspect
 from types import CodeType
 
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 # Can go when transformers has an interface for replacing the training loop.
 LOOP = ("train", "_inner_training_loop", "_run_epoch")
+
+
+def find_obstacle(trainer: object) -> str | None:
+    """Returns why a trainer cannot be guarded, `None` if its class shows no reason.
+
+    Can go together with what it looks for.
+    """
+    if not isinstance(getattr(trainer, "args", None), TrainingArguments):
+        return "it was not built by the constructor of Trainer"
+    if loop := find_own_loop(type(trainer)):
+        return f"its {', '.join(loop)} runs a training loop of its own"
+    if closed := find_own_super(type(trainer)):
+        return f"its {', '.join(closed)} calls super(type(self), self); write super() there"
+    return None
 
 
 def find_own_loop(trainer_class: type) -> list[str]:

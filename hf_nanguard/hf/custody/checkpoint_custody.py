@@ -38,6 +38,10 @@ class CheckpointCustody:
         self.has_run = True
         self.saved.begin_run()
 
+    def end_run(self) -> None:
+        """Ends the custody of a run that has come to its end."""
+        self.saved.end_run()
+
     def saving(self, folder: Path) -> AbstractContextManager[None]:
         """Surrounds the save of a checkpoint."""
         return nullcontext() if self.policy.mode == "off" else self.saved.saving(folder)

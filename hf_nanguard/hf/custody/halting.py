@@ -29,6 +29,7 @@ class Halting:
 
     def __post_init__(self) -> None:
         self.policy, self.monitor_set = self.guard.policy, self.guard.monitor_set
+        self.recovery, self.escalation = self.guard.recovery, self.guard.escalation
 
     saves: bool = True
 
@@ -48,7 +49,7 @@ class Halting:
         `step` is the next one, if it can be rewound; `repeats` returns whether the last batches are bad with the weights of now
         as well.
         """
-        reason = self.guard.recovery.resolve(failure, step, repeats)
+        reason = self.recovery.resolve(failure, step, repeats)
         if reason is not None:
             self.halt(model, reason)
         return reason is None
@@ -97,14 +98,14 @@ class Halting:
         if watch.divergence.is_reported:
             since = watch.divergence.since
             return f"A finite state, but not a good one: its loss has diverged since step {since}. It is in {folder}."
-        if watch.is_open or self.guard.norms.is_open:
+        if self.guard.is_suspect:
             what = "A finite state, saved while loss or gradient norm were far above their usual level"
             return f"{what}, is in {folder}."
         return f"The last good state is in {folder}."
 
     def _find_earlier(self) -> str:
         """Returns a sentence about the checkpoint from before the bad steps, if that is not the last one."""
-        first, earlier = self.guard.escalation.first_bad_step, self.custody.find_earlier(self._folder)
+        first, earlier = self.escalation.first_bad_step, self.custody.find_earlier(self._folder)
         if first is None or earlier is None:
             return ""
         return f" The first of the bad steps is {first}; resume from {earlier}, the last checkpoint from before it."

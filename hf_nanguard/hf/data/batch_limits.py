@@ -7,6 +7,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from ...own_fields import own_fields
 from ..compat.model_config import without_adapter
 from ..compat.own_loss import is_library_code, is_library_module
 
@@ -84,7 +85,7 @@ def find_limits(model: nn.Module, shifted: bool, own_loss: bool = False) -> Limi
 
 
 def _is_hosts(base: PreTrainedModel, model: nn.Module) -> bool:
-    loss = vars(base).get("_loss_function", find_limits)  # what was set in place of the loss of its class
+    loss = own_fields(base).get("_loss_function", find_limits)  # what was set in place of the loss of its class
     return is_library_code(loss) and all(map(is_library_module, (base, model)))
 
 
@@ -119,5 +120,5 @@ def _call(get_embeddings: Callable[[], object]) -> object:
 
 def _rows(get_embeddings: Callable[[], object]) -> int | None:
     module = _call(get_embeddings)
-    weight = vars(module).get("_parameters", {}).get("weight") if isinstance(module, nn.Module) else None
+    weight = dict(module.named_parameters(recurse=False)).get("weight") if isinstance(module, nn.Module) else None
     return None if weight is None or weight.ndim != 2 else weight.shape[0]

@@ -11,12 +11,13 @@ import gzip
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from ..compat.prepared_dataset import find_files, format_ids, pick_ids
 
 MAX_BYTES = 256 * 2**20
-MAX_NAMED = 3  # rows; more that have the text equally well say nothing
+MAX_EQUAL = 3  # rows; more that have the same text equally well say nothing
+MAX_NAMED = 8  # rows of a packed text
 HEAD = 200  # characters of a text that are compared: what follows may be cut off
 KINDS = (".parquet", ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
 
@@ -33,41 +34,63 @@ def find_source(dataset: object, text: str) -> str | None:
     files = [path for path in map(Path, find_files(dataset)) if path.is_file() and _find_kind(path) in KINDS]
     if not files or sum(path.stat().st_size for path in files) > MAX_BYTES:
         return None
-    whole, found, names = _squeeze(text), [], [path.name for path in files]
+    whole, names = _squeeze(text), [path.name for path in files]
+    found: list[Match] = []
     for path in files:
         name = path.name if names.count(path.name) == 1 else f"{path.parent.name}/{path.name}"
         for number, row in enumerate(_read_rows(path)):
-            score, place = _match(row, whole)
-            if score:
-                found.append((score, place, name, number, pick_ids(row)))
+            found += _match(row, whole, f"{name} row {number}")
     return _format(found)
 
 
-def _match(row: Mapping[str, object], text: str) -> tuple[int, tuple[int, int]]:
-    """Returns how many characters of a row a text has, and where the longest part of them is; 0 unless that is the longest part
-    of the row, or they are half of the text."""
+class Match(NamedTuple):
+    """A row of which a text has a part.
+
+    Args:
+        score (`int`):
+            How many characters of the row the text has.
+        place (`tuple[int, int]`):
+            Where the longest part of them begins and ends.
+        name (`str`):
+            File, row and ids.
+    """
+
+    score: int
+    place: tuple[int, int]
+    name: str
+
+
+def _match(row: Mapping[str, object], text: str, name: str) -> list[Match]:
+    """Returns a match if the text has the longest part of the row, or if parts of the row are half of the text."""
     ids = pick_ids(row)
     parts = [_squeeze(part) for name, value in row.items() if name not in ids for part in _find_texts(value)]
     inside = [part for part in parts if part and part[:HEAD] in text]
     longest, score = max(inside, key=len, default=""), sum(map(len, inside))
     if not inside or (len(longest) < max(map(len, parts)) and 2 * score < len(text)):
-        return 0, (0, 0)
+        return []
     begin = text.find(longest[:HEAD])
-    return score, (begin, begin + len(longest))
+    named = ", ".join(filter(None, [name, format_ids(ids)]))
+    return [Match(score, (begin, begin + len(longest)), named)]
 
 
-def _format(found: list[tuple[int, tuple[int, int], str, int, dict[str, str | int]]]) -> str | None:
-    """Returns the rows that match best. A text that holds a row besides the best one was made from several rows."""
-    if not found:
+def _format(found: list[Match]) -> str | None:
+    """Returns the row that matches best, or all that do so equally; of a packed text every row it has, in their order in it."""
+    ranked = sorted(found, key=lambda match: -match.score)
+    places: dict[tuple[int, int], list[Match]] = {}
+    for match in ranked:
+        begin, end = match.place
+        free = all(end <= other[0] or begin >= other[1] for other in places)
+        equal = places.get(match.place, [match])[0].score == match.score
+        if (free or match.place in places) and equal:
+            places.setdefault(match.place, []).append(match)
+    best = ranked[0].score if ranked else 0
+    if sum(2 * matches[0].score >= best for matches in places.values()) < 2:  # not packed: a short row occurs by chance
+        places = dict(list(places.items())[:1])
+    named = [match.name for place in sorted(places) for match in places[place]]
+    if not named or any(len(matches) > MAX_EQUAL for matches in places.values()):
         return None
-    best, place, *_ = max(found, key=lambda match: match[0])
-    others = [match for match in found if 2 * match[0] >= best and (match[1][0] >= place[1] or match[1][1] <= place[0])]
-    named = [match for match in found if match[0] == best]
-    if others or len(named) > MAX_NAMED:
-        return None
-    return "; ".join(
-        ", ".join(filter(None, [f"{name} row {number}", format_ids(ids)])) for _, _, name, number, ids in named
-    )
+    more = f"; and {len(named) - MAX_NAMED} more rows" if len(named) > MAX_NAMED else ""
+    return ("packed from " if len(places) > 1 else "") + "; ".join(named[:MAX_NAMED]) + more
 
 
 def _find_kind(path: Path) -> str:

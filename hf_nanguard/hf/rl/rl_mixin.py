@@ -67,8 +67,8 @@ class ReinforcementMixin(GuardedTrainerMixin):
 
     def begin_guarding(self, guard: GuardArguments | None) -> None:
         super().begin_guarding(guard)
-        if self.nanguard is not None:
-            self.nanguard.boundary.call("online data", self._begin_online, self.nanguard)
+        if (trainer_guard := self.nanguard) is not None:
+            trainer_guard.boundary.call("online data", self._begin_online, trainer_guard)
 
     def _begin_online(self, trainer_guard: TrainerGuard) -> None:
         trainer_guard.use_online(OnlineGuard(cast(OnlineTrainer, self), trainer_guard.guard))
@@ -86,11 +86,11 @@ class ReinforcementMixin(GuardedTrainerMixin):
     def _online(self) -> OnlineGuard:
         """The guard of completions, rewards and log-ratios. The trainer guard keeps it, because copies of a trainer leave out
         the trainer guard and nothing else."""
-        assert isinstance(self.nanguard.step.online, OnlineGuard)
-        return self.nanguard.step.online
+        assert isinstance(self.nanguard.online, OnlineGuard)
+        return self.nanguard.online
 
     @entered_once
-    def _generate_single_turn(self, host, prompt_ids, *args, **kwargs):
+    def _generate_single_turn(self, guard, host, prompt_ids, *args, **kwargs):
         rollout = self._online.rollout
         with rollout.generating() as watch:
             result = host(prompt_ids, *args, **kwargs)
@@ -98,21 +98,21 @@ class ReinforcementMixin(GuardedTrainerMixin):
         return result
 
     @entered_once
-    def _compute_loss(self, host, model, inputs, *args, **kwargs):
+    def _compute_loss(self, guard, host, model, inputs, *args, **kwargs):
         ratio = self._online.ratio
-        counted = model.training and self.nanguard.watches and not self.nanguard.replaying
+        counted = model.training and guard.watches and not guard.replaying
         with nullcontext(inputs) if ratio is None else ratio.around_loss(inputs, counted) as given:
             return host(model, given, *args, **kwargs)
 
     @entered_once
-    def _get_per_token_logps_and_entropies(self, host, *args, **kwargs):
+    def _get_per_token_logps_and_entropies(self, guard, host, *args, **kwargs):
         result = host(*args, **kwargs)
         ratio = self._online.ratio
         return result if ratio is None else ratio.on_log_probs(result)
 
     @entered_once
-    def _generate_and_score_completions(self, host, inputs):
-        guard, online = self.nanguard, self._online
+    def _generate_and_score_completions(self, guard, host, inputs):
+        online = self._online
         rollout, call = online.rollout, guard.boundary.call  # each apart: every rank must come to `finish`
         rows = call("completions", guard.recorder.current_rows)
         call("completions", lambda: rollout.begin(len(inputs), rows, find_own_scoring(online.trainer)))

@@ -12,6 +12,8 @@ from types import FunctionType, MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from ...own_fields import own_fields
+
 MADE_HERE = "nanguard_made_here"
 """Marks the body of a class that is made here: the function that makes it, and the class it is made of. A keyword of the
 class is no alternative: few metaclasses accept one."""
@@ -23,14 +25,14 @@ OURS = ("nanguard", "given_guard", "asked_by", "needs_callback")
 
 def is_made_here(cls: type) -> bool:
     """Returns whether a class was made by `guarded` or `attach`, whatever module it claims to be from."""
-    return MADE_HERE in vars(cls)
+    return MADE_HERE in own_fields(cls)
 
 
 class Stealth:
     """Hides a class that is made here from `__init_subclass__` of the classes after it, which may be a registry."""
 
     def __init_subclass__(cls, **kwargs: object):
-        if MADE_HERE not in vars(cls):
+        if MADE_HERE not in own_fields(cls):
             super().__init_subclass__(**kwargs)
 
 
@@ -42,29 +44,19 @@ class HostMethods:
         self._classes = order[order.index(mixin) + 1 :]
         self._found: dict[str, Any] = {}
         for host in reversed(self._classes):
-            self._found.update(vars(host))
+            self._found.update(own_fields(host))
         self.entered: set[str] = set()
 
-    def is_replaced(self, name: str) -> bool:
-        """Returns whether somebody has put something else in place of a method since."""
-        now = next(vars(host)[name] for host in self._classes if name in vars(host))
-        return now is not self._found[name]
+    def find_replaced(self, name: str) -> Callable[..., object] | None:
+        """Returns a method of the host if somebody has put something else in its place since, `None` otherwise."""
+        now = next(own_fields(host)[name] for host in self._classes if name in own_fields(host))
+        return None if now is self._found[name] else self._found[name]
 
     def find_hidden(self, trainer: object) -> list[str]:
         """Returns which methods of the mixin are never called, because a subclass or somebody else has put another there."""
-        found = {name: owner for owner in reversed(type(trainer).__mro__) for name in vars(owner)}
-        ours = {
-            name
-            for owner in type(trainer).__mro__
-            for name, value in vars(owner).items()
-            if isinstance(value, Override)
-        }
-        return sorted(
-            name for name in ours if name in vars(trainer) or not isinstance(vars(found[name])[name], Override)
-        )
-
-    def call(self, trainer: object, name: str, *args: object, **kwargs: object) -> object:
-        return self._found[name](trainer, *args, **kwargs)
+        fields = [field for owner in type(trainer).__mro__ for field in own_fields(owner).items()]
+        ours = {name for name, value in fields if isinstance(value, Override)}
+        return sorted(name for name in ours if not isinstance(inspect.getattr_static(trainer, name), Override))
 
 
 class Override:
@@ -97,8 +89,8 @@ class Override:
 
 
 def entered_once(method: Callable[..., object]) -> Any:
-    """Makes an [`Override`] of `method(trainer, host, ...)`, which calls the host's method as `host`, behind the boundary. It
-    goes on to the host's own method if the one that replaced it has come back to us."""
+    """Makes an [`Override`] of `method(trainer, guard, host, ...)`, which gets the trainer's guard and calls the host's method as
+    `host`, behind the boundary. It goes on to the host's own method if the one that replaced it has come back to us."""
     name = method.__name__
 
     @wraps(method)
@@ -110,11 +102,11 @@ def entered_once(method: Callable[..., object]) -> Any:
             return below(*args, **kwargs)
         host: HostMethods = guard.host
         is_first = name not in host.entered
-        if not is_first and host.is_replaced(name):
-            return host.call(trainer, name, *args, **kwargs)
+        if not is_first and (replaced := host.find_replaced(name)) is not None:
+            return replaced(trainer, *args, **kwargs)
         host.entered.add(name)
         try:
-            return guard.boundary.around(name, partial(method, trainer), below, *args, **kwargs)
+            return guard.boundary.around(name, partial(method, trainer, guard), below, *args, **kwargs)
         finally:
             if is_first:
                 host.entered.discard(name)
@@ -130,9 +122,9 @@ def takes_also(*added: inspect.Parameter) -> Callable[[Callable[..., object]], A
 
 def detach(trainer: object) -> None:
     """Makes a trainer that was guarded by [`attach`] one of its original class again."""
-    _, trainer.__class__ = vars(type(trainer))[MADE_HERE]
+    _, trainer.__class__ = own_fields(type(trainer))[MADE_HERE]
     for name in OURS:
-        vars(trainer).pop(name, None)
+        own_fields(trainer).pop(name, None)
 
 
 # ---- copies and pickles ----
@@ -156,9 +148,9 @@ def reduce_guarded(cls: type, reduced: str | tuple) -> str | tuple:
         return reduced
     function, args, *rest = reduced
     rest[:1] = [without_attributes(state, ("nanguard",)) for state in rest[:1]]
-    if MADE_HERE not in vars(cls):
+    if MADE_HERE not in own_fields(cls):
         return (function, args, *rest)
-    make, original = vars(cls)[MADE_HERE]
+    make, original = own_fields(cls)[MADE_HERE]
     parts = [ItsClass if value is cls or value is original else value for value in (function, *args)]
     return (rebuild, (make, original, *parts), *rest)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...boundary import HostCall
 from ...core.event import Event, Failure
-from ...core.finite import local, read_host
+from ...core.finite import local
 from ...core.rerun.runner import same_on_all_ranks
 from ...core.rerun.traceless_skip import clear_gradients, show_zero_gradients
 from ...core.rerun.weight_copies import WeightCopies
@@ -49,7 +49,7 @@ class GuardedStep:
     def __post_init__(self) -> None:
         guard = self.guard
         self.policy, self.boundary, self.ranks = guard.policy, guard.boundary, guard.ranks
-        self.journal, self.monitor_set = guard.journal, guard.monitor_set
+        self.journal, self.monitor_set, self.redo = guard.journal, guard.monitor_set, guard.redo
         self.acts = self.policy.acts
         self.deepspeed = compat_accelerate.steps_in_backward(self.trainer)
         self.no_signal = NoSignalDetector(self.policy.stall_steps, self.journal)
@@ -78,11 +78,15 @@ class GuardedStep:
         return self.recorder.begin_group(batches)
 
     def guard_step(
-        self, training_step: HostCall, model: nn.Module, inputs: object, num_items: Tensor | int | None
+        self,
+        training_step: HostCall,
+        model: nn.Module,
+        inputs: object,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> Tensor:
         """Runs a `training_step` as one micro-batch of `train()`; as it is if it was called by hand, again, or by another."""
         if not self.recorder.watches or self.guard.replaying or self.recorder.phase is Phase.RUNNING:
-            return training_step(model, inputs, num_items)
+            return training_step(model, inputs, num_items_in_batch)
         self.show_filter()
         runner = self._runner_for(model)
         if not self.recorder.is_open:  # the trainer has a get_batch_samples, or a loop, of its own
@@ -90,9 +94,9 @@ class GuardedStep:
         if not self.recorder.has_micro_batches:
             self.boundary.call("snapshot", self._begin_snapshot, runner)
             runner.begin_group()
-            self.recorder.begin_step(LossWeight(self.trainer.current_gradient_accumulation_steps, num_items))
+            self.recorder.begin_step(LossWeight(self.trainer.current_gradient_accumulation_steps, num_items_in_batch))
             self.monitor_set.begin_step(self.trainer.state.global_step)
-        loss = self.recorder.record(training_step, runner, inputs, num_items)
+        loss = self.recorder.record(training_step, runner, inputs, num_items_in_batch)
         if self.acts:
             self._hidden_filter.enter_context(compat.log_filter(self.trainer, False))
         return loss
@@ -177,13 +181,13 @@ class GuardedStep:
         if not outcome.stepped or outcome.failure is not None:
             self._skip_optimizer(not outcome.moves_schedule)
         call("running loss", self._correct_log, outcome, runner)
-        call("learning signal", self._observe_signal, record)
+        call("learning signal", self._observe_signal, record, runner)
         call("held inputs", self._finish_step, record, outcome)
         norm = self._clip(outcome, runner, max_norm, host_clip if is_clipped else None) if outcome.stepped else None
         if outcome.halt is not None:
             self._halt(model, outcome.halt)
         elif outcome.failure is not None:
-            repeats = partial(self.guard.redo.repeats, record.group, runner)
+            repeats = partial(self.redo.repeats, record.group, runner)
             self._recover(model, outcome.failure, step + 1, repeats)
         elif outcome.stepped:
             call("update", self.guard.begin_update, outcome)
@@ -202,12 +206,12 @@ class GuardedStep:
             return local(same_on_all_ranks(torch.as_tensor(norm))) + 0.0 * local(runner.norm())
         return host_clip() if norm is None and not compat.clips_in_one_piece(self.trainer, model) else norm
 
-    def _observe_signal(self, record: StepRecord) -> None:
+    def _observe_signal(self, record: StepRecord, runner: TrainerRunner) -> None:
         """Classifies the settled step by what it could learn from."""
         norm = self.guard.last_norm
         if self.online is None:
-            is_used_up = self.runner is not None and self.runner.buffers.has_updates
-            signal: StepSignal | None = StepSignal.of_batches(record.no_signals, None if is_used_up else norm)
+            shown = None if runner.buffers.has_updates else norm
+            signal: StepSignal | None = StepSignal.of_batches(record.no_signals, shown)
         else:
             signal = self.online.step_signal(norm)
         if signal is not None:
@@ -215,10 +219,8 @@ class GuardedStep:
 
     def _finish_step(self, record: StepRecord, outcome: StepOutcome) -> None:
         """Leaves trainer and recorder ready for the next step."""
-        if outcome.stepped and outcome.failure is None and outcome.redone is None and record.group.micro_batches:
-            self.recorder.loss_errors.keep_replacement(record.group.micro_batches[0].payload)
         compat.set_accumulation_steps(self.trainer, record.group.weight.steps)
-        self.recorder.release()
+        self.recorder.release(outcome.stepped and outcome.failure is None and outcome.redone is None)
 
     def _skip_optimizer(self, holds_schedule: bool = True) -> None:
         self.recorder.skip()
@@ -279,12 +281,6 @@ class GuardedStep:
         failure = self.monitor_set.after_update()
         if failure is not None and self.runner is not None:
             self._recover(self.runner.model, failure, self.trainer.state.global_step)
-
-    def after_epoch(self) -> None:
-        """Keeps a non-finite loss out of the log when an epoch ends inside a group, which no step decides."""
-        losses = self.guard.group.losses
-        if self.acts and losses and not all(map(math.isfinite, read_host(losses))):
-            self.recorder.restore_running_loss([torch.where(torch.isfinite(loss), loss, 0.0) for loss in losses])
 
     # ---- halt ----
 

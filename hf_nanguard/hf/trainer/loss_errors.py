@@ -1,7 +1,7 @@
 """Exceptions inside a loss: an event each, and, with `nanguard_on_loss_error="drop"`, a dropped micro-batch."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
@@ -20,7 +20,7 @@ from ...plain_text import first_line, format_rows, quote
 from ..compat.accelerate import Exchange, replaced_method
 from ..compat.trainer import lost_loss
 from ..compat.trainer_protocol import HostTrainer
-from .held_inputs import HeldInputs
+from .held_inputs import HeldInputs, LossWeight
 from .trainer_runner import TrainerRunner
 
 
@@ -33,23 +33,18 @@ class LossErrors:
 
     def __init__(self, trainer: HostTrainer, guard: Guard):
         self.trainer = trainer
-        self.guard = guard  # whose group is being recorded
-        self.journal, self.ranks, self.policy = guard.journal, guard.ranks, guard.policy
+        self.journal, self.boundary, self.redo = guard.journal, guard.boundary, guard.redo
+        self.ranks, self.policy = guard.ranks, guard.policy
         policy = self.policy
         self.drops = policy.acts and policy.on_loss_error == "drop"
-        self.needs_replacement = policy.on_loss_error == "drop" and guard.ranks.size > 1
+        self.needs_replacement = policy.on_loss_error == "drop" and self.ranks.size > 1
         self.replacement: HeldInputs | None = None  # of a step that went through as it was
         self._exchange: Exchange | None = None
 
-    @contextmanager
-    def watched(self, model: nn.Module) -> Iterator[None]:
+    def watched(self, model: nn.Module) -> AbstractContextManager[None]:
         """Surrounds a `training_step`; where a failing loss is dropped among ranks, what they exchange is counted."""
         self._exchange = Exchange(self.trainer.accelerator, model) if self.needs_replacement else None
-        if self._exchange is None:
-            yield
-            return
-        with self._exchange.counted():
-            yield
+        return nullcontext() if self._exchange is None else self._exchange.counted()
 
     def begin_forward(self) -> None:
         """Resets the counts once the inputs are prepared: generation is not repeated."""
@@ -61,13 +56,14 @@ class LossErrors:
         if self.needs_replacement:
             self.replacement = inputs
 
-    def judge(self, error: Exception, micro: MicroBatch, runner: TrainerRunner) -> Finding | None:
+    def judge(self, error: Exception, micro: MicroBatch, runner: TrainerRunner, weight: LossWeight) -> Finding | None:
         """Returns the finding for which a micro-batch is dropped whose loss raised; `None`, after an event, if the error must
         be raised. The micro-batch has no payload if its inputs had not been prepared."""
         if self.trainer.args.auto_find_batch_size and should_reduce_batch_size(error):
             return None  # the host is about to try a smaller batch
         is_prepared = micro.payload is not None
-        samples = self.guard.boundary.call("autopsy", self._find_samples, error, micro, runner, otherwise=lambda *_: ())
+        given = (error, micro, runner, weight)
+        samples = self.boundary.call("autopsy", self._find_samples, *given, otherwise=lambda *_: ())
         missing = isinstance(error, LossMissingError) or lost_loss(error)
         signal = Signal.LOSS_MISSING if missing else Signal.LOSS_ERROR
         message = f"{type(error).__name__} inside the loss: {quote(first_line(error))}"
@@ -85,7 +81,9 @@ class LossErrors:
         self.journal.write(Event(step, signal, Action.REFUSED, message, micro.index, culprit=culprit))
         return None
 
-    def _find_samples(self, error: Exception, micro: MicroBatch, runner: TrainerRunner) -> tuple[int, ...]:
+    def _find_samples(
+        self, error: Exception, micro: MicroBatch, runner: TrainerRunner, weight: LossWeight
+    ) -> tuple[int, ...]:
         """Returns the samples for which the loss raises, while it does not for others; none if that cannot be tried: among
         ranks that exchange something, without memory, and on a device that is lost."""
         is_lost = isinstance(error, (torch.AcceleratorError, LossMissingError))
@@ -96,8 +94,8 @@ class LossErrors:
             return ()
         budget = Budget(self.policy.autopsy_seconds)
         budget.begin()
-        with self.guard.redo.replay(runner), runner.undisturbed():
-            suspect = SuspectBatch(runner, micro, self.guard.group.weight)
+        with self.redo.replay(runner), runner.undisturbed():
+            suspect = SuspectBatch(runner, micro, weight)
             found = find_raising(suspect, type(error), budget.allowed)
         rows = micro.rows
         return tuple(found) if rows is None or len(rows) == suspect.num_samples else ()

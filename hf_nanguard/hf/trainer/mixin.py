@@ -1,7 +1,7 @@
-"""The mixin that guards any Trainer. Each override gets the host's method as `host`, calls it once and hands over to the
-trainer's guard. All of them run behind the boundary of `entered_once`: an error of the guard leaves what the host does.
+"""The mixin that guards any Trainer. Each override gets the trainer's guard as `guard` and the host's method as `host`, calls
+the method once and hands over to the guard. All of them run behind the boundary of `entered_once`: an error of the guard leaves what the host does.
 
-One `train()`, in the order in which transformers calls us (`guard` is `self.nanguard`, a `TrainerGuard`):
+One `train()`, in the order in which transformers calls us (`guard` is a `TrainerGuard`):
 
     train()                                 custody.choose_resume: the newest good checkpoint
         for each epoch:
@@ -17,7 +17,7 @@ One `train()`, in the order in which transformers calls us (`guard` is `self.nan
                 _clip_grad_norm()           guard.step.settle: norm, ONE host read, decision; redo or skip; clip
                 _get_grad_norm()            the same, where the host does not clip
                 optimizer.step(), lr_scheduler.step()       the host's own; not after a skip
-                _maybe_log_save_evaluate()  guard.step.end_step, after_update (monitors), after_epoch
+                _maybe_log_save_evaluate()  guard.step.end_step, after_update (monitors), recorder.end_epoch
                     log()                   the guard's metrics join the row
                     evaluate()              a non-finite loss is an event and never "best"
                     _save_checkpoint()      refused if weights or optimizer state are not finite; read back, then good
@@ -39,6 +39,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import TrainOutput
 
 from ...boundary import Boundary, HostCall
+from ...own_fields import own_fields
 from ..compat.own_loss import is_library_code
 from ..compat.trainer import checkpoint_folder
 from ..compat.trainer_protocol import HostTrainer
@@ -106,7 +107,7 @@ class GuardedTrainerMixin(Stealth, _Host):
     def begin_guarding(self, guard: GuardArguments | None) -> None:
         """Sets up the guard on a trainer that is already built."""
         self.given_guard = guard
-        before: TrainerGuard | None = vars(self).get("nanguard")
+        before: TrainerGuard | None = own_fields(self).get("nanguard")
         self.nanguard = Boundary().call("the guard", self._build_guard, guard, max_failures=1)
         if before is not None and self.nanguard is not None:
             before.hand_over(self.nanguard)
@@ -124,14 +125,14 @@ class GuardedTrainerMixin(Stealth, _Host):
         return reduce_guarded(type(self), super().__reduce_ex__(protocol))
 
     @entered_once
-    def train(self, host, *args, **kwargs):
+    def train(self, guard, host, *args, **kwargs):
         if self.needs_callback and not any(callback in self.callback_handler.callbacks for callback in self.asked_by):
             logger.warning("hf_nanguard: this run is not guarded because its NanGuardCallback was removed.")
             detach(self)
             return self.train(*args, **kwargs)
-        with self.nanguard.training(), self.nanguard.unguarded.checked_updates():
-            custody, keep = self.nanguard.custody, lambda checkpoint: checkpoint
-            choose = partial(self.nanguard.boundary.call, "custody", custody.choose_resume, otherwise=keep)
+        with guard.training(), guard.unguarded.checked_updates():
+            custody, keep = guard.custody, lambda checkpoint: checkpoint
+            choose = partial(guard.boundary.call, "custody", custody.choose_resume, otherwise=keep)
             if args:
                 args = (choose(args[0]), *args[1:])
             elif kwargs.get(RESUME) is not None:
@@ -139,146 +140,142 @@ class GuardedTrainerMixin(Stealth, _Host):
             return host(*args, **kwargs)
 
     @entered_once
-    def _load_optimizer_and_scheduler(self, host, *args, **kwargs):
-        with self.nanguard.unguarded.loading_state():
+    def _load_optimizer_and_scheduler(self, guard, host, *args, **kwargs):
+        with guard.unguarded.loading_state():
             return host(*args, **kwargs)
 
     @entered_once
-    def _run_epoch(self, host, *args, **kwargs):
+    def _run_epoch(self, guard, host, *args, **kwargs):
         resumed = kwargs.get("resume_from_checkpoint") if kwargs["epoch"] == kwargs["epochs_trained"] else None
         skipped = resumed is not None and not self.args.ignore_data_skip
         position = kwargs["steps_trained_in_current_epoch"] if skipped else 0
-        with self.nanguard.epoch(kwargs["train_dataloader"], position, resumed):
+        with guard.epoch(kwargs["train_dataloader"], position, resumed):
             return host(*args, **kwargs)
 
     @entered_once
-    def _finalize_training(self, host, *args, **kwargs):
-        with self.nanguard.finalizing():
+    def _finalize_training(self, guard, host, *args, **kwargs):
+        with guard.finalizing():
             output = host(*args, **kwargs)
-        if self.nanguard.step.has_no_mean and isinstance(output, TrainOutput):  # a subclass may return anything
+        if guard.step.has_no_mean and isinstance(output, TrainOutput):  # a subclass may return anything
             return output._replace(training_loss=math.nan)
         return output
 
     # ---- data ----
 
     @entered_once
-    def get_batch_samples(self, host, *args, **kwargs):
+    def get_batch_samples(self, guard, host, *args, **kwargs):
         batches, num_items = host(*args, **kwargs)
-        return self.nanguard.step.begin_group(batches), num_items
+        return guard.step.begin_group(batches), num_items
 
     # ---- one step ----
 
     @entered_once
-    def training_step(self, host, model, inputs, num_items_in_batch=None):
-        return self.nanguard.step.guard_step(host, model, inputs, num_items_in_batch)
+    def training_step(self, guard, host, model, inputs, num_items_in_batch=None):
+        return guard.step.guard_step(host, model, inputs, num_items_in_batch)
 
     @entered_once
-    def _prepare_inputs(self, host, inputs):
-        return self.nanguard.recorder.prepare(inputs, host)
+    def _prepare_inputs(self, guard, host, inputs):
+        return guard.recorder.prepare(inputs, host)
 
     @entered_once
-    def compute_loss(self, host, model, inputs, *args, **kwargs):
+    def compute_loss(self, guard, host, model, inputs, *args, **kwargs):
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None  # the host may remove them
-        with self.nanguard.recorder.watched_loss():
+        with guard.recorder.watched_loss():
             result = host(model, inputs, *args, **kwargs)
         with_outputs = bool(args[0]) if args else bool(kwargs.get("return_outputs", False))
-        return (
-            self.nanguard.check_loss(result, with_outputs, labels, getattr(model, "training", False))
-            if self.nanguard.on
-            else result
-        )
+        return guard.check_loss(result, with_outputs, labels, getattr(model, "training", False)) if guard.on else result
 
     @entered_once
-    def floating_point_ops(self, host, inputs):
-        self.nanguard.step.show_filter()
+    def floating_point_ops(self, guard, host, inputs):
+        guard.step.show_filter()
         return host(inputs)
 
     @entered_once
-    def _clip_grad_norm(self, host, model):
-        if not self.nanguard.recorder.settles:
+    def _clip_grad_norm(self, guard, host, model):
+        if not guard.recorder.settles:
             return host(model)
-        return self.nanguard.step.settle(model, self.args.max_grad_norm, HostCall(lambda: host(model)))
+        return guard.step.settle(model, self.args.max_grad_norm, HostCall(lambda: host(model)))
 
     @entered_once
-    def _get_grad_norm(self, host, model, grad_norm=None):
-        if self.nanguard.recorder.settles:  # max_grad_norm is 0, or a subclass clips by itself
+    def _get_grad_norm(self, guard, host, model, grad_norm=None):
+        if guard.recorder.settles:  # max_grad_norm is 0, or a subclass clips by itself
             if grad_norm is None:
-                norm = self.nanguard.step.settle(model, 0.0, HostCall(lambda: host(model)))
+                norm = guard.step.settle(model, 0.0, HostCall(lambda: host(model)))
                 return norm if norm is None or is_library_code(host.method) else host(model)
-            return self.nanguard.step.settle(model, 0.0, HostCall(lambda: self._clip_grad_norm(model)), grad_norm)
-        if self.nanguard.watches and grad_norm is None:  # skipped: there is nothing to measure
+            return guard.step.settle(model, 0.0, HostCall(lambda: self._clip_grad_norm(model)), grad_norm)
+        if guard.watches and grad_norm is None:  # skipped: there is nothing to measure
             return None
         return host(model, grad_norm)
 
     @entered_once
-    def _maybe_log_save_evaluate(self, host, *args, **kwargs):
-        self.nanguard.step.end_step()
-        self.nanguard.step.after_update()
-        self.nanguard.step.after_epoch()
+    def _maybe_log_save_evaluate(self, guard, host, *args, **kwargs):
+        guard.step.end_step()
+        guard.step.after_update()
+        guard.recorder.end_epoch()
         return host(*args, **kwargs)
 
     # ---- evaluation, log, checkpoint ----
 
     @entered_once
-    def evaluate(self, host, *args, **kwargs):
-        if not self.nanguard.on:
+    def evaluate(self, guard, host, *args, **kwargs):
+        if not guard.on:
             return host(*args, **kwargs)
-        with self.nanguard.evaluation.watched(), self.nanguard.guarded_generation():
+        with guard.evaluation.watched(), guard.guarded_generation():
             metrics = host(*args, **kwargs)
-            self.nanguard.evaluation.check(metrics)
+            guard.evaluation.check(metrics)
         return metrics
 
     @entered_once
-    def predict(self, host, *args, **kwargs):
-        with self.nanguard.guarded_generation():
+    def predict(self, guard, host, *args, **kwargs):
+        with guard.guarded_generation():
             return host(*args, **kwargs)
 
     @entered_once
-    def _determine_best_metric(self, host, metrics, trial):
-        if self.nanguard.on and self.nanguard.evaluation.spoils_best(metrics):
+    def _determine_best_metric(self, guard, host, metrics, trial):
+        if guard.on and guard.evaluation.spoils_best(metrics):
             return False
         return host(metrics=metrics, trial=trial)
 
     @entered_once
-    def log(self, host, logs, *args, **kwargs):
-        if self.nanguard.replaying:
+    def log(self, guard, host, logs, *args, **kwargs):
+        if guard.replaying:
             return
-        if self.nanguard.on and "loss" in logs:
-            self.nanguard.recorder.begin_row()
-            logs.update(self.nanguard.log_metrics())
-        if "train_loss" in logs and self.nanguard.step.has_no_mean:
+        if guard.on and "loss" in logs:
+            guard.recorder.begin_row()
+            logs.update(guard.log_metrics())
+        if "train_loss" in logs and guard.step.has_no_mean:
             logs["train_loss"] = math.nan
         host(logs, *args, **kwargs)
-        if self.nanguard.on:
-            self.nanguard.record.write_row()
+        if guard.on:
+            guard.record.write_row()
 
     @entered_once
-    def save_model(self, host, output_dir=None, _internal_call=False):
-        if self.nanguard.on and not self.nanguard.custody.may_write(str(output_dir or self.args.output_dir)):
+    def save_model(self, guard, host, output_dir=None, _internal_call=False):
+        if guard.on and not guard.custody.may_write(str(output_dir or self.args.output_dir)):
             return
         host(output_dir, _internal_call)
 
     @entered_once
-    def push_to_hub(self, host, *args, **kwargs):
-        with self.nanguard.record.kept_local():
+    def push_to_hub(self, guard, host, *args, **kwargs):
+        with guard.record.kept_local():
             return host(*args, **kwargs)
 
     @entered_once
-    def _push_from_checkpoint(self, host, checkpoint_folder):
-        with self.nanguard.record.kept_local():
+    def _push_from_checkpoint(self, guard, host, checkpoint_folder):
+        with guard.record.kept_local():
             return host(checkpoint_folder)
 
     @entered_once
-    def _save_checkpoint(self, host, model, trial):
-        if not self.nanguard.halting.may_save(model):
+    def _save_checkpoint(self, guard, host, model, trial):
+        if not guard.halting.may_save(model):
             return
         folder = checkpoint_folder(self, trial)
-        with self.nanguard.custody.saving(folder):
+        with guard.custody.saving(folder):
             host(model, trial)
-            if self.nanguard.on and self.args.should_save:
-                save_guard(self.nanguard.guard, folder)
+            if guard.on and self.args.should_save:
+                save_guard(guard.guard, folder)
 
     @entered_once
-    def _load_best_model(self, host):
-        if self.nanguard.custody.may_load_best():
+    def _load_best_model(self, guard, host):
+        if guard.custody.may_load_best():
             host()

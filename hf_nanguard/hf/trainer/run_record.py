@@ -7,11 +7,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ...core.autopsy.examiner import FOLDER as BUNDLES
 from ...core.event import JsonObject, strict
-from ...core.monitors.base import load_whole
+from ...core.monitors.base import Stateful, load_whole
+from ...core.ranks import Ranks
 from ...core.settings import Policy
 from ...core.step.guard import Guard
 from ...plain_text import REDACTED, quote_metric, show
-from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path
+from ...report.run_files import GUARD_FOLDER, JsonlWriter, events_path, new_run_id
 from ...report.state_file import read_state, report_unusable, write_state
 from ...safe_files import remove_drafts
 from ..compat.hub_uploads import uploads_without
@@ -26,17 +27,20 @@ def save_guard(guard: Guard, folder: Path) -> None:
 
 
 def load_guard(guard: Guard, folder: Path) -> bool:
-    """Restores the guard's state from a checkpoint, on all ranks or on none, because they decide by it together.
+    """Restores the guard's state from a checkpoint, on all ranks or on none, because they decide by it together; returns
+    whether it was restored. Every rank must call it."""
+    return load_part(guard, folder / STATE_FILE, guard.ranks)
 
-    Returns whether it was restored. One that cannot be used is logged, and nothing of it is loaded. Every rank must call it.
-    """
-    state = read_state(folder / STATE_FILE)
-    if guard.ranks.any(state is None) or state is None:
+
+def load_part(part: Stateful, file: Path, ranks: Ranks | None = None) -> bool:
+    """Restores what [`write_state`] wrote; returns whether it did. What cannot be used is logged, and nothing of it is loaded."""
+    state = read_state(file)
+    if (ranks is not None and ranks.any(state is None)) or state is None:
         return False
     try:
-        load_whole(guard, state)
+        load_whole(part, state)
     except ValueError as error:  # written by another version
-        report_unusable(folder / STATE_FILE, error)
+        report_unusable(file, error)
         return False
     return True
 
@@ -56,8 +60,9 @@ class RunRecord:
         """Follows `output_dir`, which a script may set after it has built the trainer; lines of another `train()` get
         another id."""
         self.directory = Path(str(self.trainer.args.output_dir)) / GUARD_FOLDER
-        self.events = JsonlWriter(events_path(self.directory, self.rank))
-        self.metrics = JsonlWriter(self.directory / "metrics.jsonl", self.events.run, private=False)
+        self.event_file, self.run = events_path(self.directory, self.rank), new_run_id()
+        self.events = JsonlWriter(self.event_file, self.run)
+        self.metrics = JsonlWriter(self.directory / "metrics.jsonl", self.run, private=False)
 
     def remove_drafts(self) -> None:
         """Removes what an earlier run was writing when it was killed."""

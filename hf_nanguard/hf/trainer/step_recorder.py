@@ -1,5 +1,6 @@
 """What is known of one optimizer step, from the first batch of its accumulation group to the clip."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,14 +12,16 @@ from torch import Tensor
 
 from ...boundary import HostCall
 from ...core.event import Event
+from ...core.finite import read_host
+from ...core.rerun.buffers import BufferKeeper
 from ...core.rerun.micro_batch import AccumulationGroup, BatchAction, MicroBatch
 from ...core.rng import RngState
 from ...core.step.guard import Guard
 from ...core.vocabulary import Action, Signal
 from ...errors import NonFiniteError
-from ..compat.accelerate import replaced_method, surrounded_backwards
+from ..compat.accelerate import surrounded_backwards
 from ..compat.prepared_dataset import PreparedRows, find_prepared_rows
-from ..compat.trainer import running_loss
+from ..compat.trainer import running_loss, surrounded_own_method
 from ..compat.trainer_protocol import HostTrainer
 from ..data.checked_collator import BatchNote, name_rows
 from ..data.dataset_rows import ROWS, BatchRecord
@@ -67,6 +70,7 @@ class StepRecorder:
         self.trainer = trainer
         self.guard = guard
         self.journal, self.boundary = guard.journal, guard.boundary
+        self.group = guard.group  # the accumulation group that is being recorded, or was last
         self.on, self.acts, self.num_ranks = guard.policy.mode != "off", guard.policy.acts, guard.ranks.size
         self.phase = Phase.OUTSIDE
         self.batches = BatchRecord(guard.boundary, quarantine)
@@ -74,9 +78,9 @@ class StepRecorder:
         self.loss_errors = LossErrors(trainer, guard)
         self.num_backwards = 0  # largest number in one training_step, counted where several ranks run it
         self._runner: TrainerRunner | None = None  # of the running micro-batch,
+        self._buffers: BufferKeeper | None = None  # what it keeps of modules,
         self._thread = 0  # and the thread it runs in
-        self._notes: list[BatchNote] = []
-        self._batch_rows: list[list[int] | None] = []
+        self._noted: list[tuple[BatchNote, list[int] | None]] = []  # of the group, with their rows
         self._held: tuple[HeldInputs, RngState] | None = None  # of the running micro-batch
         self._device_type = trainer.args.device.type
         self._rng_before = RngState.capture(self._device_type)  # before its training_step
@@ -105,7 +109,7 @@ class StepRecorder:
     @property
     def has_micro_batches(self) -> bool:
         """Whether the first micro-batch of the group has run."""
-        return bool(self.guard.group.micro_batches)
+        return bool(self.group.micro_batches)
 
     # ---- in the order of a step ----
 
@@ -124,7 +128,7 @@ class StepRecorder:
         self.phase = Phase.OUTSIDE
         self._held = None
         self.loss_errors.keep_replacement(None)
-        self.guard.begin_group()
+        self.group = self.guard.begin_group()
         self.masked.report(self.trainer.state.global_step)
 
     def begin_group(self, batches: Sequence[object]) -> Sequence[object]:
@@ -134,8 +138,8 @@ class StepRecorder:
         next pass, so they belong to that group.
         """
         if not self.is_open:
-            self._notes, self._batch_rows, self._loss_before = [], [], None
-            self.guard.begin_group()
+            self._noted, self._loss_before = [], None
+            self.group = self.guard.begin_group()
             self.phase = Phase.OUTSIDE if self.phase is Phase.OUTSIDE else Phase.COLLECTING
         if not isinstance(batches, Sequence):  # of a get_batch_samples of the user's own; it can be read only once
             return batches
@@ -148,8 +152,7 @@ class StepRecorder:
         if all(finding.signal is not Signal.LABELS_MASKED for finding in note.findings):  # else it has its own event
             self.masked.count(self.trainer.state.global_step, note.masked, rows)
         note, rows = name_rows(note, rows)
-        self._notes.append(note)
-        self._batch_rows.append(rows)
+        self._noted.append((note, rows))
         if note.failure is not None and Signal.GUARD_FAILED not in self.journal.written:
             message = f"batches are not checked because {note.failure}"
             event = Event(self.trainer.state.global_step, Signal.GUARD_FAILED, Action.OBSERVED, message)
@@ -158,7 +161,7 @@ class StepRecorder:
 
     def begin_step(self, weight: LossWeight) -> None:
         """Notes what the first micro-batch of the group is about to change: the running loss."""
-        self.guard.group.weigh(weight)
+        self.group.weigh(weight)
         self._loss_before = running_loss(self.trainer).clone()
 
     def record(
@@ -169,22 +172,21 @@ class StepRecorder:
         num_items: Tensor | int | None,
     ) -> Tensor:
         """Runs one micro-batch of the group through the host's `training_step` and holds it."""
-        group, model = self.guard.group, runner.model
+        group, model = self.group, runner.model
         index = len(group.micro_batches)
-        if index == len(self._notes):  # it did not come through get_batch_samples
-            self._notes.append(BatchNote())
-            self._batch_rows.append(None)
-        findings = self._notes[index].findings
+        if index == len(self._noted):  # it did not come through get_batch_samples
+            self._noted.append((BatchNote(), None))
+        findings = self._noted[index][0].findings
         must_be_dropped = any(finding.action in (BatchAction.DROP, BatchAction.HALT) for finding in findings)
         self._held, self._rng_before, self.phase = None, RngState.capture(self._device_type), Phase.RUNNING
-        self._runner, self._thread = runner, get_ident()
+        self._runner, self._buffers, self._thread = runner, runner.buffers, get_ident()
         rows: list[int] | Tensor | None = None
         try:
             with (
                 runner.poisoned() if must_be_dropped else nullcontext(),
                 self.loss_errors.watched(model),
                 self._watched_backwards(runner),
-                self._watched_shadow(),
+                surrounded_own_method(self.trainer, "compute_loss", self.watched_loss()),
             ):
                 loss = training_step(model, inputs, num_items)
         except NonFiniteError:  # a halt that every rank has decided
@@ -193,9 +195,11 @@ class StepRecorder:
             if error is not training_step.error:  # the guard's own
                 raise
             held = self._held
-            rows = self._batch_rows[index] if held is None else self._rows_of(held[0], index)
+            rows = self._noted[index][1] if held is None else self._rows_of(held[0], index)
             payload, rng = held or (None, self._rng_before)
-            finding = self.loss_errors.judge(error, MicroBatch(index, payload, rng, row_numbers=rows), runner)
+            finding = self.loss_errors.judge(
+                error, MicroBatch(index, payload, rng, row_numbers=rows), runner, group.weight
+            )
             if finding is None or held is None:
                 self.abandon()
                 runner.buffers.abandon()
@@ -207,9 +211,9 @@ class StepRecorder:
                 loss = training_step(model, batch.again(), num_items)
         finally:
             self.phase = Phase.COLLECTING if self.phase is Phase.RUNNING else self.phase
-            self._runner = None
+            self._runner = self._buffers = None
         payload, rng = self._held or (None, self._rng_before)
-        self._held, ids = None, self._notes[index].ids
+        self._held, ids = None, self._noted[index][0].ids
         rows = self._rows_of(payload, index) if rows is None else rows
         group.micro_batches.append(MicroBatch(index, payload, rng, findings, rows, loss.detach(), ids))
         return loss
@@ -224,7 +228,7 @@ class StepRecorder:
         if self.phase is not Phase.RUNNING or self._held is not None:
             return host_prepare(inputs)
         before = RngState.capture(self._device_type)
-        with nullcontext() if self._runner is None else self._runner.preparing():
+        with self._runner.preparing() if self._runner else nullcontext():
             prepared = host_prepare(inputs)
         self.loss_errors.begin_forward()
         after = RngState.capture(self._device_type)
@@ -234,33 +238,19 @@ class StepRecorder:
         self._held = (HeldInputs.of(prepared), rng)
         return prepared
 
-    def _watched_shadow(self) -> AbstractContextManager[None]:
-        """Watches a `compute_loss` that was put on the trainer itself, in place of the guarded one of its class."""
-        if "compute_loss" not in vars(self.trainer):
-            return nullcontext()
-
-        def wrap(compute_loss: Callable[..., object]) -> Callable[..., object]:
-            def run(*args: object, **kwargs: object) -> object:
-                with self.watched_loss():
-                    return compute_loss(*args, **kwargs)
-
-            return run
-
-        return replaced_method(self.trainer, "compute_loss", wrap)
-
     @contextmanager
     def watched_loss(self) -> Iterator[None]:
-        """Surrounds `compute_loss`: what it writes outside the model is kept, unless it runs again."""
-        if self._runner is None or self._replayed is not None or self.guard.replaying:
+        """Surrounds `compute_loss`, also as its decorator: what it writes outside the model is kept, unless it runs again."""
+        buffers, has_returned = self._buffers, False
+        if buffers is None or self._replayed is not None or self.guard.replaying:
             yield
             return
-        buffers, has_returned = self._runner.buffers, False
-        self.guard.boundary.call("loss state", buffers.begin_loss)
+        self.boundary.call("loss state", buffers.begin_loss)
         try:
             yield
             has_returned = True
         finally:
-            self.guard.boundary.call("loss state", buffers.end_loss, has_returned)
+            self.boundary.call("loss state", buffers.end_loss, has_returned)
 
     @contextmanager
     def replaying(self, held: HeldInputs) -> Iterator[None]:
@@ -274,18 +264,19 @@ class StepRecorder:
     def finish(self) -> StepRecord:
         """Closes the group and returns what was recorded of it."""
         self.phase = Phase.DECIDED
-        group = self.guard.group
-        held = [micro.payload for micro in group.micro_batches if isinstance(micro.payload, HeldInputs)]
+        held = [micro.payload for micro in self.group.micro_batches if isinstance(micro.payload, HeldInputs)]
         is_labelled = bool(held) and held[-1].has_labels and self.batches.are_judged
-        return StepRecord(group, [note.no_signal for note in self._notes], is_labelled)
+        return StepRecord(self.group, [note.no_signal for note, _ in self._noted], is_labelled)
 
     def skip(self) -> None:
         """Marks the step as skipped: the optimizer must not step."""
         self.phase = Phase.SKIPPED
 
-    def release(self) -> None:
-        """Lets go of the held inputs once the step is settled."""
-        self.guard.begin_group()
+    def release(self, is_replacement: bool = False) -> None:
+        """Lets go of the held inputs once the step is settled, unless its first micro-batch may replace a later one."""
+        if is_replacement and self.group.micro_batches:
+            self.loss_errors.keep_replacement(self.group.micro_batches[0].payload)
+        self.group = self.guard.begin_group()
 
     def end_step(self) -> None:
         """Ends a settled step, once the optimizer and the schedule have had their turn."""
@@ -295,13 +286,13 @@ class StepRecorder:
 
     def current_rows(self) -> list[int] | None:
         """Returns the dataset rows of the batch that is being prepared."""
-        return self._batch_rows[len(self.guard.group.micro_batches)] if self.phase is Phase.RUNNING else None
+        return self._noted[len(self.group.micro_batches)][1] if self.phase is Phase.RUNNING else None
 
     def keep_optimizer(self, optimizer: torch.optim.Optimizer, is_own: bool) -> None:
         """Keeps an optimizer that is about to step inside a `training_step`: one of the model, from whatever thread, or of another
         model, if it is not another trainer's in a thread of its own."""
-        if self._runner is not None and (is_own or self._thread == get_ident()):
-            self._runner.buffers.keep_optimizer(optimizer)
+        if self._buffers is not None and (is_own or self._thread == get_ident()):
+            self._buffers.keep_optimizer(optimizer)
 
     def restore_running_loss(self, losses: list[Tensor], extra: float = 0.0) -> None:
         """Sets the running loss of the log to what it was before the group, plus the losses that count, plus `extra` for the
@@ -314,15 +305,21 @@ class StepRecorder:
             total += loss.to(total.device)
         total += extra
 
+    def end_epoch(self) -> None:
+        """Keeps a non-finite loss out of the log when an epoch ends inside a group, which no step decides."""
+        losses = self.group.losses
+        if self.acts and losses and not all(map(math.isfinite, read_host(losses))):
+            self.restore_running_loss([torch.where(torch.isfinite(loss), loss, 0.0) for loss in losses])
+
     def begin_row(self) -> None:
         """Takes the losses so far out of the running loss of an open group, once the host has logged them."""
         if self.phase is Phase.COLLECTING and self.has_micro_batches:
-            logged = sum(torch.where(torch.isfinite(loss), loss, 0.0) for loss in self.guard.group.losses)
+            logged = sum(torch.where(torch.isfinite(loss), loss, 0.0) for loss in self.group.losses)
             self._loss_before = running_loss(self.trainer) - logged
 
     def abandon(self) -> None:
         """Forgets a group that will not be settled."""
-        self.guard.begin_group()
+        self.group = self.guard.begin_group()
         self.phase = Phase.IDLE
 
     def _watched_backwards(self, runner: TrainerRunner) -> AbstractContextManager[None]:
@@ -342,4 +339,4 @@ class StepRecorder:
     def _rows_of(self, held: HeldInputs | None, index: int) -> list[int] | Tensor | None:
         if held is not None and isinstance(held.inputs, Mapping) and ROWS in held.inputs:
             return held.inputs[ROWS]
-        return self._batch_rows[index]
+        return self._noted[index][1]

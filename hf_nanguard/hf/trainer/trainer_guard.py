@@ -1,13 +1,11 @@
 """The guard of one trainer: owns what lasts a whole run, and surrounds the run and its epochs."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
-
-from torch import Tensor, nn
 
 from ...core.event import Culprit, Event, JsonObject
 from ...core.ranks import Ranks
@@ -17,9 +15,9 @@ from ...core.vocabulary import Action, Signal
 from ...doctor.start_check import report_start
 from ...errors import LossMissingError
 from ..compat import accelerate as compat_accelerate
-from ..compat import trainer as compat
 from ..compat.own_loss import has_own_batches
 from ..compat.prepared_dataset import is_hf_stream
+from ..compat.trainer import end_mean, loss_shifts_labels, surrounded_own_method
 from ..compat.trainer_protocol import HostTrainer
 from ..custody.checkpoint_custody import CheckpointCustody
 from ..custody.halting import Halting
@@ -52,11 +50,11 @@ class TrainerGuard:
         if self.deepspeed and self.policy.mode != "off":
             self.policy = replace(self.policy, mode="observe", skip_grad_norm=None)
         self.acts = self.policy.acts
-        ranks = Ranks(trainer.args.device)
-        self.record = RunRecord(trainer, ranks.rank, self.policy)
-        self.guard = Guard(policy=self.policy, ranks=ranks, on_event=self._write_event)
+        self.ranks = Ranks(trainer.args.device)
+        self.record = RunRecord(trainer, self.ranks.rank, self.policy)
+        self.guard = Guard(policy=self.policy, ranks=self.ranks, on_event=self._write_event)
         self.guard.number_steps(lambda: trainer.state.global_step)
-        self.boundary, self.journal = self.guard.boundary, self.guard.journal
+        self.boundary, self.journal, self.counter = self.guard.boundary, self.guard.journal, self.guard.counter
         self.quarantine = RowQuarantine(self.policy, self.journal, lambda: trainer.state.global_step)
         self.monitor_set = self.guard.monitor_set
         self.recorder = StepRecorder(trainer, self.guard, self.quarantine)
@@ -66,6 +64,7 @@ class TrainerGuard:
         self.halting = Halting(trainer, self.guard, self.custody)
         self.unguarded = UnguardedUpdates(trainer, self.journal, self.boundary, self.recorder, host)
         self.step = GuardedStep(trainer, self.guard, self.recorder, self.unguarded, self.halting)
+        self.online: OnlineData | None = None
         self._joined = ExitStack()  # of a train() that is not ours
         self._run_end = ExitStack()  # of a guard that took the place of this one
         self._is_guarding_generation = False
@@ -73,10 +72,10 @@ class TrainerGuard:
 
     def use_online(self, online: OnlineData) -> None:
         """Takes the data of an online trainer, which guards its own generation."""
+        self.online = online
         self.step.use_online(online)
         self.quarantine.expect_completions()
-        self.guard.loss_watch.expect_sign_changes()
-        self.guard.norms.raise_floor(ONLINE_NORM)
+        self.guard.expect_online_losses(ONLINE_NORM)
 
     def _write_event(self, event: JsonObject) -> None:
         self.record.write_event(event)
@@ -118,13 +117,13 @@ class TrainerGuard:
         self.boundary.call("drafts", self.record.remove_drafts)
         self._creates_optimizer = self.trainer.optimizer is None
         prepared = self.batches.prepared
-        if self.on and self.guard.ranks.rank == 0:
+        if self.on and self.ranks.rank == 0:
             self.boundary.call("limits", log_limits, self.trainer, self.guard)
             self.boundary.call("removed rows", report_removed_rows, self.trainer, self.guard, prepared)
         if self.on:
             self.boundary.together("quarantine", self.quarantine.honor, lambda why: None)
             self.boundary.call(
-                "doctor", report_start, self.trainer, self.policy.doctor, self.guard.ranks, self.policy.bundle_text
+                "doctor", report_start, self.trainer, self.policy.doctor, self.ranks, self.policy.bundle_text
             )
 
     def _begin_parts(self) -> None:
@@ -132,10 +131,10 @@ class TrainerGuard:
         self.guard.begin_run(self.record.directory)
         self.recorder.begin_run()
         rows_of = self.boundary.call("rows", describe_rows, self.trainer, self.batches.prepared)
-        self.guard.journal.describe_rows(rows_of)
+        self.journal.describe_rows(rows_of)
         given = (
             self.record.directory,
-            self.record.events.run,
+            self.record.run,
             self.trainer.train_dataset,
             self.batches.prepared,
         )
@@ -182,11 +181,12 @@ class TrainerGuard:
         self.join_run()  # if the train() that is running is not ours: it began before the guard, or was replaced
         if resumed is not None:
             self.boundary.call("resume", self._resume, Path(resumed))
+        guard_step = partial(self.boundary.overriding, "training_step", self.step.guard_step)
         try:
             with ExitStack() as stack:
                 parts: dict[str, Callable[[], AbstractContextManager[None]]] = {
                     "update check": self.unguarded.checked_updates,
-                    "own training_step": self._guarded_own_step,
+                    "own training_step": partial(surrounded_own_method, self.trainer, "training_step", guard_step),
                     "batches": lambda: self._recorded_batches(dataloader, position),
                     "generation": self.guarded_generation,
                 }
@@ -214,34 +214,17 @@ class TrainerGuard:
     @contextmanager
     def finalizing(self) -> Iterator[None]:
         """Surrounds what comes after the last epoch."""
-        compat.end_mean(self.trainer)
+        end_mean(self.trainer)
         with self._joined, self.guarded_generation():
             yield
-        self.boundary.call("custody", self.custody.saved.end_run)
-
-    def _guarded_own_step(self) -> AbstractContextManager[None]:
-        """Guards a `training_step` that was put on the trainer itself, where it hides that of its class."""
-
-        def wrap(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-            def training_step(model: nn.Module, inputs: object, num_items_in_batch: object = None) -> Tensor:
-                return self.boundary.around(
-                    "training_step", self.step.guard_step, own, model, inputs, num_items_in_batch
-                )
-
-            return training_step
-
-        if not compat.has_own_method(self.trainer, "training_step"):
-            return nullcontext()
-        return compat_accelerate.replaced_method(self.trainer, "training_step", wrap)
+        self.boundary.call("custody", self.custody.end_run)
 
     @contextmanager
     def guarded_generation(self) -> Iterator[None]:
         """Guards whatever generates inside the block: an evaluation, a callback that shows completions. An online trainer
         guards its own generation, completion by completion."""
         policy, model = self.policy, self.trainer.model
-        idle = (
-            self.step.online is not None or not self.acts or policy.logits_mode == "off" or self._is_guarding_generation
-        )
+        idle = self.online is not None or not self.acts or policy.logits_mode == "off" or self._is_guarding_generation
         if idle or not can_generate(model):
             yield
             return
@@ -263,7 +246,7 @@ class TrainerGuard:
     def _batch_check(self) -> BatchCheck:
         """Returns how the batches of this trainer are checked."""
         trainer = self.trainer
-        limits = find_limits(trainer.model, compat.loss_shifts_labels(trainer), has_own_batches(trainer))
+        limits = find_limits(trainer.model, loss_shifts_labels(trainer), has_own_batches(trainer))
         verdict = self.policy.on_bad_input if self.acts else "repair" if self.deepspeed else "observe"
         return BatchCheck(limits, verdict, self.acts, reads_ids=is_hf_stream(trainer.train_dataset))
 
@@ -271,8 +254,8 @@ class TrainerGuard:
 
     def log_metrics(self) -> dict[str, float]:
         """Returns what the guard adds to a row of training losses; what is not news goes to `metrics.jsonl` only."""
-        online = {} if self.step.online is None else self.step.online.take_metrics()
-        counted = {**self.guard.counter.as_metrics(), **online}
+        online = {} if self.online is None else self.online.take_metrics()
+        counted = {**self.counter.as_metrics(), **online}
         metrics = {**counted, **self.monitor_set.metrics()}
         self.record.keep_metrics(metrics)
         return metrics if self.policy.full_metrics else find_news(counted)

@@ -13,6 +13,7 @@ from ...core.rerun.buffers import BufferKeeper
 from ...core.rerun.kept_attributes import WatchedAttributes, untouched, untouched_modules
 from ...core.rerun.micro_batch import AccumulationGroup, MicroBatch
 from ...core.rerun.runner import Runner
+from ...own_fields import own_fields
 from ..compat.accelerate import bare_optimizer, local_collectives, poisoned_backward, steps_in_backward
 from ..compat.own_loss import LOSS_METHODS, find_loss_state, has_own_batches
 from ..compat.prepared_dataset import count_documents, find_ids, format_ids
@@ -110,8 +111,8 @@ class TrainerRunner(Runner):
             metrics[name] = [*([] if replaces else metrics.get(name, [])), *values]
 
     def loss_functions(self) -> list[object]:
-        own = [vars(cls).get(name) for cls in type(self.trainer).__mro__ for name in LOSS_METHODS]
-        return [vars(self.trainer), *own]
+        own = [own_fields(cls).get(name) for cls in type(self.trainer).__mro__ for name in LOSS_METHODS]
+        return [own_fields(self.trainer), *own]
 
     @contextmanager
     def isolated(self) -> Iterator[None]:

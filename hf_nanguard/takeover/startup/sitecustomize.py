@@ -37,13 +37,13 @@ class ImportHook:
         execute = loader.exec_module
 
         def exec_module(module):
-            del vars(loader)["exec_module"]
+            del loader.exec_module
             execute(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
                 self.then(module)
 
-        vars(loader)["exec_module"] = exec_module
+        loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 

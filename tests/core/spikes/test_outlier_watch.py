@@ -76,4 +76,4 @@ def test_the_values_survive_a_checkpoint():
     watch, other = seen(), OutlierWatch(3)
     other.load_state_dict(json.loads(json.dumps(watch.state_dict())))
     assert other.losses.start == watch.losses.start is not None
-    assert other.norms.detector.threshold() == watch.norms.detector.threshold()
+    assert other.norms.threshold() == watch.norms.threshold()

@@ -44,7 +44,7 @@ def test_it_measures_what_torch_measures(kind):
     find(net(torch.randn(5, 3))).square().mean().backward()
     gradients = {name: p.grad for name, p in net.named_parameters()}
     assert torch.equal(tap.norm, torch.nn.utils.get_total_norm(list(gradients.values())))
-    assert {name: float(value) for name, value in tap.named_magnitudes()} == {
+    assert {name: float(value) for name, value in tap.magnitudes} == {
         name: float(gradient.abs().max()) for name, gradient in gradients.items()
     }
 
@@ -55,7 +55,7 @@ def test_gradients_that_appear_later_in_the_backward_are_seen():
     tap = GradientTap(net)
     tap.arm()
     (net(torch.ones(1, 3)).sum() + net.first.weight.sum() * float("inf")).backward()
-    bad = {name: float(value) for name, value in tap.named_magnitudes() if not torch.isfinite(value)}
+    bad = {name: float(value) for name, value in tap.magnitudes if not torch.isfinite(value)}
     assert bad == {"first.weight": float("inf")}
 
 
@@ -90,7 +90,7 @@ def test_arming_forgets_the_last_group():
     net(torch.ones(1, 3))["loss"].backward()
     assert tap.norm is not None
     tap.arm()
-    assert (tap.norm, tap.losses, tap.named_magnitudes()) == (None, [], [])
+    assert (tap.norm, tap.losses, tap.magnitudes) == (None, [], [])
 
 
 def test_a_forward_that_is_used_twice_is_measured_at_its_last_backward():
@@ -110,7 +110,7 @@ def test_a_frozen_parameter_has_no_gradient_to_look_at():
     tap = GradientTap(net)
     tap.arm()
     net(torch.ones(1, 3)).sum().backward()
-    assert [name for name, _ in tap.named_magnitudes()] == ["first.bias", "last.weight", "last.bias"]
+    assert [name for name, _ in tap.magnitudes] == ["first.bias", "last.weight", "last.bias"]
 
 
 def test_the_model_has_a_hook_only_while_a_measurement_is_requested():

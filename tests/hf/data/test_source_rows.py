@@ -133,9 +133,22 @@ def test_equal_rows_are_all_named_and_many_are_not(tmp_path):
     assert find_source(many, "the same") is None
 
 
-def test_a_text_of_several_rows_names_none(tmp_path):
+def test_all_rows_of_a_packed_text_are_named_in_their_order(tmp_path):
     dataset = load(write_rows(tmp_path, ROWS, "jsonl"))
-    assert find_source(dataset, f"{ROWS[2]['text']} {ROWS[1]['text']}") is None
+    equal = "rows.jsonl row 1, doc_id: d1; rows.jsonl row 3, doc_id: d3"
+    packed = f"{ROWS[2]['text']} {ROWS[1]['text']}{ROWS[4]['text']}"
+    expected = f"packed from rows.jsonl row 2, doc_id: d2; {equal}; rows.jsonl row 4, doc_id: d4"
+    assert find_source(dataset, packed) == expected
+    rows = [{"text": f"{number} is a number"} for number in range(100, 130)]
+    numbers = load(write_rows(tmp_path, rows, "json"))
+    named = find_source(numbers, "".join(row["text"] for row in rows[5:25]))
+    assert named.startswith("packed from rows.json row 5; rows.json row 6; ")
+    assert named.endswith("rows.json row 12; and 12 more rows")
+
+
+def test_a_short_row_that_occurs_in_a_long_text_is_not_named(tmp_path):
+    dataset = load(write_rows(tmp_path, ROWS, "jsonl"))
+    assert find_source(dataset, f"{ROWS[1]['text']} Is that so? Yes.") == find_source(dataset, ROWS[1]["text"])
 
 
 def test_a_long_text_may_be_cut_off(tmp_path):

@@ -90,4 +90,4 @@ def test_a_loss_that_is_run_by_hand_leaves_nothing_behind(tmp_path):
               "advantages": torch.ones(2), "num_items_in_batch": torch.tensor(8),
               "old_per_token_logps": torch.full((2, 4), -200.0)}  # fmt: skip
     assert trainer._compute_loss(trainer.model, inputs).isfinite()
-    assert trainer.nanguard.step.online.take_metrics() == {}
+    assert trainer.nanguard.online.take_metrics() == {}

@@ -101,11 +101,6 @@ class SuspectBatch:
             model = inner if inner is not model else model.get_submodule("module")
         return model
 
-    def reset(self) -> None:
-        """Clears the gradients and puts kept buffers back."""
-        self.runner.clear()
-        self.runner.buffers.restore()
-
     def run(self, samples: Sequence[int] | None = None, compiled: bool = False) -> Outcome:
         """Runs forward and backward of all samples or of some with the original random state; eagerly, unless `compiled`.
 
@@ -118,7 +113,7 @@ class SuspectBatch:
     def raises(self, samples: Sequence[int], kind: type[Exception]) -> bool:
         """Returns whether the forward of some samples raises an exception of a kind."""
         micro = self.part(samples)
-        self.reset()
+        self.runner.reset()
         micro.rng.restore()
         self.num_runs += 1
 
@@ -138,7 +133,7 @@ class SuspectBatch:
 
     def find_origin(self, samples: Sequence[int] | None = None) -> Origin | None:
         """Runs it under a trace and returns where its first non-finite value came from, `None` if all values were finite."""
-        self.reset()  # before the trace, which would attribute the writes of a reset, or of a cut, to the loss
+        self.runner.reset()  # before the trace, which would attribute the writes of a reset, or of a cut, to the loss
         micro = self.part(samples)
         named = name_tensors(self.runner.inputs_of(micro))
         return find_origin(lambda: self._probe(micro), self.model, self.runner.named_gradients, named)

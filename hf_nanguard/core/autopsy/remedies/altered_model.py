@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...finite import dtype_name
 from ...rerun.nested_inputs import map_tensors
+from ...rerun.runner import Runner
 from ...torch_private import copy_hooks, list_tensor_slots
 from ..evidence.suspect_batch import SuspectBatch
 
@@ -17,7 +18,7 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
-def swapped(suspect: SuspectBatch, model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
+def swapped(runner: Runner, model: nn.Module, change: Callable[[Tensor], Tensor]) -> Iterator[None]:
     """Replaces parameters and buffers with changed copies, a tied one with one copy, and puts the very same tensors back.
 
     No tensor of the model is written. Assigning `.data` would be simpler, but makes torch forget the gradient accumulators
@@ -32,7 +33,7 @@ def swapped(suspect: SuspectBatch, model: nn.Module, change: Callable[[Tensor], 
             changed[id(tensor)] = _replace(tensor, change)
         return changed[id(tensor)]
 
-    with suspect.runner.buffers.suspended():  # a replay would put the old ones back
+    with runner.buffers.suspended():  # a replay would put the old ones back
         try:
             for (table, key), value in zip(places, before, strict=True):
                 table[key] = map_tensors(value, exchange)
@@ -65,7 +66,7 @@ def in_precision(
     cast = lambda tensor: tensor.to(wide) if tensor.dtype in narrow else tensor  # noqa: E731
     devices = {"cpu", suspect.runner.device_type}
     with (
-        swapped(suspect, suspect.runner.model, cast),
+        swapped(suspect.runner, suspect.runner.model, cast),
         suspect.changed_inputs(cast),
         autocast_as(narrow, wide, devices, remarks),
     ):
@@ -122,5 +123,5 @@ def upcast_module(suspect: SuspectBatch, module: nn.Module, narrow: torch.dtype,
             output = original(*map_tensors(args, cast), **map_tensors(kwargs, cast))
         return map_tensors(output, narrowed)
 
-    with swapped(suspect, module, cast), patch.object(module, "forward", forward):
+    with swapped(suspect.runner, module, cast), patch.object(module, "forward", forward):
         yield

@@ -33,7 +33,7 @@ def bounded(rules: Rules) -> Iterator[None]:
     """
     with ExitStack() as checks:
         for module in OVERRIDABLE_MODULES:
-            for name in [name for name in vars(module) if name.startswith("has_torch_function")]:
+            for name in [name for name in dir(module) if name.startswith("has_torch_function")]:
                 checks.enter_context(patch.object(module, name, lambda *tensors: False))
         checks.enter_context(Bounded(rules))
         yield

@@ -60,7 +60,7 @@ def try_remedies(
 
 def _try(suspect: SuspectBatch, idea: Idea) -> Remedy | None:
     remarks: list[str] = []
-    suspect.reset()
+    suspect.runner.reset()
 
     def run() -> tuple[bool, str]:
         with idea.alter(remarks):
@@ -73,7 +73,7 @@ def _try(suspect: SuspectBatch, idea: Idea) -> Remedy | None:
     try:  # the user's code, in a precision that it was not written for
         works, failure = attempt(run, lambda error: (False, _describe_error(error)))
     finally:
-        suspect.reset()
+        suspect.runner.reset()
     if not (idea.certain or remarks):
         return None
     return Remedy(idea.name, True, works, "; ".join(filter(None, (idea.note, *dict.fromkeys(remarks), failure))))
@@ -99,7 +99,7 @@ def find_ideas(suspect: SuspectBatch, origin: Origin, blame: Blame) -> Iterator[
     if cause in (Cause.PARAM_NONFINITE, Cause.UNINITIALISED_WEIGHT) and weight in weights:  # not in a teacher's
         tensor = weights[weight]
         note = f"non-finite entries of {weight} as 0"
-        yield Idea("initialise_weight", note, lambda _: swapped(suspect, suspect.model, zeros_in(tensor)))
+        yield Idea("initialise_weight", note, lambda _: swapped(suspect.runner, suspect.model, zeros_in(tensor)))
     if origin.leaf is None:  # no precision helps if a value was non-finite before the first operator
         yield from _find_precisions(suspect, origin)
     if blame.scope == "samples" and blame.samples and suspect.num_samples:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from ....own_fields import own_fields
 from ...rerun.nested_inputs import find_tensors
 from ...torch_private import (
     TorchDispatchMode,
@@ -295,7 +296,7 @@ def _name_leaves(model: nn.Module, prefix: str = "") -> Iterator[Leaf]:
     for name, buffer in model.named_buffers():
         yield Leaf("buffer", f"{prefix}{name}", buffer)
     for path, module in model.named_modules():
-        for name, value in vars(module).items():
+        for name, value in own_fields(module).items():
             if isinstance(value, Tensor):
                 yield Leaf("buffer", prefix + (f"{path}.{name}" if path else name), value)
 
