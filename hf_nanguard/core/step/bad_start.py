@@ -30,11 +30,17 @@ def find_bad_start(model: nn.Module, optimizer: Optimizer | None, step: int) -> 
 @torch.no_grad()
 def _find_garbage(model: nn.Module, step: int) -> Iterator[Event]:
     """Rows of embeddings that look like memory that was never written: denormal as a whole, or huge beside the others."""
-    tables = {
-        name: local(module.weight)
+    # Not as attributes: to read a parametrized weight computes it, and may write buffers (`spectral_norm`).
+    weights = {
+        name: dict(module.named_parameters(recurse=False)).get("weight")
         for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and not module.weight.is_meta and is_plain(local(module.weight))
-        if module.weight.dtype in WIDE and module.weight.numel()
+        if isinstance(module, nn.Embedding)
+    }
+    tables = {
+        name: local(weight)
+        for name, weight in weights.items()
+        if weight is not None and not weight.is_meta and is_plain(local(weight))
+        if weight.dtype in WIDE and weight.numel()
     }
     masks = {name: _mark_garbage(table) for name, table in tables.items()}
     counts = read_host([mask.sum() for mask in masks.values()])

@@ -146,11 +146,10 @@ def _rows(base: nn.Module, getter: str) -> int | None:
         module = getattr(base, getter)()
     except (NotImplementedError, AttributeError):  # what transformers raises for a model without token embeddings
         return None
-    weight = getattr(module, "weight", None)
-    # The logical size: sharded and quantized weights have another shape.
+    # The logical size: sharded and quantized weights have another shape, and to read a parametrized weight computes it.
     if isinstance(module, nn.Embedding):
         return module.num_embeddings
-    return module.out_features if isinstance(module, nn.Linear) and weight is not None else None
+    return module.out_features if isinstance(module, nn.Linear) else None
 
 
 def _find_quantization(config: object) -> dict[str, object]:
