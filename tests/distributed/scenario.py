@@ -62,7 +62,7 @@ class Scenario:
             How the guard is put in, one of the five ways of `WAYS`.
         faults (`tuple[Fault, ...]`):
             The culprits. Kinds beyond those of `hf_nanguard.testing`: `late_error` (raised after the loss was computed), `snapshot` (copying the state before that
-            step fails); and while completions are made: `sampling` (the
+            step fails), `runner` (the guard's own runner cannot be built); and while completions are made: `sampling` (the
             logits of the first one are NaN), `policy` (`parameter` becomes NaN), `reward` (that of the first one is
             `value`), `reward_error` (the reward function fails).
         guard (`dict`):
@@ -307,6 +307,13 @@ def policies(world: int, culprit: int) -> list[Scenario]:
                  events=(Expected("guard_failed", "observed", 0, None, culprit, rows=False),
                          *(Expected("loss_nonfinite", "dropped", 2, micro, culprit) for micro in range(3)),
                          Expected("param_nonfinite", "rewound", 2, None, 0, rows=False, parameter=NAMED[LLAMA]))),
+        # One rank cannot build its runner at first, so no rank guards that group. It is skipped if it is bad, with what it has drawn.
+        Scenario("runner-fails", guard={"autopsy": False}, compared=False,
+                 faults=(Fault("runner", 0, 0, culprit), Fault("loss", 0, 1, (culprit + 1) % world)),
+                 events=(Expected("guard_failed", "observed", 0, None, culprit, rows=False),
+                         Expected("grad_nonfinite", "skipped", 0, None, 0, rows=False))),
+        Scenario("runner-fails-healthy", guard={"autopsy": False}, faults=(Fault("runner", 0, 0, culprit),),
+                 events=(Expected("guard_failed", "observed", 0, None, culprit, rows=False),)),
         Scenario("transient", faults=(Fault("gradient", 1, 1, culprit, parameter=NAMED[LLAMA], once=True),),
                  events=(Expected("grad_nonfinite", "repaired", 1, None, 0, rows=False, parameter=NAMED[LLAMA]),)),
     ]  # fmt: skip

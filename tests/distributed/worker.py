@@ -18,12 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from hf_nanguard import NonFiniteError
 from hf_nanguard.core.rerun.snapshot import Snapshot
+from hf_nanguard.hf.trainer.guarded_step import GuardedStep
+from hf_nanguard.hf.trainer.trainer_runner import TrainerRunner
 from hf_nanguard.testing import PlantedFaults
 from tests.distributed.ending import hang_up, play_case
 from tests.distributed.host import make_trainer, rows_of
@@ -47,6 +49,7 @@ class Culprits(PlantedFaults):
         self.rows: dict[str, list[int]] = {}
         plant_in_making(trainer, self.faults, self.triggered)
         plant_in_snapshots(self.faults, self.triggered)
+        plant_in_runners(self.faults, self.triggered)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         place = self.place(inputs)
@@ -72,6 +75,20 @@ def plant_in_snapshots(faults: tuple, triggered: list) -> None:
         return take(step, *args)
 
     Snapshot.real_take, Snapshot.take = take, failing
+
+
+def plant_in_runners(faults: tuple, triggered: list) -> None:
+    """Makes the guard's runner fail when it is built for `runner` faults, once each."""
+    planted = [fault for fault in faults if fault.kind == "runner"]
+    build = GuardedStep._build_runner if not hasattr(GuardedStep, "real_build") else GuardedStep.real_build
+
+    def failing(steps: GuardedStep, model: nn.Module) -> TrainerRunner:
+        if planted:
+            triggered.append(planted.pop())
+            raise RuntimeError("planted")
+        return build(steps, model)
+
+    GuardedStep.real_build, GuardedStep._build_runner = build, failing
 
 
 def gathered(tensor: Tensor) -> Tensor:

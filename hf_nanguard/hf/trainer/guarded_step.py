@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ...boundary import HostCall
 from ...core.event import Event, Failure
 from ...core.finite import local
+from ...core.rerun.micro_batch import AccumulationGroup
 from ...core.rerun.runner import same_on_all_ranks
 from ...core.rerun.traceless_skip import clear_gradients, show_zero_gradients
 from ...core.rerun.weight_copies import WeightCopies
@@ -59,6 +60,7 @@ class GuardedStep:
         self._hidden_filter = ExitStack()  # logging_nan_inf_filter while the host reads it: it hides NaN, by two reads
         self._has_left_out = False  # whether the mean loss of this run leaves out a step
         self._abandons_step = False  # the run halts within the step that is being recorded
+        self._unguarded_group: AccumulationGroup | None = None  # for which no runner could be built
 
     def use_online(self, online: OnlineData) -> None:
         """Takes the data of an online trainer."""
@@ -88,11 +90,11 @@ class GuardedStep:
         if not self.recorder.watches or self.guard.replaying or self.recorder.phase is Phase.RUNNING:
             return training_step(model, inputs, num_items_in_batch)
         self.show_filter()
-        runner = self._runner_for(model)
-        if runner is None:
-            return training_step(model, inputs, num_items_in_batch)
         if not self.recorder.is_open:  # the trainer has a get_batch_samples, or a loop, of its own
             self.begin_group([])
+        runner = None if self.guard.group is self._unguarded_group else self._runner_for(model)
+        if runner is None:
+            return training_step(model, inputs, num_items_in_batch)
         if not self.recorder.has_micro_batches:
             self.boundary.call("snapshot", self._begin_snapshot, runner)
             runner.begin_group()
@@ -127,8 +129,13 @@ class GuardedStep:
         """Returns the runner of this model; a new model or optimizer gets a new one on all ranks, or on none."""
         if self.runner is None or self.runner.model is not model or self._optimizer is not self.trainer.optimizer:
             self._optimizer = self.trainer.optimizer
-            self.runner = self.boundary.together("runner", partial(self._build_runner, model), lambda why: None)
+            self.runner = self.boundary.together("runner", partial(self._build_runner, model), self._lose_runner)
         return self.runner
+
+    def _lose_runner(self, why: str) -> None:
+        """Leaves this group unguarded as a whole, on every rank."""
+        self._unguarded_group = self.guard.group
+        self.guard.group.fail(why)
 
     def _build_runner(self, model: nn.Module) -> TrainerRunner:
         """Returns a runner of this model, and begins with it."""
@@ -173,6 +180,8 @@ class GuardedStep:
         if self._abandons_step:
             self._abandon_step()
             return None
+        if record.group is self._unguarded_group:
+            return self._settle_plainly(model, max_norm, host_clip, norm)
         if runner is None or not (record.group.micro_batches or record.group.failure):
             self.unguarded.report()
             return host_clip() if norm is None else norm
