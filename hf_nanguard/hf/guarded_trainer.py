@@ -5,6 +5,7 @@ from functools import cache
 from transformers import Trainer
 
 from ..errors import ArgumentError
+from .compat.unguardable_class import find_own_super
 from .rl.rl_mixin import ReinforcementMixin
 from .trainer.guarded_class import MADE_HERE
 from .trainer.mixin import GuardedTrainerMixin
@@ -32,6 +33,11 @@ def guarded(trainer_class: object) -> type:
         raise ArgumentError(f"guarded() must be given a Trainer class, got {trainer_class!r}.")
     if issubclass(trainer_class, GuardedTrainerMixin):
         return trainer_class
+    if closed := find_own_super(trainer_class):
+        raise ArgumentError(
+            f"{trainer_class.__name__} cannot be guarded: its {', '.join(closed)} calls super(type(self), self), which never ends "
+            "in a subclass. Write super() there."
+        )
     generates = hasattr(trainer_class, "_generate_and_score_completions")  # the mark of TRL's online trainers
     mixin = ReinforcementMixin if generates else GuardedTrainerMixin
     body = {"__doc__": f"`{trainer_class.__name__}` with the guard.", "__module__": trainer_class.__module__}

@@ -78,6 +78,19 @@ def test_attach_and_guarded_refuse_what_is_not_a_trainer():
         guarded(dict)
 
 
+def test_a_class_whose_super_never_ends_in_a_subclass_is_refused(tmp_path):
+    class OwnSuper(Trainer):
+        def log(self, *args, **kwargs):
+            return super(type(self), self).log(*args, **kwargs)
+
+    trainer = build("plain", tmp_path, OwnSuper, guard=False, max_steps=1)
+    for guard in (lambda: guarded(OwnSuper), lambda: attach(trainer)):
+        with pytest.raises(ArgumentError, match=r"its log calls super\(type\(self\), self\).*Write super\(\) there"):
+            guard()
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
 def test_guarded_is_made_once():
     assert guarded(Trainer) is guarded(Trainer)
     assert guarded(GuardedTrainer) is GuardedTrainer
