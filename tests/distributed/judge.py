@@ -10,12 +10,12 @@ from hf_nanguard.report.run_files import events_path, read_jsonl
 from .launch import Played
 from .scenario import GRPO, SFT, Expected, Scenario
 
-# Once a run: whether the guard could begin on all ranks (a reduction); the quarantined rows of rank 0 (their size by a reduction,
+# Once a run: whether the guard could begin on all ranks (a reduction), and could build its runner (a reduction); the quarantined rows of rank 0 (their size by a reduction,
 # then the rows), whether all ranks have them (a reduction);
 # whether all states are finite (a reduction); how many snapshots fit into the memory of each (a size, then the values), whether to
 # take one (a reduction), whether all have it (a reduction).
-START = Counter({"all_reduce": 7, "all_gather": 2})
-PROFILED_START = Counter({"c10d::allreduce_": 7, "c10d::allgather_": 2})
+START = Counter({"all_reduce": 8, "all_gather": 2})
+PROFILED_START = Counter({"c10d::allreduce_": 8, "c10d::allgather_": 2})
 
 
 def check_scenario(scenario: Scenario, played: Played) -> None:

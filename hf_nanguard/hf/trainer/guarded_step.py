@@ -135,7 +135,6 @@ class GuardedStep:
     def _lose_runner(self, why: str) -> None:
         """Leaves this group unguarded as a whole, on every rank."""
         self._unguarded_group = self.guard.group
-        self.guard.group.fail(why)
 
     def _build_runner(self, model: nn.Module) -> TrainerRunner:
         """Returns a runner of this model, and begins with it."""

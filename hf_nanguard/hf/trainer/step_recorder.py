@@ -186,7 +186,7 @@ class StepRecorder:
                 runner.poisoned() if must_be_dropped else nullcontext(),
                 self.loss_errors.watched(model),
                 self._watched_backwards(runner),
-                surrounded_own_method(self.trainer, "compute_loss", self.watched_loss()),
+                surrounded_own_method(self.trainer, "compute_loss", self._watch_loss),
             ):
                 loss = training_step(model, inputs, num_items)
         except NonFiniteError:  # a halt that every rank has decided
@@ -238,11 +238,18 @@ class StepRecorder:
         self._held = (HeldInputs.of(prepared), rng)
         return prepared
 
+    def _watch_loss(self, compute_loss: Callable[..., object]) -> Callable[..., object]:
+        def watched(*args: object, **kwargs: object) -> object:
+            with self.watched_loss():
+                return compute_loss(*args, **kwargs)
+
+        return watched
+
     @contextmanager
     def watched_loss(self) -> Iterator[None]:
         """Surrounds `compute_loss`, also as its decorator: what it writes outside the model is kept, unless it runs again."""
         buffers, has_returned = self._buffers, False
-        if buffers is None or self._replayed is not None or self.guard.replaying:
+        if buffers is None or self.replays or self.guard.replaying:
             yield
             return
         self.boundary.call("loss state", buffers.begin_loss)
@@ -251,6 +258,11 @@ class StepRecorder:
             has_returned = True
         finally:
             self.boundary.call("loss state", buffers.end_loss, has_returned)
+
+    @property
+    def replays(self) -> bool:
+        """Whether held inputs take the place of those of the batch."""
+        return self._replayed is not None
 
     @contextmanager
     def replaying(self, held: HeldInputs) -> Iterator[None]:

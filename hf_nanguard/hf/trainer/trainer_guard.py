@@ -94,7 +94,7 @@ class TrainerGuard:
     @property
     def replaying(self) -> bool:
         """Whether the guard is running a held micro-batch again."""
-        return self.guard.replaying
+        return self.guard.replaying or self.recorder.replays
 
     # ---- a run ----
 

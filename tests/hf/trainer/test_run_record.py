@@ -14,6 +14,7 @@ from hf_nanguard.core.monitors.base import load_whole
 from hf_nanguard.hf.custody.checkpoint_custody import CheckpointCustody
 from hf_nanguard.hf.data.row_quarantine import RowQuarantine
 from hf_nanguard.hf.trainer.run_record import STATE_FILE, RunRecord, load_guard, save_guard
+from hf_nanguard.safe_files import find_machine
 from hf_nanguard.testing import Fault, plant
 from tests.test_safe_files import ODD, plant_odd
 
@@ -203,8 +204,8 @@ def test_drafts_of_a_killed_run_are_removed_at_the_next_start_and_nothing_is_in_
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     drafts = [
-        tmp_path / "nanguard" / "autopsy" / ".step-3.999999999.partial",
-        tmp_path / "checkpoint-9" / f".{STATE_FILE}.999999999.partial",
+        tmp_path / "nanguard" / "autopsy" / f".step-3.{find_machine()}-999999999.partial",
+        tmp_path / "checkpoint-9" / f".{STATE_FILE}.{find_machine()}-999999999.partial",
     ]
     for draft in drafts:
         draft.mkdir(parents=True)

@@ -20,6 +20,7 @@ from hf_nanguard.core.autopsy.bundle.reader import read_bundle
 from hf_nanguard.core.autopsy.bundle.tensor_file import load_tensors, save_tensors
 from hf_nanguard.core.autopsy.bundle.writer import write_bundle
 from hf_nanguard.errors import ArgumentError
+from hf_nanguard.safe_files import find_machine
 from tests.core.autopsy.suspects import Tied, make_inputs, make_specimen, make_verdict
 
 
@@ -150,7 +151,7 @@ def test_a_killed_process_leaves_no_bundle_and_the_next_one_cleans_up(tmp_path):
     shutil.rmtree(alive)
     [left] = names(tmp_path)
     assert left.startswith(".step-7.")
-    (tmp_path / ".step-70.999999999.partial").mkdir()  # another one
+    (tmp_path / f".step-70.{find_machine()}-999999999.partial").mkdir()  # another one
     path = write_bundle(tmp_path / "step-7", make_specimen(make_inputs()), make_verdict(), {})
     assert names(tmp_path) == [path.name]
 
