@@ -159,6 +159,27 @@ def test_all_rows_of_a_packed_text_are_named_in_their_order(tmp_path):
     assert named.endswith("rows.json row 12; and 12 more rows")
 
 
+def chat(*texts):
+    return {"messages": [{"role": "user", "content": text} for text in texts]}
+
+
+def test_rows_that_share_parts_are_told_apart(tmp_path):
+    system = "You are a helpful assistant."
+    rows = [chat(system, f"What is {i} and {i}?", "Some number.") for i in range(10, 20)]
+    dataset = load(write_rows(tmp_path, rows, "json"))
+    text = [" ".join(part["content"] for part in row["messages"]) for row in rows]
+    assert find_source(dataset, text[3]) == "rows.json row 3"
+    assert find_source(dataset, f"{text[7]} {text[2]}") == "packed from rows.json row 7; rows.json row 2"
+
+
+def test_what_lies_inside_a_named_row_or_is_too_short_is_not_named(tmp_path):
+    long = [chat("Tell me of France, please.", f"The town number {i} is Paris, on the Seine.") for i in range(2)]
+    rows = [*long, chat("Hi", "Paris"), *[chat("<eos>")] * 5]
+    dataset = load(write_rows(tmp_path, rows, "json"))
+    text = "<eos>".join(" ".join(part["content"] for part in row["messages"]) for row in long)
+    assert find_source(dataset, text) == "packed from rows.json row 0; rows.json row 1"
+
+
 def test_a_short_row_that_occurs_in_a_long_text_is_not_named(tmp_path):
     dataset = load(write_rows(tmp_path, ROWS, "jsonl"))
     assert find_source(dataset, f"{ROWS[1]['text']} Is that so? Yes.") == find_source(dataset, ROWS[1]["text"])
