@@ -18,7 +18,7 @@ from ..compat.prepared_dataset import find_files, format_ids, pick_ids
 
 MAX_BYTES = 256 * 2**20
 MAX_EQUAL = 3  # rows; more that have the same text equally well say nothing
-MAX_NAMED = 8  # rows of a packed text
+MAX_NAMED = 30  # rows of a packed text
 LEAST = 16  # characters of a row of a packed text, if that has much longer ones
 HEAD = 200  # characters of a text that are compared: what follows may be cut off
 KINDS = (".parquet", ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
@@ -65,12 +65,13 @@ class Match(NamedTuple):
 
 
 def _match(row: Mapping[str, object], text: str, name: str) -> list[Match]:
-    """Returns a match if the text has the longest part of the row, or if parts of the row are half of the text."""
+    """Returns a match if the text has the longest part of the row, or parts that are half of the row or of the text."""
     ids = pick_ids(row)
     parts = [_squeeze(part) for name, value in row.items() if name not in ids for part in _find_texts(value)]
     inside = [part for part in parts if part and part[:HEAD] in text]
     is_whole = max(map(len, inside), default=0) == max(map(len, parts), default=0)
-    if not inside or not (is_whole or 2 * sum(map(len, inside)) >= len(text)):
+    score = sum(map(len, inside))
+    if not inside or not (is_whole or 2 * score >= min(len(text), sum(map(len, parts)))):
         return []
     return [Match(inside, ", ".join(filter(None, [name, format_ids(ids)])))]
 

@@ -43,6 +43,10 @@ def write_rows(folder, rows, suffix):
     return path
 
 
+def chat(*texts):
+    return {"messages": [{"role": "user", "content": text} for text in texts]}
+
+
 def load(path, kind="json"):
     """A dataset with the record that datasets makes before version 5, and our integrations make with any."""
     dataset = load_dataset(kind, data_files=str(path), split="train", cache_dir=str(path.parent / "cache"))
@@ -152,15 +156,20 @@ def test_all_rows_of_a_packed_text_are_named_in_their_order(tmp_path):
     packed = f"{ROWS[2]['text']} {ROWS[1]['text']}{ROWS[4]['text']}"
     expected = f"packed from rows.jsonl row 2, doc_id: d2; {equal}; rows.jsonl row 4, doc_id: d4"
     assert find_source(dataset, packed) == expected
-    rows = [{"text": f"{number} is a number"} for number in range(100, 130)]
+    rows = [{"text": f"{number} is a number"} for number in range(100, 150)]
     numbers = load(write_rows(tmp_path, rows, "json"))
-    named = find_source(numbers, "".join(row["text"] for row in rows[5:25]))
+    named = find_source(numbers, "".join(row["text"] for row in rows[5:45]))
     assert named.startswith("packed from rows.json row 5; rows.json row 6; ")
-    assert named.endswith("rows.json row 12; and 12 more rows")
+    assert named.endswith("rows.json row 34; and 10 more rows")
 
 
-def chat(*texts):
-    return {"messages": [{"role": "user", "content": text} for text in texts]}
+def test_rows_are_found_in_a_packed_text_of_a_template(tmp_path):
+    rows = [
+        {"text": f"{i}+{i}=7", **chat(f"{i}+{i}=", "7"), "instruction": f"{i}+{i}=", "output": "7"} for i in range(9)
+    ]
+    dataset = load(write_rows(tmp_path, rows, "json"))
+    text = "".join(f"Human: {row['instruction']}\nAssistant: 7\n" for row in rows[4:6])
+    assert find_source(dataset, text) == "packed from rows.json row 4; rows.json row 5"
 
 
 def test_rows_that_share_parts_are_told_apart(tmp_path):
