@@ -245,7 +245,8 @@ class GuardedTrainerMixin(Stealth, _Host):
             logs.update(guard.log_metrics())
         if "train_loss" in logs and guard.step.has_no_mean:
             logs["train_loss"] = math.nan
-        host(logs, *args, **kwargs)
+        with guard.step.logging():
+            host(logs, *args, **kwargs)
         if guard.on:
             guard.record.write_row()
 
