@@ -57,11 +57,11 @@ class TrainerRunner(Runner):
         self.trainer = trainer
         self.ranks = ranks
         self.replayer = replayer  # hands held inputs to the trainer's `training_step`
-        self.metric_names: set[str] = set()  # of the trainer's metrics before the group,
-        self.metrics_before: dict[str, tuple[list, list]] = {}  # the lists among them, each with a copy,
-        self.metrics_prepared: list[
-            tuple[str, bool, list]
-        ] = []  # and what preparing added: name, whether to another list
+        # The names of the trainer's metrics before the group, the lists among them, each with a copy, and what preparing added:
+        # the name, whether it is another list, and the values.
+        self.metric_names: set[str] = set()
+        self.metrics_before: dict[str, tuple[list, list]] = {}
+        self.metrics_prepared: list[tuple[str, bool, list]] = []
 
     def why_not(self, group: AccumulationGroup) -> str | None:
         trainer = self.trainer
