@@ -144,7 +144,8 @@ class TrainerRunner(Runner):
             yield
         if num_before is not None and self._runs_alone(weight):  # each has counted its own
             counted = self.ranks.gather((num_tokens(self.trainer) or 0) - num_before)
-            set_num_tokens(self.trainer, num_before + sum(counted))
+            if any(counted):  # an online trainer has the attribute, and logs what it has generated
+                set_num_tokens(self.trainer, num_before + sum(counted))
 
     def run(self, micro: MicroBatch, weight: LossWeight) -> Tensor:
         trainer = self.trainer
