@@ -217,13 +217,14 @@ class SpikeExaminer:
                 why=f"also without its largest samples the loss is {without[0]:.4g} and the norm {without[1]:.4g}",
             )
         is_label = any(self._find_batch(each, measured).is_one_class(each.sample) for each in blamed)
-        found = replace(found, verdict=SpikeVerdict.LABELS if is_label else SpikeVerdict.ROWS, blamed=blamed)
+        verdict = SpikeVerdict.LABELS if is_label else SpikeVerdict.ROWS
+        found = replace(found, verdict=verdict, blamed=blamed)
         many = len(blamed) > 1
         rest = "" if without is None else f", without {'them' if many else 'it'} {without[0]:.4g} and {without[1]:.4g}"
         worst = max(blamed, key=lambda reading: reading.loss)
         return replace(
             found,
-            why=f"{found.name_blamed()} {'are' if many else 'is'} {BLAME[found.verdict]}: loss {worst.loss:.4g}, "
+            why=f"{found.name_blamed()} {'are' if many else 'is'} {BLAME[verdict]}: loss {worst.loss:.4g}, "
             f"norm {worst.norm:.4g} {'of the largest' if many else 'alone'}{rest}; usual are {usual[0]:.4g} and {usual[1]:.4g}",
         )
 
