@@ -104,6 +104,10 @@ class OutlierWatch:
             found = Suspicion(Signal.GRAD_SPIKE, list(range(len(losses))), before, threshold)
         return found
 
+    def stands_apart(self, loss: float) -> bool:
+        """Returns whether a loss is far above the usual ones of a model that has learned, with a gap below it."""
+        return self.learned.stands_apart(loss, self.losses.usual)
+
     def is_due(self, step: int, is_spike: bool, is_apart: bool = False) -> bool:
         """Returns whether a step that is out of line is examined; a spike need not wait, nor a loss that is apart, up to a bound."""
         if is_spike and self.num_fruitless < self.max_fruitless:

@@ -245,9 +245,7 @@ class SpikeExaminer:
         if not batch.is_one_class(reading.sample):
             return False
         guess = max(self.watch.losses.start or math.inf, batch.guess)
-        return is_denied(reading.loss, guess) and self.watch.learned.stands_apart(
-            batch.whole[0], self.watch.losses.usual
-        )
+        return is_denied(reading.loss, guess) and self.watch.stands_apart(batch.whole[0])
 
     def _exceeds_first_norm(self, reading: SampleReading, measured: list[MeasuredBatch]) -> bool:
         """Returns whether the norm is above that at the start, of a sample that the model cannot predict better than then; never of one
