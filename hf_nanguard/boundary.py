@@ -121,7 +121,7 @@ class HostCall:
         self.result: object = None
         self.error: BaseException | None = None
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> Any:
         self.has_run, self.error = True, None
         try:
             self.result = self.method(*args, **kwargs)
@@ -176,7 +176,13 @@ class Boundary:
     # ---- the three ways in ----
 
     def around(
-        self, part: str, override: Callable[..., object], host: Callable[..., object], *args: object, **kwargs: object
+        self,
+        part: str,
+        override: Callable[..., object],
+        host: Callable[..., object],
+        /,
+        *args: object,
+        **kwargs: object,
     ) -> Any:
         """Returns `override(call, *args)`, which calls the host's method as `call`; if it fails, what the host returns."""
         if part in self.off:

@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ QUARANTINE = "_bad_checkpoints"  # a name that push_to_hub leaves out
 CHECKPOINT = re.compile(r"checkpoint-(\d+)$")
 # Written by transformers while it saves on a preemption; nothing in transformers reads it.
 SENTINEL = "checkpoint-is-incomplete.txt"
+PIPELINE = "model_index.json"  # which names the sub-folders of its models
 TRAINER_STATE = "trainer_state.json"
 INDEX_SUFFIX = ".index.json"
 CONFIGS = ("config.json", "adapter_config.json")  # which the host reads when it resumes
@@ -92,15 +93,37 @@ def find_missing(folder: Path) -> Iterator[str]:
     """
     if (folder / SENTINEL).exists():
         yield f"was not saved to the end: {SENTINEL} is in it"
-    for index in list_indices(folder):
-        yield from _check_index(index, folder)
-    yield from _check_shard_names(folder)
+    yield from _find_missing_shards(folder, used=True)
     yield from _check_configs(folder)
     if CHECKPOINT.fullmatch(folder.name):
         yield from _check_training_state(folder)
     for part in sorted({path.parent for path in folder.glob("*/*.distcp")}):
         if not (part / DISTRIBUTED_METADATA).is_file():
             yield f"has no {part.name}/{DISTRIBUTED_METADATA}, without which its shards cannot be read"
+
+
+def find_missing_beside(folder: Path) -> Iterator[str]:
+    """Yields what is missing in sub-folders that the model in a folder does not need, in the same words."""
+    return _find_missing_shards(folder, used=False)
+
+
+def find_used_folders(folder: Path) -> set[Path]:
+    """Returns the folders whose shards must be complete: all of a pipeline, and of a folder without weights of its own; else a
+    sub-folder is a copy in another format (`original/`), or an export."""
+    below = {path.parent for path in _list_files(folder)}
+    own = (path for path in [*list_tensor_files(folder), *list_indices(folder)] if path.parent == folder)
+    is_model = any(not is_state_file(path) for path in own) and not (folder / PIPELINE).exists()
+    return {folder} if is_model else {folder, *below}
+
+
+def _find_missing_shards(folder: Path, used: bool) -> Iterator[str]:
+    folders = find_used_folders(folder)
+    for index in list_indices(folder):
+        if (index.parent in folders) is used:
+            yield from _check_index(index, folder)
+    yield from _check_shard_names(
+        folder, [path for path in list_tensor_files(folder) if (path.parent in folders) is used]
+    )
 
 
 def _check_configs(folder: Path) -> Iterator[str]:
@@ -132,10 +155,10 @@ def _check_index(index: Path, folder: Path) -> Iterator[str]:
             yield f"has no {printable(shard, 100)}, which {shown} names"
 
 
-def _check_shard_names(folder: Path) -> Iterator[str]:
+def _check_shard_names(folder: Path, files: Iterable[Path]) -> Iterator[str]:
     """Shards count themselves, so one that is missing is known without an index too."""
     found: dict[tuple[Path, str, str, str], set[int]] = {}
-    for path in list_tensor_files(folder):
+    for path in files:
         if match := NAMED_SHARD.match(path.name):
             found.setdefault((path.parent, match[1], match[3], match[4]), set()).add(int(match[2]))
     for (parent, stem, total, suffix), numbers in found.items():

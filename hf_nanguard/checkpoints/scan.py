@@ -16,6 +16,8 @@ from ..errors import ArgumentError
 from ..plain_text import printable
 from .checkpoint_files import (
     find_missing,
+    find_missing_beside,
+    find_used_folders,
     is_state_file,
     list_checkpoints,
     list_indices,
@@ -120,6 +122,8 @@ class _Scan:
         if self.path.is_dir():
             for text in find_missing(self.path):
                 self._add(Problem.INCOMPLETE, self.path, None, text)
+            for text in find_missing_beside(self.path):
+                self.result.notes.append(f"{text}; the model does not need it")
             if not files and not self.result.findings:
                 self._add(Problem.DAMAGED, self.path, None, "holds no file of tensors")
         weights: dict[str, Tensor] = {}
@@ -146,7 +150,8 @@ class _Scan:
         """Compares the tensors that an index names with those of the shards: the host makes up what is in none."""
         if not self.path.is_dir() or any(finding.problem in UNUSABLE for finding in self.result.findings):
             return
-        for index in list_indices(self.path):
+        used = find_used_folders(self.path)
+        for index in (each for each in list_indices(self.path) if each.parent in used):
             there = names.get(index.parent, ())
             missing = [name for name in read_index(index) if name not in there and not name.endswith(EXTRA_STATE)]
             if missing:

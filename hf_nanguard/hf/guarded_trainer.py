@@ -15,6 +15,11 @@ class GuardedTrainer(GuardedTrainerMixin, Trainer):
     """[`~transformers.Trainer`] with the guard; same constructor, plus `guard`."""
 
 
+def generates(trainer_class: type) -> bool:
+    """Returns whether a Trainer class is one of TRL's online trainers, by its mark."""
+    return hasattr(trainer_class, "_generate_and_score_completions")
+
+
 @cache
 def guarded(trainer_class: object) -> type:
     """Returns a guarded subclass of any Trainer class: DPO, KTO, RLOO, Reward, Distillation, Seq2Seq, your own.
@@ -38,8 +43,7 @@ def guarded(trainer_class: object) -> type:
             f"{trainer_class.__name__} cannot be guarded: its {', '.join(closed)} calls super(type(self), self), which never ends "
             "in a subclass. Write super() there."
         )
-    generates = hasattr(trainer_class, "_generate_and_score_completions")  # the mark of TRL's online trainers
-    mixin = ReinforcementMixin if generates else GuardedTrainerMixin
+    mixin = ReinforcementMixin if generates(trainer_class) else GuardedTrainerMixin
     body = {"__doc__": f"`{trainer_class.__name__}` with the guard.", "__module__": trainer_class.__module__}
     return type(
         f"Guarded{trainer_class.__name__}", (mixin, trainer_class), {**body, MADE_HERE: (guarded, trainer_class)}

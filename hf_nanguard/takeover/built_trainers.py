@@ -145,11 +145,10 @@ class Takeover:
 
         if not isinstance(value, TrainingArguments):
             return value
-        from ..hf.guarded_trainer import guarded
-        from ..hf.rl.rl_mixin import ReinforcementMixin, raise_temperature
+        from ..hf.guarded_trainer import generates
+        from ..hf.rl.rl_mixin import raise_temperature
 
-        online = issubclass(guarded(trainer_class), ReinforcementMixin)
-        return raise_temperature(value, self._merge(value)) if online else value
+        return raise_temperature(value, self._merge(value)) if generates(trainer_class) else value
 
     # ---- a trainer that was built ----
 

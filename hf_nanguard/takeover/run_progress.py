@@ -10,6 +10,8 @@ from pathlib import Path
 
 RANK = "rank-"
 LONGEST_WAIT = 1.0  # of a process, until another one that was killed is gone: its connections are closed before
+STARTED = time.time()  # what was written before, another process wrote that is no rank of now
+EXIT_STATUS = 49  # of a zombie, among the fields after its name
 WIDTH = 20  # digits, so that a step is always overwritten as a whole
 
 
@@ -24,8 +26,16 @@ class Progress:
         self._overwrite("step", f"{step:0{WIDTH}d}")
 
     def begin_rank(self, rank: int) -> None:
-        """Notes the process of a rank; one that it starts itself has the same environment, and comes later."""
-        self._overwrite(f"{RANK}{rank}", f"{os.getpid()}\n", os.O_EXCL)
+        """Notes the process of a rank, in place of one that has ended: a launcher may start all ranks again, and then the error of those
+        before is no more the reason. A process that a rank starts itself has the same environment, and is not noted."""
+        before = self._read(f"{RANK}{rank}")
+        if before and _find_end(before) is None:
+            return
+        self._overwrite(f"{RANK}{rank}", f"{os.getpid()}\n", os.O_TRUNC)
+        error = Path(self.folder, "error")
+        with suppress(OSError):  # there is none
+            if error.stat().st_mtime < STARTED:
+                error.unlink()
 
     def end_rank(self, rank: int) -> None:
         """Notes that the process of a rank ends by itself."""
@@ -38,16 +48,20 @@ class Progress:
         ranks = self._list_ranks()
         if not self._overwrite("error", f"{name[:200]}\n", os.O_EXCL if ranks else 0):
             return
-        end = time.monotonic() + (LONGEST_WAIT if len(ranks) > 1 else 0.0)
-        while (lost := self._find_lost()) is None and time.monotonic() < end:
+        deadline = time.monotonic() + (LONGEST_WAIT if len(ranks) > 1 else 0.0)
+        while not (ends := self._find_ends()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        if lost is not None:
-            self._overwrite("error", f"the sudden end of rank {lost}\n", os.O_TRUNC)
+        killed = next((rank for rank, end in ends.items() if end == "killed"), None)
+        gone = next((rank for rank, end in ends.items() if end == "gone"), None)
+        if killed is not None:
+            self._overwrite("error", f"the sudden end of rank {killed}\n", os.O_TRUNC)
+        elif gone is not None:
+            self._overwrite("error", f"{name[:200]}; rank {gone} had ended before\n", os.O_TRUNC)
 
-    def _find_lost(self) -> str | None:
-        """Returns a rank whose process was killed."""
-        dead = (path.name.removeprefix(RANK) for path in self._list_ranks() if _has_died(self._read(path.name)))
-        return next(dead, None)
+    def _find_ends(self) -> dict[str, str]:
+        """Returns the ranks whose processes have ended without a word, and how."""
+        ends = {path.name.removeprefix(RANK): _find_end(self._read(path.name)) for path in self._list_ranks()}
+        return {rank: end for rank, end in ends.items() if end in ("killed", "gone")}
 
     def _list_ranks(self) -> list[Path]:
         return sorted(Path(self.folder).glob(f"{RANK}*"))
@@ -102,14 +116,18 @@ class Progress:
             return ""
 
 
-def _has_died(process: str) -> bool:
-    """Returns whether a process is gone, or a zombie that its parent has not noticed yet."""
+def _find_end(process: str) -> str | None:
+    """Returns how a process has ended: `killed`, or with an error of its own; `left` if without; `gone` if its parent has noticed already,
+    who alone knows; `None` if it has not."""
     if sys.platform == "win32" or not process.strip().isdecimal():  # os.kill would end it there
-        return False
+        return None
     try:
         os.kill(int(process), 0)
-        return Path(f"/proc/{process.strip()}/stat").read_text().rpartition(")")[2].split()[0] in ("Z", "X")
+        state = Path(f"/proc/{process.strip()}/stat").read_text().rpartition(")")[2].split()
     except ProcessLookupError:
-        return True
+        return "gone"
     except OSError:  # it is somebody else's, or the system has no such files
-        return False
+        return None
+    if state[0] not in ("Z", "X"):
+        return None
+    return "left" if len(state) > EXIT_STATUS and state[EXIT_STATUS] == "0" else "killed"

@@ -325,6 +325,7 @@ def test_an_index_that_names_a_tensor_of_no_shard_is_reported(tmp_path):
 
 
 def test_the_shards_of_a_part_of_a_pipeline_are_checked_too(tmp_path):
+    """Of a pipeline, or of a folder without weights of its own."""
     part, stem = tmp_path / "unet", "diffusion_pytorch_model"
     (tmp_path / "vae").mkdir()
     save_file({"c": torch.ones(2, 2)}, tmp_path / "vae" / f"{stem}.safetensors")
@@ -344,6 +345,39 @@ def test_the_shards_of_a_part_of_a_pipeline_are_checked_too(tmp_path):
     index.unlink()
     [finding] = scan_checkpoint(tmp_path).findings
     assert finding.message == f"has only 1 of 2 shards unet/{stem}-*.safetensors"
+
+
+def spoil_index(folder):
+    """Shards that an index names were not downloaded."""
+    shard = "model-00001-of-00002.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": shard}}))
+
+
+def spoil_shards(folder):
+    """Shards without an index."""
+    for number in (1, 2):
+        save_file({"w": torch.ones(2)}, folder / f"model-0000{number}-of-00002.safetensors")
+
+
+def spoil_names(folder):
+    """A tensor that no shard holds."""
+    save_file({"w": torch.ones(2)}, folder / "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"v": "model.safetensors"}}))
+
+
+@pytest.mark.parametrize(("spoil", "num_notes"), [(spoil_index, 1), (spoil_shards, 1), (spoil_names, 0)])
+def test_a_copy_in_a_sub_folder_does_not_make_a_complete_model_bad(spoil, num_notes, tmp_path):
+    (tmp_path / "original").mkdir()
+    spoil(tmp_path / "original")
+    save_file(healthy(), tmp_path / "model.safetensors")
+    result = scan_checkpoint(tmp_path)
+    assert (result.is_good, result.exit_code, result.findings) == (True, 0, [])
+    assert len([note for note in result.notes if "original/" in note]) == len(result.notes) == num_notes
+    (tmp_path / "model_index.json").write_text("{}")
+    assert not scan_checkpoint(tmp_path).is_good
+    (tmp_path / "model_index.json").unlink()
+    (tmp_path / "model.safetensors").unlink()
+    assert not scan_checkpoint(tmp_path).is_good
 
 
 @pytest.mark.parametrize("value", [1.0, math.nan])

@@ -64,6 +64,9 @@ def check_stock(scenario: Scenario, ranks: list[dict[str, Any]]) -> None:
         assert said["schedule"] == stock["schedule"]
         if scenario.host == SFT:
             assert said["tokens"] == stock["tokens"]
+        if scenario.host == GRPO:  # which logs what it has generated, and counts nothing in its losses
+            assert said["logged_tokens"]
+            assert said["logged_tokens"].items() <= stock["logged_tokens"].items()
         if not scenario.faults:
             assert said["losses"] == stock["losses"]
         if scenario.silent:

@@ -32,7 +32,7 @@ from tests.distributed.host import make_trainer, rows_of
 from tests.distributed.making import plant_in_making
 from tests.distributed.scenario import SUITES, Scenario
 from tests.distributed.sharding import shard_on_cpu
-from tests.reference import losses_of, tensors_of
+from tests.reference import counted_tokens, losses_of, tensors_of
 
 PATIENCE = 40
 COLLECTIVES = (
@@ -139,6 +139,7 @@ def play(scenario: Scenario, folder: Path, guarded: bool) -> tuple[dict[str, Any
         "losses": losses_of(trainer),
         "rows": planted.rows,
         "tokens": getattr(trainer, "num_tokens", vars(trainer).get("_total_train_tokens")),
+        "logged_tokens": counted_tokens(trainer),
         "struck": len(planted.triggered),
         "messages": dict(messages),
     }

@@ -66,6 +66,7 @@ tf32: false
 attn_implementation: sdpa
 logging_steps: 1
 save_strategy: "no"
+seed: 42
 special_tokens: {pad_token: "<pad>"}
 """
 LLAMAFACTORY = """

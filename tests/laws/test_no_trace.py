@@ -308,6 +308,31 @@ def test_a_loss_that_is_an_object_forgets_a_bad_batch(tmp_path):
     assert (mine.calls, float(mine.mean)) == (theirs.calls, float(theirs.mean))
 
 
+class ClassLoss:
+    """A loss that is a class method, and writes what it has seen to its class; NaN for one row."""
+
+    mean, calls = 0.0, 0
+
+    @classmethod
+    def compute(cls, outputs, labels, num_items_in_batch=None):
+        loss = torch.nn.functional.cross_entropy(outputs["logits"].flatten(0, 1), labels.flatten())
+        loss = loss * (NAN if int(labels[0, 0]) == 3 + 4 else 1)
+        cls.mean = 0.9 * cls.mean + 0.1 * float(loss.detach())
+        cls.calls += 1
+        return loss * (1 + cls.mean)
+
+
+def test_a_loss_that_is_a_class_method_forgets_a_bad_batch(tmp_path):
+    theirs, mine = (type("Loss", (ClassLoss,), {}) for _ in range(2))
+    settings = {"gradient_accumulation_steps": 1, "train_sampling_strategy": "sequential"}
+    reference, extra = without(stock_class("plain"), (2, 0)), {"compute_loss_func": theirs.compute}
+    expected = _run(build("plain", tmp_path / "reference", reference, guard=False, extra=extra, **settings))
+    ours = build("plain", tmp_path / "ours", extra={"compute_loss_func": mine.compute}, **settings)
+    assert_same(_run(ours), expected)
+    assert [event["culprit"]["rows"] for event in events_of(ours)] == [[4]]
+    assert (mine.calls, mine.mean) == (theirs.calls, theirs.mean)
+
+
 def test_a_loss_of_ones_own_may_ignore_minus_one(tmp_path):
     value = -1
 

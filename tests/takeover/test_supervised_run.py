@@ -187,6 +187,8 @@ progress.begin_rank(int(sys.argv[2]))
 print("begun", flush=True)
 if sys.argv[3] == "error":
     progress.write_error("ValueError")
+if sys.argv[3] == "leave":
+    os._exit(0)
 if sys.argv[3] != "hang":
     progress.end_rank(int(sys.argv[2]))
     sys.exit()
@@ -195,15 +197,22 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize(
-    ("how", "reason"), [("error", "ValueError"), ("kill", "the sudden end of rank 1"), ("end", "RuntimeError")]
+    ("how", "reason"),
+    [
+        ("error", "ValueError"),
+        ("kill", "the sudden end of rank 1"),
+        ("end", "RuntimeError"),
+        ("leave", "RuntimeError"),
+    ],
 )
 def test_the_reason_is_that_of_the_rank_that_failed_first(how, reason, tmp_path):
     """A rank that waits for one that failed fails as well, with an error of its own."""
     command = [sys.executable, "-c", RANK, str(tmp_path), "1", "hang" if how == "kill" else how]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout.readline() == "begun\n"
-        if how == "kill":
-            child.kill()
+        if how in ("kill", "leave"):
+            if how == "kill":
+                child.kill()
             os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # its parent has not noticed yet
         else:
             child.wait()
@@ -214,3 +223,39 @@ def test_the_reason_is_that_of_the_rank_that_failed_first(how, reason, tmp_path)
         survivor.clear()
         assert survivor.read_error() is None
         assert not list(tmp_path.glob("rank-*"))
+
+
+def run_rank(folder, rank, how, error="ValueError"):
+    """Runs the process of a rank to its end; its parent has noticed."""
+    command = [sys.executable, "-c", RANK.replace("ValueError", error), str(folder), str(rank), how]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "begun\n"
+        if how == "hang":
+            child.kill()
+
+
+@pytest.mark.parametrize("before", [["error"], ["error", "hang"], ["hang"]])
+def test_workers_that_are_started_again_replace_those_before(before, tmp_path):
+    """A launcher may start all ranks again within one attempt, those before ended in any way."""
+    for rank, how in enumerate(before):
+        run_rank(tmp_path, rank, how)
+    for rank in reversed(range(len(before))):
+        run_rank(tmp_path, rank, "end" if rank else "error", "KeyError")
+    assert Progress(str(tmp_path)).read_error() == "KeyError"
+
+
+def test_a_process_that_a_rank_starts_does_not_replace_it(tmp_path):
+    progress = Progress(str(tmp_path))
+    progress.begin_rank(0)
+    progress.write_error("ValueError")
+    run_rank(tmp_path, 0, "end")
+    assert (tmp_path / "rank-0").read_text() == f"{os.getpid()}\n"
+    assert progress.read_error() == "ValueError"
+
+
+def test_a_rank_that_ended_unseen_is_named_beside_the_error(tmp_path):
+    progress = Progress(str(tmp_path))
+    progress.begin_rank(0)
+    run_rank(tmp_path, 1, "leave")
+    progress.write_error("KeyError")
+    assert progress.read_error() == "KeyError; rank 1 had ended before"

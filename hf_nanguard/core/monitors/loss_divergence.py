@@ -8,6 +8,10 @@ All is measured in logarithms and by quantiles, because a diverged loss is far n
 - Above the start: most recent losses are above most of the first `NUM_FIRST` for some time, and are not falling.
 - Never better: the run has never been better than its start and is worse for a long time, by less, from early on: later a small rise comes
   with other data as well.
+- Stays above the start: by less than that, later and without a norm that grows. Harder data raise a loss the same way, at once
+  (another source) or little by little (sorted rows), so neither the rise nor its size tells the two apart. The norm does: on harder
+  data that of a healthy model grows by about half as much as the loss, in logarithms. So the loss must be steady for long, and
+  the norm must not have followed it; if the norm has vanished instead, as that of a saturated model does, not for so long.
 - Above the best: new data (a curriculum, another task) and a learning rate that restarts raise a loss above its best as well, but
   then it falls again. So it must also have lost half of what was gained, and not be falling.
 
@@ -48,6 +52,13 @@ ABOVE_START_ALONE, STAYS_ABOVE = (
 )  # the factor if the norm has not grown as well; what ten losses keep of the ten before
 EARLY = 0.75  # of a rise: a loss that has risen less at first rises with its data
 NEVER_BETTER, NUM_WORSE, WORSE, MOST_WORSE, STAYS = 0.9, 60, 1.25, 1.02, 0.93
+FOLLOWS = 0.1  # of a rise of the loss: a norm that grows by less does not follow it
+VANISHED = 0.5  # the factor of a norm that has
+SETTLED = 0.25  # what a norm that is a reference may have fallen before
+NUM_STAYS_VANISHED, NUM_STAYS = 50, 100
+NUM_STAYS_LONG = 300  # if no norm is known, or the loss is worse by a little only
+NUM_REFERENCE = 200
+STEADY = 0.15  # of a rise: what a steady loss may move from one half of its steps to the other
 ABOVE_BEST, NUM_ABOVE_BEST, SIGMAS_BEST = 2.5, 50, 2.5
 FALLS = 0.8  # a level below that share of what it was NUM_ABOVE_BEST steps before is falling
 WITH_NORM = 2.0  # growth of the norm, at least, that tells a divergence from a loss that wanders
@@ -84,6 +95,10 @@ class Wander:
         """The number of values so far."""
         return len(self.means) * self.size + len(self.open)
 
+    def value_at(self, index: int) -> float:
+        """Returns the mean of the block with the value of that index."""
+        return [*self.means, sum(self.open) / max(len(self.open), 1)][index // self.size]
+
     def add(self, value: float) -> None:
         self.open.append(value)
         if len(self.open) == self.size:
@@ -110,7 +125,7 @@ class DivergenceDetector:
     def __init__(self) -> None:
         self.floor = MIN_LOSS
         self.logs: deque[float] = deque(maxlen=NUM_KEPT)
-        self.norms: deque[float] = deque(maxlen=NUM_EARLY)
+        self.norms: deque[float] = deque(maxlen=NUM_STAYS_LONG)
         self.steps: deque[int] = deque(maxlen=NUM_KEPT)
         self.wander = Wander()
         self.first: list[float] = []
@@ -121,6 +136,10 @@ class DivergenceDetector:
         self.best_at = 0  # number of losses until then
         self.above: deque[float] = deque(maxlen=NUM_ABOVE_BEST)  # the levels since it is too high
         self.since = 0
+        self.sound_logs: deque[float] = deque(maxlen=NUM_REFERENCE)  # the last ones near the start
+        self.sound_norms: deque[float] = deque(maxlen=NUM_REFERENCE)
+        self.num_raised, self.raised_since = 0, 0  # losses that are not near the start any more
+        self.raised_move = 0.0  # what a loss moved by itself in a step before
         self.num_below = 0
         self.is_reported = False
 
@@ -135,6 +154,8 @@ class DivergenceDetector:
         self.logs = deque((max(value, low) for value in self.logs), maxlen=NUM_KEPT)
         self.first = [max(value, low) for value in self.first]
         self.best = None if self.best is None else max(self.best, low)
+        self.early = None if self.early is None else max(self.early, low)
+        self.sound_logs = deque((max(value, low) for value in self.sound_logs), maxlen=NUM_REFERENCE)
 
     def add(self, step: int, loss: float, norm: float = 1.0) -> Divergence | None:
         """Adds a finite loss, and the gradient norm of its step, and returns that it diverges, if that is new."""
@@ -153,7 +174,10 @@ class DivergenceDetector:
         if self.best is None or level <= self.best:
             self.best, self.best_norm, self.best_at = level, norm_level, num_seen
         best = self.best
-        self.early = level if num_seen == NUM_EARLY + NUM_LEVEL else self.early
+        num_early = NUM_EARLY + NUM_LEVEL
+        if self.early is None and num_seen >= num_early:  # more only after a checkpoint of an earlier version
+            value = level if num_seen == num_early else self.wander.value_at(NUM_EARLY + NUM_LEVEL // 2)
+            self.early = max(value, math.log(self.floor))
         sound_norm = min(median(self.first_norms), max(self.first_norms[: max(NUM_SOUND)]))
         has_grown = _has_grown(norm_level - sound_norm, level - start)
         from_start = 0.0 if has_grown else self._usual_distance(logs, num_seen, FAR_ABOVE_START)
@@ -166,8 +190,12 @@ class DivergenceDetector:
         above_start_long = is_worse and (
             has_grown or (self.early is not None and self.early - start > EARLY * (median(logs[-NUM_WORSE:]) - start))
         )
+        self._note_raised(level, start)
+        from_before = SIGMAS_WANDER * self.raised_move * math.sqrt(num_seen)  # without the rise itself
+        stays_above = level > start + min(from_start, from_before) and self._stays_above(logs, start, best)
         lost = max(best + max(math.log(ABOVE_BEST) + SIGMAS_BEST * _noise(logs), from_best), _mean(start, best))
-        is_above = at_once or above_start or above_start_long
+        is_still = self.is_reported and self.num_raised > 0
+        is_above = at_once or above_start or above_start_long or stays_above or is_still
         reference = self.first[0] if at_once else start if is_above else best
         if not self._lasts(level, is_above or level > lost, reference) or self.is_reported:
             return None
@@ -179,6 +207,8 @@ class DivergenceDetector:
         )
         if at_once or above_start_long or (above_start and len(self.above) >= must_last and not falls):
             name, usual = "start", min(self.first[0], start)
+        elif stays_above:
+            name, usual, self.since = "start", start, self.raised_since
         elif level > lost and len(self.above) == NUM_ABOVE_BEST and level >= self.above[0] + math.log(FALLS):
             name, usual = "best", best
         else:
@@ -225,6 +255,40 @@ class DivergenceDetector:
         stays = median(recent[half:]) > median(recent[:half]) + math.log(STAYS)
         return is_most and stays and median(recent) > start + math.log(WORSE) + _noise(logs)
 
+    def _note_raised(self, level: float, start: float) -> None:
+        """Notes for how long the level is not near the start, and the losses and norms of before."""
+        if level > start + math.log(WORSE) / 2:
+            if not self.num_raised:
+                self.raised_since = self._find_first(level, start)
+                self.raised_move = self.wander.distance(1, list(self.logs))
+            self.num_raised += 1
+            return
+        self.num_raised = 0
+        if len(self.logs) >= NUM_LEVEL:  # the level lags, so that newer ones may not be near the start any more
+            self.sound_logs.append(self.logs[-NUM_LEVEL])
+            self.sound_norms.append(self.norms[-NUM_LEVEL])
+
+    def _stays_above(self, logs: list[float], start: float, best: float) -> bool:
+        """Returns whether the losses are steadily above the start, for so long and with such a norm that it is not the data."""
+        if self.num_raised < NUM_STAYS_VANISHED or len(self.sound_norms) < NUM_LEVEL:
+            return False
+        kept = logs[-self.num_raised :]
+        half, norms, sound = len(kept) // 2, list(self.norms)[-self.num_raised + NUM_LEVEL :], list(self.sound_norms)
+        usual = max(_middle(self.sound_logs), start + math.log(NEVER_BETTER))
+        rise = _middle(kept) - usual
+        if abs(_middle(kept[half:]) - _middle(kept[:half])) > STEADY * rise:
+            return False
+        is_high, is_long = rise > math.log(ABOVE_START), self.num_raised >= NUM_STAYS_LONG
+        if min(norms) == max(norms):  # it is not known
+            return is_high and is_long
+        half = len(sound) // 2
+        growth = _middle(norms) - _middle(sound)
+        if growth > FOLLOWS * rise or _middle(sound[:half]) - _middle(sound[half:]) > SETTLED:
+            return False
+        must_stay = NUM_STAYS_VANISHED if growth < math.log(VANISHED) else NUM_STAYS
+        is_worse = best > start + math.log(NEVER_BETTER) and rise > math.log(WORSE) + _noise(logs)
+        return (is_high and self.num_raised >= must_stay) or (is_worse and is_long)
+
     def _lasts(self, level: float, is_above: bool, reference: float) -> bool:
         """Notes whether the level is too high; it has recovered once it was not for as long as it must last."""
         if not is_above:
@@ -257,6 +321,8 @@ class DivergenceDetector:
             "first_norms": list(self.first_norms),
             "wander": {"size": self.wander.size, "means": list(self.wander.means), "open": list(self.wander.open)},
             "above": list(self.above),
+            "sound_logs": list(self.sound_logs),
+            "sound_norms": list(self.sound_norms),
         }
 
     def load_state_dict(self, state: JsonObject) -> None:
@@ -291,6 +357,13 @@ def _bend(values: list[float]) -> float:
     """Returns the variance of second differences, in which a steady rise or fall cancels, robustly."""
     bends = [abs(one - 2 * two + three) for one, two, three in zip(values, values[1:], values[2:], strict=False)]
     return (MEDIAN_TO_SIGMA * median(bends)) ** 2 if bends else 0.0
+
+
+def _middle(values: Iterable[float]) -> float:
+    """Returns the mean of the middle half of values."""
+    ranked = sorted(values)
+    kept = ranked[len(ranked) // 4 : len(ranked) - len(ranked) // 4]
+    return sum(kept) / len(kept)
 
 
 def _quantile(values: Iterable[float], share: float) -> float:

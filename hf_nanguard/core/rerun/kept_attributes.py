@@ -8,6 +8,7 @@ tensors and generators (of torch, Python and NumPy), also those inside container
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -140,13 +141,16 @@ class KeptAttributes:
         """Puts all of them back, or only some: where they were read from, because an object may refuse to be written, or do more
         than that (a frozen dataclass, a `__setattr__` that counts)."""
         values = own_fields(self.owner)
+        is_class = isinstance(self.owner, type)  # whose fields can only be read
+        put = partial(type.__setattr__, self.owner) if is_class else values.__setitem__
+        remove = partial(type.__delattr__, self.owner) if is_class else values.__delitem__
         only = self.restored if only is None else only
         for name in self.changed if only is None else self.changed & {*only}:
             if name not in self.before:
-                del values[name]
+                remove(name)
                 continue
             if values.get(name, self) is not self.before[name]:
-                values[name] = self.before[name]
+                put(name, self.before[name])
             if name in self.contents:
                 self.contents[name].restore()
 

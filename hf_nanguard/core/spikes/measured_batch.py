@@ -43,6 +43,10 @@ class MeasuredBatch:
             return False
         return int((labels[sample] != IGNORED_LABEL).sum()) >= NUM_MANY
 
+    def is_one_class(self, sample: int) -> bool:
+        """Whether the loss of a sample is that of one class, or a few."""
+        return self.classes is not None and not self.has_many_targets(sample)
+
     @property
     def guess(self) -> float:
         """The loss of a uniform guess over the classes; at least two are known to exist, none of numbers."""

@@ -3,8 +3,9 @@
 Losses of micro-batches and the norm are on the host already, so a healthy step costs a comparison. A bad row in a batch of
 good ones raises the mean too little for a spike to be reported, so the bound here is lower. What a healthy run pays for that is
 bounded: an examination that names no row makes the next one wait `FIRST_WAIT` steps, then twice as many, so n steps have at most
-log2(n / `FIRST_WAIT`) of them. Spikes do not wait, nor does a loss that is apart from all usual ones of a model that has learned; at most
-`nanguard_max_autopsies` of them are examined without a result. Steps whose rows are blamed already are not examined again.
+log2(n / `FIRST_WAIT`) of them. Spikes do not wait; at most `nanguard_max_autopsies` of them are examined without a result. Nor does a
+loss that is apart from all usual ones of a model that has learned; up to step n at most `nanguard_max_autopsies` and n / `STEPS_EACH` of
+them are examined, with a result or not, and `MAX_APART` in a run. Steps whose rows are blamed already are not examined again.
 """
 
 import math
@@ -22,6 +23,7 @@ NUM_START = 10  # values from which the level at the start is taken
 MIN_SEEN = 30  # values before anything but a spike is examined
 FIRST_WAIT = 20
 WAIT_FACTOR = 2
+MAX_APART, STEPS_EACH = 64, 20  # examinations of losses that are apart but no spikes: in a run, and steps for each
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,7 @@ class OutlierWatch:
         """Begins another run."""
         self.losses, self.norms = Series(), Series()
         self.learned = LearnedLosses()
-        self.num_fruitless = self.num_in_a_row = 0
+        self.num_fruitless = self.num_in_a_row = self.num_apart = 0
         self.next_step = 0
 
     def suspect(self, step: int, losses: Sequence[float], norm: float, uses_losses: bool) -> Suspicion | None:
@@ -102,14 +104,25 @@ class OutlierWatch:
             found = Suspicion(Signal.GRAD_SPIKE, list(range(len(losses))), before, threshold)
         return found
 
-    def is_due(self, step: int, is_spike: bool) -> bool:
-        """Returns whether a step that is out of line is examined; a spike, or what is apart, need not wait."""
-        if is_spike:
-            return self.num_fruitless < self.max_fruitless
-        return step >= self.next_step and len(self.norms.logs) >= MIN_SEEN
+    def stands_apart(self, loss: float) -> bool:
+        """Returns whether a loss is far above the usual ones of a model that has learned, with a gap below it."""
+        return self.learned.stands_apart(loss, self.losses.usual)
 
-    def conclude(self, step: int, is_spike: bool, found_rows: bool, has_verdict: bool = False) -> None:
+    def is_due(self, step: int, is_spike: bool, is_apart: bool = False) -> bool:
+        """Returns whether a step that is out of line is examined; a spike need not wait, nor a loss that is apart, up to a bound."""
+        if is_spike and self.num_fruitless < self.max_fruitless:
+            return True
+        if is_apart:
+            return self.num_apart < min(MAX_APART, self.max_fruitless + step // STEPS_EACH)
+        return not is_spike and step >= self.next_step and len(self.norms.logs) >= MIN_SEEN
+
+    def conclude(
+        self, step: int, is_spike: bool, found_rows: bool, has_verdict: bool = False, is_apart: bool = False
+    ) -> None:
         """Notes what an examination came to; one with another verdict than rows was worth its time if it was that of a spike."""
+        if is_apart:  # it has a bound of its own
+            self.num_apart += 1
+            return
         self.num_in_a_row = 0 if found_rows else self.num_in_a_row + 1
         self.num_fruitless += is_spike and not (found_rows or has_verdict)
         self.next_step = 0 if found_rows else step + FIRST_WAIT * WAIT_FACTOR ** (self.num_in_a_row - 1)

@@ -27,10 +27,17 @@ def _read(values: JsonObject) -> SpikeExamination:
 
 
 def merge_examinations(found: list[SpikeExamination]) -> SpikeExamination:
-    """Returns the examinations of all ranks as one: that with rows, else the first with a verdict, with the samples of all."""
-    order = (SpikeVerdict.ROWS, SpikeVerdict.STATE, SpikeVerdict.LEARNING_RATE, SpikeVerdict.BATCH, None)
+    """Returns the examinations of all ranks as one: that with rows, as suspects if any is, else the first with a verdict, with the samples of all."""
+    order = (
+        SpikeVerdict.LABELS,
+        SpikeVerdict.ROWS,
+        SpikeVerdict.STATE,
+        SpikeVerdict.LEARNING_RATE,
+        SpikeVerdict.BATCH,
+        None,
+    )
     ranked = sorted(found, key=lambda each: order.index(each.verdict))
-    blaming = [each for each in found if each.verdict is SpikeVerdict.ROWS]
+    blaming = [each for each in found if each.blamed]
     merged = replace(
         ranked[0],
         blamed=[reading for each in blaming for reading in each.blamed],

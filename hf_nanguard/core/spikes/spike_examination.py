@@ -14,12 +14,14 @@ class SpikeVerdict(StrEnum):
     """What a spike comes from.
 
     ROWS           a few samples are out of line, and without them loss and norm are usual
+    LABELS         the same of samples of one class: a wrong label, or a rare group that is not learned yet
     BATCH          no sample is to blame alone, and other data passes with the same weights
     LEARNING_RATE  no data passes, and the last update has moved the weights by a sizable part of themselves
     STATE          no data passes, and the moments of the optimizer contradict each other
     """
 
     ROWS = "rows"
+    LABELS = "labels"
     BATCH = "batch"
     LEARNING_RATE = "learning_rate"
     STATE = "state"
@@ -57,7 +59,7 @@ class SpikeExamination:
     why: str  # one clause for the message
     blamed: list[SampleReading] = field(default_factory=list)
     readings: list[SampleReading] = field(default_factory=list)  # of all samples that were run
-    noticed: list[int] = field(default_factory=list)  # rows to blame if they are as far out when they come again
+    noticed: list[int] = field(default_factory=list)  # rows whose class a model that has learned almost excludes
     without: tuple[float, float] | None = None  # loss and norm of the micro-batch without those to blame
     usual: tuple[float | None, float | None] = (None, None)  # loss and norm of the run
     update: float | None = None  # what the last update was, relative to the weights
@@ -68,7 +70,7 @@ class SpikeExamination:
 
     @property
     def rows(self) -> list[int]:
-        """The dataset rows that are to blame."""
+        """The dataset rows that are to blame, or suspect."""
         return sorted({reading.row for reading in self.blamed if reading.row is not None})
 
     def as_values(self) -> dict[str, JsonValue]:
@@ -92,7 +94,7 @@ class SpikeExamination:
     def explain(self, event: Event) -> Event:
         """Returns the event of the spike with what was found."""
         culprit = event.culprit or Culprit()
-        if self.verdict is SpikeVerdict.ROWS:
+        if self.blamed:
             samples = [reading.sample for reading in self.blamed]
             is_one = len({(reading.rank, reading.micro_step) for reading in self.blamed}) == 1
             culprit = replace(culprit, rows=self.rows or None, samples=samples if is_one else None)
@@ -123,7 +125,7 @@ class SpikeReport:
     @property
     def has_news(self) -> bool:
         """Whether rows were found that no event names yet."""
-        return self.found is not None and self.found.verdict is SpikeVerdict.ROWS and not self.is_told
+        return self.found is not None and bool(self.found.blamed) and not self.is_told
 
     def explain(self, event: Event, has_passed: bool = False) -> Event:
         """Returns the event of the spike with what was found. `has_passed` says that later steps were usual again."""

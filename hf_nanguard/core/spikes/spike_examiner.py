@@ -14,7 +14,8 @@ RL, where the size of a sample's loss says nothing about its row.
 
 A row is blamed only if its loss is also above that at the start of the run and above that of a uniform guess, as the mean over wrong
 labels is: a hard row is learned late, but is seldom worse than guessing. One hard target may be, so where samples have few targets the
-loss must be a multiple of that at the start, or be one that a model which has learned almost excludes (confident_errors.py). A norm must
+loss must be a multiple of that at the start, or be one that a model which has learned almost excludes (confident_errors.py); and the verdict
+is `labels`, suspects and no proof, because rows of a rare group look alike. A norm must
 be a multiple of that at the start as well, and the loss above that.
 """
 
@@ -30,7 +31,7 @@ from ..rerun.micro_batch import AccumulationGroup
 from ..rerun.runner import Runner
 from ..settings import Policy
 from ..vocabulary import Signal
-from .confident_errors import ONCE, TWICE, is_denied
+from .confident_errors import DeniedRows, is_denied
 from .last_update import measure_last_update
 from .measured_batch import MeasuredBatch, measure_group
 from .outlier_watch import OutlierWatch, Suspicion
@@ -41,6 +42,10 @@ from .window_repeat import LossWindow, repeat_window
 
 ENOUGH = 24  # samples to compare with; more micro-batches are run until there are as many
 MANY_TARGETS, FEW_TARGETS, START_NORM = 1.2, 10.0, 5.0  # multiples of loss and norm at the start
+BLAME = {
+    SpikeVerdict.ROWS: "to blame",
+    SpikeVerdict.LABELS: "suspect (a wrong label, or a rare group that is not learned yet)",
+}
 
 
 class SpikeExaminer:
@@ -66,7 +71,7 @@ class SpikeExaminer:
         """Begins another run, with all the examinations that it may have."""
         self.watch.begin_run()
         self.blamed: set[int] = set()
-        self.noticed: set[int] = set()  # rows to blame if they are as far out when they come again
+        self.visits = DeniedRows()
         self.losses, self.norms = UsualSamples(), UsualSamples()
         self.seconds = 0.0
 
@@ -86,8 +91,7 @@ class SpikeExaminer:
         suspicion = self.watch.suspect(step, alone if can_compare else [], norm, self.ranks.size == 1)
         if suspicion is None or runner.lockstep:
             return None
-        is_spike = is_spike or suspicion.is_apart
-        if not self.watch.is_due(step, is_spike):
+        if not self.watch.is_due(step, is_spike, suspicion.is_apart):
             return None
         return self.boundary.together(
             "spike examination",
@@ -123,7 +127,7 @@ class SpikeExaminer:
             num_wanted = ENOUGH - len(self.losses.values)
             mine = measure_group(runner, suspects, others, num_wanted, begin + limit, ranks.rank)
             found = self._judge(mine, suspicion, len(group.micro_batches))
-            if found.verdict is None and not found.noticed and is_spike:
+            if found.verdict is None and not found.noticed and (is_spike or suspicion.is_apart):
                 found = self._judge_rest(suspicion, found, runner, len(group.micro_batches))
             found = share_examination(found, ranks)
             window = self.find_window() if found.verdict is SpikeVerdict.ROWS else None
@@ -134,9 +138,8 @@ class SpikeExaminer:
         seconds = time.monotonic() - begin
         self.seconds += seconds
         self.blamed.update(found.rows)
-        self.noticed.update(found.noticed)
-        has_result = found.verdict is not None or bool(found.noticed)
-        self.watch.conclude(step, is_spike, found.verdict is SpikeVerdict.ROWS, has_result)
+        names_rows = found.verdict in BLAME
+        self.watch.conclude(step, is_spike, names_rows, found.verdict is not None, suspicion.is_apart)
         return replace(found, seconds=round(seconds, 3))
 
     # ---- judge ----
@@ -167,12 +170,11 @@ class SpikeExaminer:
         again = [index for index, each in enumerate(readings) if self._is_denied(each, measured)]
         if len(again) > max(1, (len(readings) - 1) // 2):  # not a minority
             again = []
+        noticed = {row: readings[index].loss for index in again if (row := readings[index].row) is not None}
+        kept = [index for index in again if self.visits.is_kept(readings[index].row, readings[index].loss)]
+        self.visits.add(noticed)
         chosen = sorted(
-            {
-                index
-                for index in again
-                if readings[index].row in self.noticed or self._is_denied(readings[index], measured, at_once=True)
-            }
+            set(again if self.visits.are_kept() else kept)
             | {
                 index
                 for index in find_outliers(by_loss, seen_losses, self.losses.extremes)
@@ -184,8 +186,7 @@ class SpikeExaminer:
                 if self._exceeds_first_norm(readings[index], measured)
             }
         )
-        first = [row for index in again if index not in chosen and (row := readings[index].row) is not None]
-        found = replace(found, noticed=first)
+        found = replace(found, noticed=sorted(noticed))
         if not chosen:  # a row above the start is no usual one, although it is not blamed yet
             self.losses.add(
                 [
@@ -201,11 +202,9 @@ class SpikeExaminer:
                     if index not in again and not self._exceeds_first_norm(each, measured)
                 ]
             )
-            if not first:
+            if not noticed:
                 return replace(found, why="no sample is out of line with the others")
-            why = (
-                f"dataset row {first[0]} alone is out of line, which is blamed only if it still is when it comes again"
-            )
+            why = f"dataset row {min(noticed)} alone is out of line, which may be one of a group that is still learned"
             return replace(found, why=why)
         blamed = [readings[index] for index in chosen]
         without = self._leave_out(measured, blamed)
@@ -217,41 +216,42 @@ class SpikeExaminer:
                 found,
                 why=f"also without its largest samples the loss is {without[0]:.4g} and the norm {without[1]:.4g}",
             )
-        found = replace(found, verdict=SpikeVerdict.ROWS, blamed=blamed)
+        is_label = any(self._find_batch(each, measured).is_one_class(each.sample) for each in blamed)
+        verdict = SpikeVerdict.LABELS if is_label else SpikeVerdict.ROWS
+        found = replace(found, verdict=verdict, blamed=blamed)
         many = len(blamed) > 1
         rest = "" if without is None else f", without {'them' if many else 'it'} {without[0]:.4g} and {without[1]:.4g}"
         worst = max(blamed, key=lambda reading: reading.loss)
         return replace(
             found,
-            why=f"{found.name_blamed()} {'are' if many else 'is'} to blame: loss {worst.loss:.4g}, norm {worst.norm:.4g} "
-            f"{'of the largest' if many else 'alone'}{rest}; usual are {usual[0]:.4g} and {usual[1]:.4g}",
+            why=f"{found.name_blamed()} {'are' if many else 'is'} {BLAME[verdict]}: loss {worst.loss:.4g}, "
+            f"norm {worst.norm:.4g} {'of the largest' if many else 'alone'}{rest}; usual are {usual[0]:.4g} and {usual[1]:.4g}",
         )
+
+    @staticmethod
+    def _find_batch(reading: SampleReading, measured: list[MeasuredBatch]) -> MeasuredBatch:
+        return next(each for each in measured if each.index == reading.micro_step)
 
     def _exceeds_start(self, reading: SampleReading, measured: list[MeasuredBatch], few: float = FEW_TARGETS) -> bool:
         start = self.watch.losses.start or 0.0
-        batch = next(each for each in measured if each.index == reading.micro_step)
+        batch = self._find_batch(reading, measured)
         if batch.has_many_targets(reading.sample):
             return reading.loss > max(MANY_TARGETS * start, batch.guess)
         return reading.loss > few * max(start, batch.guess)
 
-    def _is_denied(self, reading: SampleReading, measured: list[MeasuredBatch], at_once: bool = False) -> bool:
-        """Returns whether a model that has learned gives almost no chance to the class of a sample, unlike to usual ones; `at_once`
-        if so little, and so much like others, that the row is blamed at its first visit."""
-        batch = next(each for each in measured if each.index == reading.micro_step)
-        if batch.classes is None or batch.has_many_targets(reading.sample):
+    def _is_denied(self, reading: SampleReading, measured: list[MeasuredBatch]) -> bool:
+        """Returns whether a model that has learned gives almost no chance to the class of a sample, unlike to usual ones."""
+        batch = self._find_batch(reading, measured)
+        if not batch.is_one_class(reading.sample):
             return False
-        learned, loss = self.watch.learned, batch.whole[0]
         guess = max(self.watch.losses.start or math.inf, batch.guess)
-        if at_once and not (is_denied(reading.loss, guess, ONCE) and learned.is_one_of_many(loss)):
-            return False
-        return is_denied(reading.loss, guess, TWICE) and learned.stands_apart(loss, self.watch.losses.usual)
+        return is_denied(reading.loss, guess) and self.watch.stands_apart(batch.whole[0])
 
     def _exceeds_first_norm(self, reading: SampleReading, measured: list[MeasuredBatch]) -> bool:
         """Returns whether the norm is above that at the start, of a sample that the model cannot predict better than then; never of one
         of few classes, as a hard one has both."""
         start = self.watch.norms.start
-        batch = next(each for each in measured if each.index == reading.micro_step)
-        if batch.classes is not None and not batch.has_many_targets(reading.sample):
+        if self._find_batch(reading, measured).is_one_class(reading.sample):
             return False
         is_large = start is None or reading.norm > START_NORM * start
         return is_large and self._exceeds_start(reading, measured, few=MANY_TARGETS)
@@ -296,7 +296,7 @@ class SpikeExaminer:
     def state_dict(self) -> JsonObject:
         return {
             "watch": self.watch.state_dict(), "losses": self.losses.state_dict(),
-            "norms": self.norms.state_dict(), "blamed": sorted(self.blamed), "noticed": sorted(self.noticed),
+            "norms": self.norms.state_dict(), "blamed": sorted(self.blamed), "noticed": self.visits.state_dict(),
         }  # fmt: skip
 
     def load_state_dict(self, state: JsonObject) -> None:
@@ -304,4 +304,4 @@ class SpikeExaminer:
         self.losses.load_state_dict(state["losses"])
         self.norms.load_state_dict(state["norms"])
         self.blamed.update(map(int, state["blamed"]))  # a rewind does not make them good
-        self.noticed.update(map(int, state.get("noticed", [])))
+        self.visits.load_state_dict(state.get("noticed", {"first": [], "changes": []}))

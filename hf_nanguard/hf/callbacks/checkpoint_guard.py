@@ -76,11 +76,11 @@ class ResumingTrain:
     trainer: Trainer
     boundary: Boundary
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, /, *args: object, **kwargs: object) -> Any:
         train = partial(type(self.trainer).train, self.trainer)
         return self.boundary.around("resume", self._resume, train, *args, **kwargs)
 
-    def _resume(self, train: HostCall, *args: object, **kwargs: object) -> object:
+    def _resume(self, train: HostCall, /, *args: object, **kwargs: object) -> object:
         asked = args[0] if args else kwargs.get("resume_from_checkpoint")
         if asked is not None:
             chosen = choose_resume(asked, cast(HostTrainer, self.trainer), make_journal(self.trainer.args), True).path

@@ -24,7 +24,7 @@ def observed_attention(observe: Callable[..., None], boundary: Boundary) -> Iter
         host: HostCall, interface: AttentionInterface, implementation: str, default: Callable[..., object]
     ) -> Callable[..., object]:
         def attend(
-            host: HostCall, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object,
+            host: HostCall, /, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: object,
             *args: object, **kwargs: object,
         ) -> object:  # fmt: skip
             observe(implementation, module, query, key, attention_mask, kwargs)

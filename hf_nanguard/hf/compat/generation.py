@@ -38,7 +38,7 @@ class Override:
         self.before = vars(model).get(name)
         vars(model)[name] = self
 
-    def __call__(self, *args: object, **kwargs: object) -> object:
+    def __call__(self, /, *args: object, **kwargs: object) -> object:
         return self.boundary.around("generation", self.function, self.original, *args, **kwargs)
 
     def __reduce__(self) -> tuple:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .trainer import metric_lists, running_loss
+from .trainer import metric_lists, metric_store, running_loss
 from .trainer_protocol import HostTrainer
 
 
@@ -43,12 +43,13 @@ class LogSums:
 
     def restore(self, saved: LoggedState, step: int) -> None:
         trainer, is_logged = self.trainer, self._count_rows() > saved.num_rows
-        total, metrics = running_loss(trainer), metric_lists(trainer)
+        total, metrics = running_loss(trainer), metric_store(trainer)
         total.copy_(torch.zeros_like(total) if is_logged else saved.loss)
         trainer._total_loss_scalar = saved.total + (float(saved.loss) if is_logged else 0.0)
         trainer._globalstep_last_logged = step - (0 if is_logged else saved.num_unlogged)
         trainer._initial_global_step = step - saved.num_steps
-        metrics.clear()
+        for name in metric_lists(trainer):
+            del metrics[name]
         metrics.update({} if is_logged else {name: list(values) for name, values in saved.metrics.items()})
 
     def _count_rows(self) -> int:

@@ -93,7 +93,7 @@ def keep_merged_files(boundary: Boundary) -> Callable[[], None]:
     return undo.close
 
 
-def _merge_with_files(host: Callable[..., Any], datasets: list[Any], *args: object, **kwargs: object) -> Any:
+def _merge_with_files(host: Callable[..., Any], /, datasets: list[Any], *args: object, **kwargs: object) -> Any:
     merged = host(datasets, *args, **kwargs)
     recorded = [each.info.download_checksums for each in datasets if each.info.download_checksums]
     if recorded and not merged.info.download_checksums:

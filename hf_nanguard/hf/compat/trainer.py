@@ -51,19 +51,28 @@ def clips_in_one_piece(trainer: HostTrainer, model: torch.nn.Module) -> bool:
 METRICS = ("_metrics", "_stored_metrics")
 
 
-def metric_lists(trainer: HostTrainer) -> dict[str, list]:
-    """Returns the lists of training metrics a TRL trainer collects between two log rows, `{}` for other trainers.
+def metric_store(trainer: HostTrainer) -> dict[str, Any]:
+    """Returns where a TRL trainer collects training metrics between two log rows, `{}` for other trainers.
 
     Can go when TRL's trainers have a public metric store.
     """
     metrics = next((vars(trainer)[name] for name in METRICS if name in vars(trainer)), None)
-    return metrics["train"] if isinstance(metrics, dict) and "train" in metrics else {}
+    store = metrics["train"] if isinstance(metrics, dict) and "train" in metrics else None
+    return store if isinstance(store, dict) else {}
+
+
+def metric_lists(trainer: HostTrainer) -> dict[str, list]:
+    """Returns the lists among those metrics; a user's may be anything.
+
+    Can go together with [`metric_store`].
+    """
+    return {name: values for name, values in metric_store(trainer).items() if type(values) is list}
 
 
 def num_tokens(trainer: HostTrainer) -> int | None:
     """Returns how many tokens a TRL trainer's losses have counted on all ranks, `None` if they do not count them.
 
-    Can go together with [`metric_lists`].
+    Can go together with [`metric_store`].
     """
     return vars(trainer).get("_total_train_tokens")
 
@@ -71,11 +80,11 @@ def num_tokens(trainer: HostTrainer) -> int | None:
 def set_num_tokens(trainer: HostTrainer, number: int) -> None:
     """Sets that count, also where the next row of the log takes it from.
 
-    Can go together with [`metric_lists`].
+    Can go together with [`metric_store`].
     """
     trainer._total_train_tokens = number  # type: ignore[attr-defined]
     if "num_tokens" in metric_lists(trainer):
-        metric_lists(trainer)["num_tokens"] = [number]
+        metric_store(trainer)["num_tokens"] = [number]
 
 
 def logged_advantages(trainer: HostTrainer) -> list[float] | None:

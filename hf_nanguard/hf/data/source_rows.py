@@ -9,6 +9,7 @@ gzip, up to `MAX_BYTES` in all.
 import csv
 import gzip
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple, TextIO
@@ -17,7 +18,8 @@ from ..compat.prepared_dataset import find_files, format_ids, pick_ids
 
 MAX_BYTES = 256 * 2**20
 MAX_EQUAL = 3  # rows; more that have the same text equally well say nothing
-MAX_NAMED = 8  # rows of a packed text
+MAX_NAMED = 30  # rows of a packed text
+LEAST = 16  # characters of a row of a packed text, if that has much longer ones
 HEAD = 200  # characters of a text that are compared: what follows may be cut off
 KINDS = (".parquet", ".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
 
@@ -40,57 +42,70 @@ def find_source(dataset: object, text: str) -> str | None:
         name = path.name if names.count(path.name) == 1 else f"{path.parent.name}/{path.name}"
         for number, row in enumerate(_read_rows(path)):
             found += _match(row, whole, f"{name} row {number}")
-    return _format(found)
+    return _format(found, whole)
 
 
 class Match(NamedTuple):
     """A row of which a text has a part.
 
     Args:
-        score (`int`):
-            How many characters of the row the text has.
-        place (`tuple[int, int]`):
-            Where the longest part of them begins and ends.
+        parts (`list[str]`):
+            Its parts that the text has.
         name (`str`):
             File, row and ids.
     """
 
-    score: int
-    place: tuple[int, int]
+    parts: list[str]
     name: str
+
+    @property
+    def score(self) -> int:
+        """How many characters of the row the text has."""
+        return sum(map(len, self.parts))
 
 
 def _match(row: Mapping[str, object], text: str, name: str) -> list[Match]:
-    """Returns a match if the text has the longest part of the row, or if parts of the row are half of the text."""
+    """Returns a match if the text has the longest part of the row, or parts that are half of the row or of the text."""
     ids = pick_ids(row)
     parts = [_squeeze(part) for name, value in row.items() if name not in ids for part in _find_texts(value)]
     inside = [part for part in parts if part and part[:HEAD] in text]
-    longest, score = max(inside, key=len, default=""), sum(map(len, inside))
-    if not inside or (len(longest) < max(map(len, parts)) and 2 * score < len(text)):
+    is_whole = max(map(len, inside), default=0) == max(map(len, parts), default=0)
+    score = sum(map(len, inside))
+    if not inside or not (is_whole or 2 * score >= min(len(text), sum(map(len, parts)))):
         return []
-    begin = text.find(longest[:HEAD])
-    named = ", ".join(filter(None, [name, format_ids(ids)]))
-    return [Match(score, (begin, begin + len(longest)), named)]
+    return [Match(inside, ", ".join(filter(None, [name, format_ids(ids)])))]
 
 
-def _format(found: list[Match]) -> str | None:
+def _format(found: list[Match], text: str) -> str | None:
     """Returns the row that matches best, or all that do so equally; of a packed text every row it has, in their order in it."""
-    ranked = sorted(found, key=lambda match: -match.score)
+    counts = Counter(part for match in found for part in {*match.parts})
+    taken = bytearray(len(text))  # which characters belong to a row that is named
     places: dict[tuple[int, int], list[Match]] = {}
+    ranked = sorted(found, key=lambda match: -match.score)
     for match in ranked:
-        begin, end = match.place
-        free = all(end <= other[0] or begin >= other[1] for other in places)
-        equal = places.get(match.place, [match])[0].score == match.score
-        if (free or match.place in places) and equal:
-            places.setdefault(match.place, []).append(match)
+        # Rows of a packed text may share a prompt or an answer: each is where its own part is.
+        own = min(match.parts, key=lambda part: (counts[part], -len(part)))
+        begin = text.find(own[:HEAD])
+        place = begin, min(begin + len(own), len(text))
+        if not any(taken[slice(*place)]):
+            places[place] = [match]
+            for part in match.parts:
+                begin = text.find(part[:HEAD])
+                end = min(begin + len(part), len(text))
+                taken[begin:end] = b"x" * (end - begin)
+        elif place in places and places[place][0].score == match.score:
+            places[place].append(match)
     best = ranked[0].score if ranked else 0
-    if sum(2 * matches[0].score >= best for matches in places.values()) < 2:  # not packed: a short row occurs by chance
-        places = dict(list(places.items())[:1])
-    named = [match.name for place in sorted(places) for match in places[place]]
-    if not named or any(len(matches) > MAX_EQUAL for matches in places.values()):
+    is_packed = sum(2 * matches[0].score >= best for matches in places.values()) > 1  # a short row may occur by chance
+    enough = min(best / 4, LEAST) if is_packed else best
+    certain = {
+        place: matches for place, matches in places.items() if matches[0].score >= enough and len(matches) <= MAX_EQUAL
+    }
+    named = [match.name for place in sorted(certain) for match in certain[place]]
+    if not named:
         return None
     more = f"; and {len(named) - MAX_NAMED} more rows" if len(named) > MAX_NAMED else ""
-    return ("packed from " if len(places) > 1 else "") + "; ".join(named[:MAX_NAMED]) + more
+    return ("packed from " if is_packed else "") + "; ".join(named[:MAX_NAMED]) + more
 
 
 def _find_kind(path: Path) -> str:

@@ -90,7 +90,7 @@ class ReinforcementMixin(GuardedTrainerMixin):
         return self.nanguard.online
 
     @entered_once
-    def _generate_single_turn(self, guard, host, prompt_ids, *args, **kwargs):
+    def _generate_single_turn(self, guard, host, /, prompt_ids, *args, **kwargs):
         rollout = self._online.rollout
         with rollout.generating() as watch:
             result = host(prompt_ids, *args, **kwargs)
@@ -98,20 +98,20 @@ class ReinforcementMixin(GuardedTrainerMixin):
         return result
 
     @entered_once
-    def _compute_loss(self, guard, host, model, inputs, *args, **kwargs):
+    def _compute_loss(self, guard, host, /, model, inputs, *args, **kwargs):
         ratio = self._online.ratio
         counted = model.training and guard.watches and not guard.replaying
         with nullcontext(inputs) if ratio is None else ratio.around_loss(inputs, counted) as given:
             return host(model, given, *args, **kwargs)
 
     @entered_once
-    def _get_per_token_logps_and_entropies(self, guard, host, *args, **kwargs):
+    def _get_per_token_logps_and_entropies(self, guard, host, /, *args, **kwargs):
         result = host(*args, **kwargs)
         ratio = self._online.ratio
         return result if ratio is None else ratio.on_log_probs(result)
 
     @entered_once
-    def _generate_and_score_completions(self, guard, host, inputs):
+    def _generate_and_score_completions(self, guard, host, /, inputs):
         online = self._online
         rollout, call = online.rollout, guard.boundary.call  # each apart: every rank must come to `finish`
         rows = call("completions", guard.recorder.current_rows)

@@ -113,6 +113,7 @@ class Rollout:
     def score(
         self,
         calculate: Callable[..., Tensor],
+        /,
         inputs: object,
         prompts: Sequence[object],
         completions: Sequence[object],

@@ -78,7 +78,7 @@ class Override:
 
     def _show(self, host: Callable[..., object]) -> Any:
         @wraps(host)
-        def call(trainer: object, *args: object, **kwargs: object) -> object:
+        def call(trainer: object, /, *args: object, **kwargs: object) -> object:
             return self.method(trainer, *args, **kwargs)
 
         signature = inspect.signature(host)
@@ -89,12 +89,12 @@ class Override:
 
 
 def entered_once(method: Callable[..., object]) -> Any:
-    """Makes an [`Override`] of `method(trainer, guard, host, ...)`, which gets the trainer's guard and calls the host's method as
+    """Makes an [`Override`] of `method(trainer, guard, host, /, ...)`, which gets the trainer's guard and calls the host's method as
     `host`, behind the boundary. It goes on to the host's own method if the one that replaced it has come back to us."""
     name = method.__name__
 
     @wraps(method)
-    def call(trainer: Any, *args: object, **kwargs: object) -> object:
+    def call(trainer: Any, /, *args: object, **kwargs: object) -> object:
         if not hasattr(type(trainer), "nanguard"):  # somebody has kept the method since before `detach`
             return getattr(type(trainer), name)(trainer, *args, **kwargs)
         guard, below = trainer.nanguard, getattr(super(override.mixin, trainer), name)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -282,6 +282,10 @@ class GuardedStep:
     def has_no_mean(self) -> bool:
         """Whether every step of the run was skipped, so that there is no loss to take the mean of."""
         return self._has_left_out and compat.counts_no_step(self.trainer)
+
+    def logging(self) -> AbstractContextManager[None]:
+        """Returns a context for a log of the host, which may come while a step is open."""
+        return self.runner.logging() if self.runner is not None and self.recorder.is_open else nullcontext()
 
     def end_step(self) -> None:
         """Lets the optimizer step again, once a skipped step has passed."""

@@ -125,7 +125,7 @@ class GuardedTrainerMixin(Stealth, _Host):
         return reduce_guarded(type(self), super().__reduce_ex__(protocol))
 
     @entered_once
-    def train(self, guard, host, *args, **kwargs):
+    def train(self, guard, host, /, *args, **kwargs):
         if self.needs_callback and not any(callback in self.callback_handler.callbacks for callback in self.asked_by):
             logger.warning("hf_nanguard: this run is not guarded because its NanGuardCallback was removed.")
             detach(self)
@@ -140,12 +140,12 @@ class GuardedTrainerMixin(Stealth, _Host):
             return host(*args, **kwargs)
 
     @entered_once
-    def _load_optimizer_and_scheduler(self, guard, host, *args, **kwargs):
+    def _load_optimizer_and_scheduler(self, guard, host, /, *args, **kwargs):
         with guard.unguarded.loading_state():
             return host(*args, **kwargs)
 
     @entered_once
-    def _run_epoch(self, guard, host, *args, **kwargs):
+    def _run_epoch(self, guard, host, /, *args, **kwargs):
         resumed = kwargs.get("resume_from_checkpoint") if kwargs["epoch"] == kwargs["epochs_trained"] else None
         skipped = resumed is not None and not self.args.ignore_data_skip
         position = kwargs["steps_trained_in_current_epoch"] if skipped else 0
@@ -153,7 +153,7 @@ class GuardedTrainerMixin(Stealth, _Host):
             return host(*args, **kwargs)
 
     @entered_once
-    def _finalize_training(self, guard, host, *args, **kwargs):
+    def _finalize_training(self, guard, host, /, *args, **kwargs):
         with guard.finalizing():
             output = host(*args, **kwargs)
         if guard.step.has_no_mean and isinstance(output, TrainOutput):  # a subclass may return anything
@@ -163,22 +163,22 @@ class GuardedTrainerMixin(Stealth, _Host):
     # ---- data ----
 
     @entered_once
-    def get_batch_samples(self, guard, host, *args, **kwargs):
+    def get_batch_samples(self, guard, host, /, *args, **kwargs):
         batches, num_items = host(*args, **kwargs)
         return guard.step.begin_group(batches), num_items
 
     # ---- one step ----
 
     @entered_once
-    def training_step(self, guard, host, model, inputs, num_items_in_batch=None):
+    def training_step(self, guard, host, /, model, inputs, num_items_in_batch=None):
         return guard.step.guard_step(host, model, inputs, num_items_in_batch)
 
     @entered_once
-    def _prepare_inputs(self, guard, host, inputs):
+    def _prepare_inputs(self, guard, host, /, inputs):
         return guard.recorder.prepare(inputs, host)
 
     @entered_once
-    def compute_loss(self, guard, host, model, inputs, *args, **kwargs):
+    def compute_loss(self, guard, host, /, model, inputs, *args, **kwargs):
         labels = inputs.get("labels") if isinstance(inputs, Mapping) else None  # the host may remove them
         with guard.recorder.watched_loss():
             result = host(model, inputs, *args, **kwargs)
@@ -186,18 +186,18 @@ class GuardedTrainerMixin(Stealth, _Host):
         return guard.check_loss(result, with_outputs, labels, getattr(model, "training", False)) if guard.on else result
 
     @entered_once
-    def floating_point_ops(self, guard, host, inputs):
+    def floating_point_ops(self, guard, host, /, inputs):
         guard.step.show_filter()
         return host(inputs)
 
     @entered_once
-    def _clip_grad_norm(self, guard, host, model):
+    def _clip_grad_norm(self, guard, host, /, model):
         if not guard.recorder.settles:
             return host(model)
         return guard.step.settle(model, self.args.max_grad_norm, HostCall(lambda: host(model)))
 
     @entered_once
-    def _get_grad_norm(self, guard, host, model, grad_norm=None):
+    def _get_grad_norm(self, guard, host, /, model, grad_norm=None):
         if guard.recorder.settles:  # max_grad_norm is 0, or a subclass clips by itself
             if grad_norm is None:
                 norm = guard.step.settle(model, 0.0, HostCall(lambda: host(model)))
@@ -208,7 +208,7 @@ class GuardedTrainerMixin(Stealth, _Host):
         return host(model, grad_norm)
 
     @entered_once
-    def _maybe_log_save_evaluate(self, guard, host, *args, **kwargs):
+    def _maybe_log_save_evaluate(self, guard, host, /, *args, **kwargs):
         guard.step.end_step()
         guard.step.after_update()
         guard.recorder.end_epoch()
@@ -217,7 +217,7 @@ class GuardedTrainerMixin(Stealth, _Host):
     # ---- evaluation, log, checkpoint ----
 
     @entered_once
-    def evaluate(self, guard, host, *args, **kwargs):
+    def evaluate(self, guard, host, /, *args, **kwargs):
         if not guard.on:
             return host(*args, **kwargs)
         with guard.evaluation.watched(), guard.guarded_generation():
@@ -226,18 +226,18 @@ class GuardedTrainerMixin(Stealth, _Host):
         return metrics
 
     @entered_once
-    def predict(self, guard, host, *args, **kwargs):
+    def predict(self, guard, host, /, *args, **kwargs):
         with guard.guarded_generation():
             return host(*args, **kwargs)
 
     @entered_once
-    def _determine_best_metric(self, guard, host, metrics, trial):
+    def _determine_best_metric(self, guard, host, /, metrics, trial):
         if guard.on and guard.evaluation.spoils_best(metrics):
             return False
         return host(metrics=metrics, trial=trial)
 
     @entered_once
-    def log(self, guard, host, logs, *args, **kwargs):
+    def log(self, guard, host, /, logs, *args, **kwargs):
         if guard.replaying:
             return
         if guard.on and "loss" in logs:
@@ -245,28 +245,29 @@ class GuardedTrainerMixin(Stealth, _Host):
             logs.update(guard.log_metrics())
         if "train_loss" in logs and guard.step.has_no_mean:
             logs["train_loss"] = math.nan
-        host(logs, *args, **kwargs)
+        with guard.step.logging():
+            host(logs, *args, **kwargs)
         if guard.on:
             guard.record.write_row()
 
     @entered_once
-    def save_model(self, guard, host, output_dir=None, _internal_call=False):
+    def save_model(self, guard, host, /, output_dir=None, _internal_call=False):
         if guard.on and not guard.custody.may_write(str(output_dir or self.args.output_dir)):
             return
         host(output_dir, _internal_call)
 
     @entered_once
-    def push_to_hub(self, guard, host, *args, **kwargs):
+    def push_to_hub(self, guard, host, /, *args, **kwargs):
         with guard.record.kept_local():
             return host(*args, **kwargs)
 
     @entered_once
-    def _push_from_checkpoint(self, guard, host, checkpoint_folder):
+    def _push_from_checkpoint(self, guard, host, /, checkpoint_folder):
         with guard.record.kept_local():
             return host(checkpoint_folder)
 
     @entered_once
-    def _save_checkpoint(self, guard, host, model, trial):
+    def _save_checkpoint(self, guard, host, /, model, trial):
         if not guard.halting.may_save(model):
             return
         folder = checkpoint_folder(self, trial)
@@ -276,6 +277,6 @@ class GuardedTrainerMixin(Stealth, _Host):
                 save_guard(guard.guard, folder)
 
     @entered_once
-    def _load_best_model(self, guard, host):
+    def _load_best_model(self, guard, host, /):
         if guard.custody.may_load_best():
             host()

@@ -25,6 +25,7 @@ from ..compat.trainer import (
     counts_per_generation,
     loss_shifts_labels,
     metric_lists,
+    metric_store,
     num_tokens,
     set_accumulation_steps,
     set_num_tokens,
@@ -56,10 +57,11 @@ class TrainerRunner(Runner):
         self.trainer = trainer
         self.ranks = ranks
         self.replayer = replayer  # hands held inputs to the trainer's `training_step`
-        self.metrics_before: dict[str, tuple[list, int]] = {}  # the trainer's metric lists, with their lengths
-        self.metrics_prepared: list[
-            tuple[str, bool, list]
-        ] = []  # name, whether the list is another one, and what was added
+        # The names of the trainer's metrics before the group, the lists among them, each with a copy, and what preparing added:
+        # the name, whether it is another list, and the values.
+        self.metric_names: set[str] = set()
+        self.metrics_before: dict[str, tuple[list, list]] = {}
+        self.metrics_prepared: list[tuple[str, bool, list]] = []
 
     def why_not(self, group: AccumulationGroup) -> str | None:
         trainer = self.trainer
@@ -78,17 +80,18 @@ class TrainerRunner(Runner):
         return None
 
     def begin_group(self) -> None:
-        """Notes what the group is about to change: module buffers, and where the trainer's metric lists end."""
+        """Notes what the group is about to change: module buffers, and the trainer's metric lists."""
         self.buffers.keep()
-        self.metrics_before, self.metrics_prepared = self._measure_metrics(), []
+        self.metric_names = {*metric_store(self.trainer)}
+        self.metrics_before, self.metrics_prepared = self._copy_metrics(), []
 
-    def _measure_metrics(self) -> dict[str, tuple[list, int]]:
-        return {name: (values, len(values)) for name, values in metric_lists(self.trainer).items()}
+    def _copy_metrics(self) -> dict[str, tuple[list, list]]:
+        return {name: (values, [*values]) for name, values in metric_lists(self.trainer).items()}
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
         """Surrounds what prepares a batch: its metrics (of completions and their rewards) stay, because it is not repeated."""
-        before = self._measure_metrics()
+        before = {name: (values, len(values)) for name, values in metric_lists(self.trainer).items()}
         yield
         for name, values in metric_lists(self.trainer).items():
             known, length = before.get(name, (values, 0))
@@ -99,16 +102,28 @@ class TrainerRunner(Runner):
 
     def remove_metrics(self) -> None:
         """Removes what the losses of the group added to the trainer's metric lists, and puts back the lists that they replaced."""
-        metrics, before = metric_lists(self.trainer), self.metrics_before
-        is_logged = not any(metrics.get(name) is values for name, (values, _) in before.items())  # inside the group
-        metrics.clear()  # TRL divides by the length of every list there is
-        if before and is_logged:
-            return
-        for name, (values, length) in before.items():
-            del values[length:]
-            metrics.update({name: values} if values else {})
+        metrics = metric_store(self.trainer)
+        for name in metric_lists(self.trainer).keys() - self.metric_names:  # TRL divides by the length of every list
+            del metrics[name]
+        for name, (values, copy) in self.metrics_before.items():
+            values[:] = copy
+            metrics[name] = values
         for name, replaces, values in self.metrics_prepared:
             metrics[name] = [*([] if replaces else metrics.get(name, [])), *values]
+
+    @contextmanager
+    def logging(self) -> Iterator[None]:
+        """Surrounds a log of the host inside a group: the lists that it takes or empties, as TRL's does, do not come back."""
+        before = {name: (values, len(values)) for name, values in metric_lists(self.trainer).items()}
+        yield
+        now, names = self._copy_metrics(), {*metric_store(self.trainer)}
+        kept = {name for name, (values, length) in before.items() if name in now and now[name][0] is values
+                and len(values) >= length}  # fmt: skip
+        logged = before.keys() - kept
+        self.metric_names = self.metric_names - logged | (names & logged)
+        self.metrics_before = {name: both for name, both in self.metrics_before.items() if name not in logged}
+        self.metrics_before |= {name: both for name, both in now.items() if name in logged}
+        self.metrics_prepared = [added for added in self.metrics_prepared if added[0] not in logged]
 
     def loss_functions(self) -> list[object]:
         own = [own_fields(cls).get(name) for cls in type(self.trainer).__mro__ for name in LOSS_METHODS]
@@ -123,17 +138,14 @@ class TrainerRunner(Runner):
     def recorded(self, weight: LossWeight) -> Iterator[None]:
         self.remove_metrics()
         num_before = num_tokens(self.trainer)
-        metrics = metric_lists(self.trainer)
         own = [watched for watched in self.buffers.watched if watched.owner is self.trainer]
         kept = {name for watched in own for name in watched.written}  # the loss goes on with these
-        with untouched(self.trainer, ignored=kept):
+        with untouched(self.trainer, ignored={*kept, *METRICS}):
             yield
-            added = {name: list(values) for name, values in metrics.items()}
-        for name, values in added.items():
-            metrics[name] = values
         if num_before is not None and self._runs_alone(weight):  # each has counted its own
             counted = self.ranks.gather((num_tokens(self.trainer) or 0) - num_before)
-            set_num_tokens(self.trainer, num_before + sum(counted))
+            if any(counted):  # an online trainer has the attribute, and logs what it has generated
+                set_num_tokens(self.trainer, num_before + sum(counted))
 
     def run(self, micro: MicroBatch, weight: LossWeight) -> Tensor:
         trainer = self.trainer

@@ -211,27 +211,90 @@ def test_a_loss_that_wanders_is_rarely_reported_unless_its_gradient_grows(kind):
     assert with_norm >= 2 * alone + 5
 
 
-def harder_source(rng):
+def harder_source(rng, num_steps):
     """A model that has hardly anything left to learn, whose data come from one source after another."""
     begin, factor = rng.integers(60, 250), rng.uniform(1.3, 1.8)
-    return np.where(np.arange(300) < begin, 1.3, 1.3 * factor) * np.exp(rng.normal(0, 0.12, 300))
+    return np.where(np.arange(num_steps) < begin, 1.3, 1.3 * factor) * np.exp(rng.normal(0, 0.12, num_steps))
 
 
-def sorted_rows(rng):
-    """Rows from the easiest to the hardest, in epochs of 200 steps."""
-    return 1.2 * np.exp(0.7 * (np.arange(300) % 200) / 200 + rng.normal(0, 0.1, 300))
+def sorted_rows(rng, num_steps):
+    """Rows from the easiest to the hardest, in epochs of two thirds of the steps."""
+    return 1.2 * np.exp(0.7 * (1.5 * np.arange(num_steps) / num_steps % 1) + rng.normal(0, 0.1, num_steps))
 
 
+@pytest.mark.parametrize("num_steps", [300, 900])
 @pytest.mark.parametrize("kind", [harder_source, sorted_rows])
-def test_data_that_become_harder_are_rarely_reported(kind):
+def test_data_that_become_harder_are_rarely_reported(kind, num_steps):
     """The norm of a healthy model follows the root of its loss. Every second series was reported when a rise by a quarter was enough
     whenever it began."""
     told = 0
     for seed in range(20):
         rng = np.random.default_rng([11, seed])
-        losses = kind(rng)
-        told += reported(losses, losses**0.5 * np.exp(rng.normal(0, 0.3, 300)))
+        losses = kind(rng, num_steps)
+        told += reported(losses, losses**0.5 * np.exp(rng.normal(0, 0.3, num_steps)))
     assert told <= 2
+
+
+@pytest.mark.parametrize(
+    ("factor", "length", "growth", "num_steps"),
+    [(1.4, 100, 1.0, 1200), (1.86, 100, 1.0, 600), (1.97, 1, 1.0, 500), (1.57, 1, 0.3, 450), (1.74, 20, 0.1, 450)],
+)
+def test_a_late_rise_that_the_norm_does_not_follow_is_reported(factor, length, growth, num_steps):
+    """A model that never learned much is ruined late: its loss stays at a somewhat higher level, with a norm that is as before, or
+    that vanishes, as that of a saturated model. None was reported when a late rise had to be by twice."""
+    told, share = 0, np.clip((np.arange(num_steps) - 250) / length, 0, 1)
+    for seed in range(12):
+        rng = np.random.default_rng([17, seed])
+        losses = 7.0 * factor**share * np.exp(rng.normal(0, 0.08, num_steps))
+        told += reported(losses, growth**share * np.exp(rng.normal(0, 0.2, num_steps)))
+    assert told >= 8, told
+
+
+def test_a_norm_that_is_not_known_says_nothing_about_a_late_rise_until_it_has_lasted():
+    noise = np.exp(np.random.default_rng(19).normal(0, 0.08, 800))
+    losses = np.where(np.arange(800) < 200, 2.0, 3.4) * noise
+    assert not reported(losses[:450], np.ones(450))
+    assert reported(losses, np.ones(800))
+
+
+def test_the_step_since_which_a_late_rise_lasts_is_named_long_after():
+    noise = np.exp(np.random.default_rng(23).normal(0, 0.05, 900))
+    detector, losses = DivergenceDetector(), np.where(np.arange(900) < 250, 2.0, 3.6) * noise
+    [found] = filter(None, (detector.add(step, float(loss)) for step, loss in enumerate(losses)))
+    assert 245 <= found.since <= 255
+    assert found.usual == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_checkpoint_of_before_the_early_level_was_kept_gets_it_from_the_history():
+    """The run of the test below, which continues from one without this level."""
+    for seed in range(5):
+        noise = np.exp(np.random.default_rng([29, seed]).normal(0, 0.06, 300))
+        losses, first, resumed = (
+            np.where(np.arange(300) < 12, 2.0, 2.9) * noise,
+            DivergenceDetector(),
+            DivergenceDetector(),
+        )
+        for step in range(65):
+            assert first.add(step, float(losses[step])) is None, seed
+        resumed.load_state_dict({**first.state_dict(), "early": None})
+        assert any(resumed.add(step, float(losses[step])) for step in range(65, 300)), seed
+
+
+def test_a_late_rise_is_reported_once_while_it_lasts():
+    """Also where the loss still moves, so that it is steady at times only."""
+    rng, steps = np.random.default_rng(31), np.arange(1500)
+    losses = np.where(steps < 250, 7.0, 12.5 * np.exp(0.06 * np.sin(steps / 60))) * np.exp(rng.normal(0, 0.05, 1500))
+    detector, norms = DivergenceDetector(), np.exp(rng.normal(0, 0.2, 1500))
+    found = [detector.add(step, float(losses[step]), float(norms[step])) for step in steps.tolist()]
+    assert len(list(filter(None, found))) == 1
+
+
+def test_a_floor_holds_for_the_early_level_too():
+    detector = DivergenceDetector()
+    for step in range(80):
+        detector.add(step, 0.01)
+    detector.raise_floor(3.0)
+    assert detector.early == pytest.approx(math.log(3.0))
 
 
 def test_a_small_rise_that_begins_with_the_run_is_reported():

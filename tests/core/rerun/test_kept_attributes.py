@@ -284,3 +284,32 @@ def test_an_object_that_refuses_to_be_written_is_put_back(make):
     with untouched(owner):
         vars(owner).update(number=2, new="left behind")
     assert vars(owner) == before
+
+
+class Refusing(type):
+    """The class of a class that refuses to be written."""
+
+    def __setattr__(cls, name, value):
+        raise AttributeError(name)
+
+    def __delattr__(cls, name):
+        raise AttributeError(name)
+
+
+@pytest.mark.parametrize("derived", [False, True])
+@pytest.mark.parametrize("meta", [type, Refusing])
+def test_a_class_is_put_back(meta, derived):
+    base = meta("Base", (), {"calls": 1, "seen": [1]})
+    owner = meta("Derived", (base,), {}) if derived else base
+    watched = WatchedAttributes(owner)
+    for _ in range(2):
+        watched.begin_group()
+        with called(watched):
+            type.__setattr__(owner, "calls", owner.calls + 1)
+            type.__setattr__(owner, "new", "left behind")
+            type.__setattr__(owner, "seen", [*owner.seen, 2])
+        assert owner.calls == 2
+        watched.restore()
+        assert (owner.calls, owner.seen, base.calls) == (1, [1], 1)
+        assert not hasattr(owner, "new")
+        assert ("calls" in vars(owner)) is not derived

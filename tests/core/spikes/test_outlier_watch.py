@@ -3,7 +3,7 @@
 import json
 import random
 
-from hf_nanguard.core.spikes.outlier_watch import FIRST_WAIT, MIN_SEEN, WAIT_FACTOR, OutlierWatch
+from hf_nanguard.core.spikes.outlier_watch import FIRST_WAIT, MAX_APART, MIN_SEEN, STEPS_EACH, WAIT_FACTOR, OutlierWatch
 from hf_nanguard.core.vocabulary import Signal
 
 
@@ -77,3 +77,14 @@ def test_the_values_survive_a_checkpoint():
     other.load_state_dict(json.loads(json.dumps(watch.state_dict())))
     assert other.losses.start == watch.losses.start is not None
     assert other.norms.threshold() == watch.norms.threshold()
+
+
+def test_examinations_of_losses_that_are_apart_are_bounded():
+    watch = OutlierWatch(3)
+    examined = 0
+    for step in range(5000):
+        if watch.is_due(step, False, is_apart=True):
+            examined += 1
+            watch.conclude(step, False, True, True, is_apart=True)
+            assert examined <= 3 + step // STEPS_EACH
+    assert examined == MAX_APART

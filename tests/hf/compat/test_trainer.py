@@ -322,7 +322,11 @@ def test_batches_are_dispatched_for_streams_of_several_processes(asked, streamed
 
 
 def test_metric_lists_are_those_the_trainer_logs(tmp_path):
-    assert compat.metric_lists(build("plain", tmp_path / "plain", guard=False)) == {}
+    plain = build("plain", tmp_path / "plain", guard=False)
+    assert compat.metric_lists(plain) == compat.metric_store(plain) == {}
+    plain._metrics = {"train": {"a": [1.0], "b": 2.0}}  # a user's, of the same name
+    assert compat.metric_lists(plain) == {"a": [1.0]}
+    assert compat.metric_store(plain) is plain._metrics["train"]
     lengths = []
 
     class Hooked(stock_class("sft")):

@@ -43,6 +43,10 @@ def write_rows(folder, rows, suffix):
     return path
 
 
+def chat(*texts):
+    return {"messages": [{"role": "user", "content": text} for text in texts]}
+
+
 def load(path, kind="json"):
     """A dataset with the record that datasets makes before version 5, and our integrations make with any."""
     dataset = load_dataset(kind, data_files=str(path), split="train", cache_dir=str(path.parent / "cache"))
@@ -152,11 +156,37 @@ def test_all_rows_of_a_packed_text_are_named_in_their_order(tmp_path):
     packed = f"{ROWS[2]['text']} {ROWS[1]['text']}{ROWS[4]['text']}"
     expected = f"packed from rows.jsonl row 2, doc_id: d2; {equal}; rows.jsonl row 4, doc_id: d4"
     assert find_source(dataset, packed) == expected
-    rows = [{"text": f"{number} is a number"} for number in range(100, 130)]
+    rows = [{"text": f"{number} is a number"} for number in range(100, 150)]
     numbers = load(write_rows(tmp_path, rows, "json"))
-    named = find_source(numbers, "".join(row["text"] for row in rows[5:25]))
+    named = find_source(numbers, "".join(row["text"] for row in rows[5:45]))
     assert named.startswith("packed from rows.json row 5; rows.json row 6; ")
-    assert named.endswith("rows.json row 12; and 12 more rows")
+    assert named.endswith("rows.json row 34; and 10 more rows")
+
+
+def test_rows_are_found_in_a_packed_text_of_a_template(tmp_path):
+    rows = [
+        {"text": f"{i}+{i}=7", **chat(f"{i}+{i}=", "7"), "instruction": f"{i}+{i}=", "output": "7"} for i in range(9)
+    ]
+    dataset = load(write_rows(tmp_path, rows, "json"))
+    text = "".join(f"Human: {row['instruction']}\nAssistant: 7\n" for row in rows[4:6])
+    assert find_source(dataset, text) == "packed from rows.json row 4; rows.json row 5"
+
+
+def test_rows_that_share_parts_are_told_apart(tmp_path):
+    system = "You are a helpful assistant."
+    rows = [chat(system, f"What is {i} and {i}?", "Some number.") for i in range(10, 20)]
+    dataset = load(write_rows(tmp_path, rows, "json"))
+    text = [" ".join(part["content"] for part in row["messages"]) for row in rows]
+    assert find_source(dataset, text[3]) == "rows.json row 3"
+    assert find_source(dataset, f"{text[7]} {text[2]}") == "packed from rows.json row 7; rows.json row 2"
+
+
+def test_what_lies_inside_a_named_row_or_is_too_short_is_not_named(tmp_path):
+    long = [chat("Tell me of France, please.", f"The town number {i} is Paris, on the Seine.") for i in range(2)]
+    rows = [*long, chat("Hi", "Paris"), *[chat("<eos>")] * 5]
+    dataset = load(write_rows(tmp_path, rows, "json"))
+    text = "<eos>".join(" ".join(part["content"] for part in row["messages"]) for row in long)
+    assert find_source(dataset, text) == "packed from rows.json row 0; rows.json row 1"
 
 
 def test_a_short_row_that_occurs_in_a_long_text_is_not_named(tmp_path):

@@ -1,5 +1,7 @@
 """A host's method that was replaced by one that calls the trainer's own is passed through once, guarded."""
 
+import inspect
+
 import pytest
 
 from hf_nanguard import attach
@@ -43,3 +45,37 @@ def test_a_watched_step_is_still_guarded(tmp_path, monkeypatch):
     watch(trainer, stock_class("sft"), "training_step", monkeypatch)
     trainer.train()
     assert [event["action"] for event in events_of(trainer)] == ["dropped"]
+
+
+NAMES = {"guard": 3, "host": 4, "part": 5, "override": 6, "trainer": 7, "call": 8, "method": 9}
+
+
+class Asking(stock_class("plain")):
+    """Its methods take keywords with the names that the guard has for its own arguments."""
+
+    given = ()
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None, **names):
+        self.given = (*self.given, names)
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.compute_loss(model, inputs, **NAMES)
+        return loss
+
+    def evaluate(self, eval_dataset=None, *, guard=None, host=None, part=None, override=None, **others):
+        self.asked = {"guard": guard, "host": host, "part": part, "override": override, **others}
+        return super().evaluate(eval_dataset)
+
+
+def test_keywords_of_the_host_may_have_the_names_of_our_arguments(tmp_path):
+    trainer = build("plain", tmp_path, Asking, max_steps=1)
+    trainer.train()
+    assert trainer.given == ({}, NAMES) * 3
+    trainer.evaluate(trainer.train_dataset, **NAMES)
+    assert trainer.asked == NAMES
+    for name in ("compute_loss", "training_step", "evaluate", "log", "train"):
+        for ours, theirs in ((trainer, build("plain", tmp_path, Asking, guard=False)), (type(trainer), Asking)):
+            assert inspect.signature(getattr(ours, name)) == inspect.signature(getattr(theirs, name))
+    assert events_of(trainer) == []
