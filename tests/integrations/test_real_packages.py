@@ -168,7 +168,7 @@ VARIANTS = {  # other tasks and datasets of the same frameworks: what is put in 
     "llamafactory-0.9.5-lora-two-datasets": (1, change(LLAMAFACTORY, dataset="others,sums", **LORA), "rows.json"),
     "llamafactory-0.9.5-dpo": (1, change(LLAMAFACTORY, stage="dpo", dataset="pairs"), "pairs.json"),
     "llamafactory-0.9.5-packed": (1, change(LLAMAFACTORY, packing="true"), "packed from rows.json"),
-    "axolotl-0.19.0-packed": (0, change(INTEGRATORS[0].files["guarded.yaml"], sample_packing="true", micro_batch_size="1"), "packed from rows.jsonl"),
+    "axolotl-0.19.0-packed": (0, change(INTEGRATORS[0].files["guarded.yaml"], sample_packing="true", micro_batch_size="1"), "rows.jsonl"),
     "ms-swift-4.6.0-lora-two-datasets": (
         2,
         INTEGRATORS[2].guarded.replace("rows.jsonl", "others.jsonl rows.jsonl#32").replace(
